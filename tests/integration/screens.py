@@ -7,9 +7,9 @@ SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-  do: ask its owner, or terminate it: yunion-mps terminate 4260
+  hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
-1 more; all of it: yunion-mps status
+1 more; show all: yunion-mps status
 GPU                    USED GiB OF GiB       UTIL % IN USE     PROCS NAME
 00:06.0    ███░░░░░░░░      6.2   22.5              3 of 4         2 Tesla P40
 DEVICE                 USED GiB OF GiB  SM % UTIL % USER         PID COMMAND
@@ -28,9 +28,9 @@ SCREEN_120 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-  do: ask its owner, or terminate it: yunion-mps terminate 4260
+  hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-  do: ask its owner, or terminate it: yunion-mps terminate 4711
+  hint: ask its owner, or terminate it: yunion-mps terminate 4711
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
 use all of i…
 GPU                                 USED GiB OF GiB       UTIL % IN USE           PROCS        NAME
@@ -57,7 +57,7 @@ Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older
 Hint:     run only jobs that stay within their budgets; find those that do not:
           yunion-mps who
 Devices:  4 of 4 available, 3 used, 1 free
-Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
+Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
 GPUs:     1
 Driver:   535.261.03, CUDA 12.2
 Host:     NAME, id ID

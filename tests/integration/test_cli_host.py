@@ -68,7 +68,7 @@ def test_each_device_of_the_reference_case_has_5760_mib_and_25_percent(ready: Da
 
 def test_show_gives_the_environment_that_leads_to_the_real_control_daemon(ready: Daemon) -> None:
     out = printed(ready.host, "show", "00:06.0-1")
-    environment = out.split("Environment variables of a process that uses it:\n")[1]
+    environment = out.split("Environment variables for processes on this device:\n")[1]
     assert environment == (
         "  CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
         "  CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25\n"
@@ -118,7 +118,7 @@ def test_config_check_needs_no_daemon_and_changes_nothing(make_host: MakeHost) -
 
 
 PLAN = """\
-The daemon would divide the GPUs like this:
+The daemon would divide the GPUs as follows:
 GPU      NAME       DEVICES    MEMORY  SM %  COMPUTE MODE                  DOMAIN
 00:06.0  Tesla P40        4  5760 MiB    25  Default -> Exclusive_Process  host
 00:06.0: budgets are not enforced: the GPU is older than Volta

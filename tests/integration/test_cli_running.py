@@ -173,7 +173,7 @@ def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> 
     with ready.host.popen(command) as following:
         assert following.stdout is not None
         assert "applying -> ready" in following.stdout.readline()
-        told = rf"The daemon \(\S+\) was re-executed as PID {ready.pid}; it was away for \d+\.\d\d s\n"
+        told = rf"The daemon \(\S+\) was re-executed as PID {ready.pid}; it did not answer for \d+\.\d\d s\n"
         assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
         assert ready.control_pid() == control
         os.kill(control, signal.SIGKILL)

@@ -67,7 +67,7 @@ def test_a_device_is_the_container_s_alone_until_it_ends(
     assert (lease["devices"], lease["binding"]) == ([ADDRESSES[1]], "container")
     assert (lease["pid"], lease["container"]) == (podman.pid_of("trainer"), "trainer")
     assert "trainer: sleep 300" in host.run(["yunion-mps", "who"]).stdout
-    taken = f"device {ADDRESSES[1]} is taken: trainer of root, PID {lease['pid']} (see: yunion-mps who)"
+    taken = f"device {ADDRESSES[1]} is in use: trainer of root, PID {lease['pid']} (see: yunion-mps who)"
     for name in (ADDRESSES[1], "all"):
         refused = podman.run(*podman.needs, *mps(name), IMAGE, "true")
         assert refused.returncode != 0
@@ -89,7 +89,7 @@ def test_a_device_that_a_job_of_the_host_has_is_no_container_s(ready_daemon: Dae
     assert job.stdout.readline() == "begun\n"
     refused = podman.run(*mps(ADDRESSES[0]), IMAGE, "true")
     holder = f"sh -c echo begun; exec cat of root, PID {job.pid}"
-    assert f"device {ADDRESSES[0]} is taken: {holder} (see:" in refused.stderr
+    assert f"device {ADDRESSES[0]} is in use: {holder} (see:" in refused.stderr
     job.communicate()
 
 

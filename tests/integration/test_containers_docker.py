@@ -121,7 +121,7 @@ def test_without_cdi_a_variable_that_replaces_the_device_s_is_refused(
     host = ready_daemon.host
     stand_in(host, reads_cdi=False)
     refused = host.run(["yunion-mps", "run", "--docker", "--", *words, IMAGE, "true"])
-    what = "would replace the device's own, because this docker reads no CDI: leave it out."
+    what = "would override the device's value, because this docker does not support CDI: omit it."
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[0] == f"yunion-mps: --env {_VARIABLE} {what}"
     assert ready_daemon.get("/v1/events?kind=lease")[1]["events"] == []

@@ -58,7 +58,7 @@ def test_a_container_of_a_job_with_env_host_gets_its_own_device(ready_daemon: Da
     assert (done.returncode, done.stdout) == (0, f"{ADDRESSES[3]}/\n"), done.stderr
     own = ["podman", "run", "--rm", "--env-host", *mps(ADDRESSES[0]), IMAGE, "true"]
     refused = host.run(["yunion-mps", "run", "--device", ADDRESSES[0], "--", *own])
-    assert f"device {ADDRESSES[0]} is taken: " in refused.stderr, "it is the job's"
+    assert f"device {ADDRESSES[0]} is in use: " in refused.stderr, "it is the job's"
     eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
 
 
@@ -160,7 +160,7 @@ def test_of_many_containers_for_one_device_one_gets_and_keeps_it(
     (winner,) = [name for name, one in zip("abcdefgh", done) if one.returncode == 0]
     for name, one in zip("abcdefgh", done):
         if name != winner:
-            assert f"device {ADDRESSES[1]} is taken: {winner} of root, PID " in one.stderr
+            assert f"device {ADDRESSES[1]} is in use: {winner} of root, PID " in one.stderr
 
     def holders() -> list[tuple[int, str]]:
         leases = leases_of(ready_daemon)

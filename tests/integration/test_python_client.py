@@ -199,7 +199,7 @@ def test_an_exception_of_the_block_is_not_replaced_by_the_daemons(
         ready_daemon.kill()
         1 / 0  # noqa: B018
     (why,) = said
-    assert why.startswith(f"the lease of {ADDRESSES[0]} could not be given back: the daemon is not running")
+    assert why.startswith(f"the lease of {ADDRESSES[0]} could not be released: the daemon is not running")
 
 
 def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, client: Client) -> None:

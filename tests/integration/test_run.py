@@ -103,8 +103,8 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ("run --device '' true", "--device and --gpu need a value: the one given is empty."),
-        ("run --gpu '' true", "--device and --gpu need a value: the one given is empty."),
+        ("run --device '' true", "--device and --gpu must not be empty."),
+        ("run --gpu '' true", "--device and --gpu must not be empty."),
         (
             "run --gpu-mem 2GiB --gpu-mem-units 2 true",
             "--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them.",
@@ -127,9 +127,9 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         ("run ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
         ("run -- ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
         ("run --gpu-mem-units 9999999999 true", "Invalid value for '--gpu-mem-units': 9999999999 is not a"),
-        ("env ''", "DEVICE is empty."),
-        ("lease release ''", "LEASE is empty."),
-        ("lease renew ''", "LEASE is empty."),
+        ("env ''", "DEVICE must not be empty."),
+        ("lease release ''", "LEASE must not be empty."),
+        ("lease renew ''", "LEASE must not be empty."),
         (
             "lease take 'a b' --ttl 5",
             "NAME may have letters, digits and ._:/@-, must begin with a letter or digit",
@@ -157,7 +157,7 @@ def test_a_job_with_several_devices_is_asked_which_one_it_means(
         done = run(host, "--count", "2", "--across", "yunion-mps", word)
         assert (done.returncode, done.stdout) == (2, printed)
         assert done.stderr.startswith(
-            "yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: give one of these devices.\n"
+            "yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: name one of these devices.\n"
         )
 
 

@@ -278,11 +278,11 @@ def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: Serv
 def test_a_failed_question_is_asked_again_soon_whatever_the_interval(screen: Tmux, host: ServerHost) -> None:
     host.clients.error = ControlError("the driver does not answer", "see: dmesg")
     screen.type("yunion-mps top --interval 3600", "Enter")
-    screen.wait(r"^Not known: who uses the GPUs, since \d\d:\d\d:\d\d: the driver does not answer$")
-    screen.wait("^  do: see: dmesg$")
+    screen.wait(r"^Incomplete: no list of processes since \d\d:\d\d:\d\d: the driver does not answer$")
+    screen.wait("^  hint: see: dmesg$")
     host.clients.error = None
     screen.wait("mallory.*old-job")
-    screen.wait_without("Not known")
+    screen.wait_without("Incomplete")
 
 
 def test_there_are_colours_and_none_with_no_color_set(screen: Tmux) -> None:

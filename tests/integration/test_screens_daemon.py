@@ -46,7 +46,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
             over = rf"^Problem: +00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} "
             assert re.search(over, text, re.MULTILINE)
             assert re.search(rf"^Problem: +PID {os.getpid()} of root .*uses GPU ", text, re.MULTILINE)
-        assert "; 1 client of MPS, 1 process outside MPS\n" in status
+        assert "; 1 MPS client, 1 process outside MPS\n" in status
         assert re.search(rf"^00:06.0-1 +root +{job.pid} .* over budget ", who, re.MULTILINE)
         host.gpus[0].remove_process(os.getpid())
         job.end()
@@ -143,7 +143,7 @@ def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
         pid = int(screen.tell("pane_pid"))
         daemon.kill()
         screen.wait("^Problem: the daemon is not running: ")
-        lines = screen.wait(r"^yunion-mps \S+  \S+  no answer since \d\d:\d\d:\d\d; all below is from then$")
+        lines = screen.wait(r"^yunion-mps \S+  \S+  no answer since \d\d:\d\d:\d\d; showing data from then$")
         assert "ready" not in lines[0]
         assert any(line.startswith("00:06.0-1 ") for line in lines)
         screen.type("s")

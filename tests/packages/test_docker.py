@@ -111,7 +111,7 @@ def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, doc
     assert "trainer: sleep 300" in operator.machine.run("yunion-mps", "who").stdout
     refused = docker.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
     assert refused.returncode != 0
-    taken = f"yunion-mps: device {ADDRESSES[1]} is taken: trainer of root, PID {lease['pid']}"
+    taken = f"yunion-mps: device {ADDRESSES[1]} is in use: trainer of root, PID {lease['pid']}"
     assert f"{taken} (see: yunion-mps who)" in refused.stderr
     log = ("journalctl", "--output=cat", "--identifier=yunion-mps")
     operator.machine.wait_until("it is logged", lambda: taken[12:] in operator.machine.run(*log).stdout)

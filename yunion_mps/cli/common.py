@@ -218,16 +218,16 @@ device_argument = click.argument("device", envvar="YUNION_MPS_DEVICE", shell_com
 def one_device(device: str) -> str:
     """The device; raises UsageError if none is named, or several, as a job's are."""
     if not device:
-        raise click.UsageError("DEVICE is empty.")
+        raise click.UsageError("DEVICE must not be empty.")
     if "," in device:
-        raise click.UsageError(f"DEVICE is {device}: give one of these devices.")
+        raise click.UsageError(f"DEVICE is {device}: name one of these devices.")
     return device
 
 
 def refuse_unattended(yes: bool) -> None:
     """Wrong usage if there is no terminal to ask on, and the answer was not given beforehand."""
     if not yes and not (sys.stdin and sys.stdin.isatty()):
-        raise click.UsageError("This ends jobs, but there is no terminal to confirm it on: add --yes.")
+        raise click.UsageError("This ends jobs, and there is no terminal to ask for confirmation: add --yes.")
 
 
 def confirm(question: str, yes: bool) -> None:

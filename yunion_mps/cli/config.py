@@ -194,7 +194,7 @@ def _plan_text(answer: Json) -> str:
         text += f"{answer['notice']}.\n"
     if not answer["gpus"]:
         return text
-    text += "The daemon would divide the GPUs like this:\n" + table(_GPU_COLUMNS, answer["gpus"])
+    text += "The daemon would divide the GPUs as follows:\n" + table(_GPU_COLUMNS, answer["gpus"])
     text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
     for domain in answer["domains"]:
         gpus = count(len(domain["gpus"]), "GPU")

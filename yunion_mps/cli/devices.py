@@ -114,9 +114,11 @@ _UP_TO = Number(0, MAX_LIMIT)
 
 @click.command("list", short_help="List the devices, their budgets and holders.")
 @click.option(
-    "--gpu", metavar="GPU", help="Only of this GPU: its address or UUID, or the beginning of either."
+    "--gpu",
+    metavar="GPU",
+    help="Show only devices of this GPU: an address, a UUID or a unique prefix of either.",
 )
-@click.option("--free", is_flag=True, help="Only devices that yunion-mps run could be given now.")
+@click.option("--free", is_flag=True, help="Show only devices that yunion-mps run could get now.")
 @wide_output_option
 def list_devices(gpu: str | None, free: bool, output: str) -> None:
     """List the devices of this host, and the lease holder of each.
@@ -202,12 +204,12 @@ def _on(value: bool | None) -> str | None:
     "--numa-node",
     type=_NUMA_NODE,
     metavar="N",
-    help="Show only devices of GPUs at this NUMA node; -1 if there is none.",
+    help="Show only devices of GPUs on this NUMA node; -1 selects GPUs without one.",
 )
 @click.option("--unused", is_flag=True, help="Show only devices that yunion-mps run could get now.")
 @output_option
 def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: Any) -> None:
-    """List the devices of this host in the table of Cloudpods' command of this name.
+    """List the devices of this host in the format of the Cloudpods command of the same name.
 
     \b
     Examples:
@@ -238,7 +240,7 @@ def footer(answer: DeviceList) -> str:
 @device_argument
 @output_option
 def show_device(device: str, output: str) -> None:
-    """Show one device and the environment variables with which a process uses it.
+    """Show one device, and the environment variables that a process needs to use it.
 
     DEVICE is an id, an address (00:06.0-1) or a unique prefix of either. Inside a job with one device it may
     be omitted: YUNION_MPS_DEVICE names it.
@@ -287,13 +289,13 @@ def described(lines: Mapping[str, object]) -> str:
 def environment_text(environment: Mapping[str, str]) -> str:
     """The variables below a heading; nothing if there are none."""
     lines = (f"  {name}={cell(value)}\n" for name, value in environment.items())
-    return "Environment variables of a process that uses it:\n" + "".join(lines) if environment else ""
+    return "Environment variables for processes on this device:\n" + "".join(lines) if environment else ""
 
 
 @click.command("gpus", short_help="List the GPUs.")
 @wide_output_option
 def list_gpus(output: str) -> None:
-    """List the NVIDIA GPUs of this host, and why those that are not available are not.
+    """List the NVIDIA GPUs of this host, with the reason for each one that is unavailable.
 
     \b
     Examples:

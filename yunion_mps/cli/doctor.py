@@ -31,15 +31,15 @@ _MAX_ALIKE = 3
 @click.option("--selftest", is_flag=True, help="Also run a small CUDA program on one device of each domain.")
 @click.option(
     "--timeout", type=Duration(1, 600), default="10s", show_default=True, metavar="DURATION",
-    help="Time limit of each check.",
+    help="Time limit for each check.",
 )  # fmt: skip
-@click.option("--nagios", is_flag=True, help="Exit with the codes of monitoring plugins: 0, 1, 2 or 3.")
+@click.option("--nagios", is_flag=True, help="Exit with the status of a monitoring plugin: 0, 1, 2 or 3.")
 @output_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
 def doctor(
     pid: int | None, selftest: bool, timeout: int, nagios: bool, output: str, command: tuple[str, ...]
 ) -> None:  # fmt: skip
-    """Check everything that can make MPS fail on this host, and say how to fix it. Changes nothing.
+    """Check for everything that can make MPS fail on this host, and print how to fix it. Nothing is changed.
 
     It works with or without the daemon, and as any user; root sees more. With COMMAND, it also checks the
     environment that COMMAND would have, without running it.

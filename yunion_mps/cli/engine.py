@@ -51,7 +51,7 @@ def run_container(
     The lease ends with the container: an engine that reads CDI has our hook bind it, for another one a
     process of ours stays behind until the lease is bound to the container.
     """
-    hint = "install it; without a container, the command alone comes after run: yunion-mps run COMMAND"
+    hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
     if _reads_cdi(engine, program):
         lease = take({**wanted, "cdi": True}, wait_s)
@@ -60,8 +60,10 @@ def run_container(
     else:
         # What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed.
         for name in overridden(argv, _VARIABLES):
-            what = f"--env {name} would replace the device's own, because this {engine} reads no CDI"
-            raise click.UsageError(f"{what}: leave it out.")
+            what = (
+                f"--env {name} would override the device's value, because this {engine} does not support CDI"
+            )
+            raise click.UsageError(f"{what}: omit it.")
         with _binder(program) as (pid, lease_ids):
             lease = take({**wanted, "holder": {**wanted["holder"], "pid": pid}}, wait_s)
             refuse_unreachable(lease["environment"])

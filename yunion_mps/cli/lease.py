@@ -94,12 +94,12 @@ def request_options(function: F) -> F:
         ),
         click.option(
             "--gpu-mem", metavar="SIZE",
-            help="Use this much memory of a GPU that has memory_unit or slices: 512MiB, 2GiB. With --count: "
-            "for each device.",
+            help="Use this much memory (512MiB, 2GiB) of a GPU divided by memory_unit or slices. "
+            "With --count: for each device.",
         ),
         click.option(
             "--gpu-mem-units", type=Number(1, MAX_MIB), metavar="N",
-            help="As --gpu-mem, in units of gpu_memory_unit (by default 1024 MiB).",
+            help="Like --gpu-mem, in units of gpu_memory_unit (1024 MiB by default).",
         ),
         click.option("--across", is_flag=True, help="With --count: use devices of different GPUs."),
         click.option(
@@ -109,7 +109,7 @@ def request_options(function: F) -> F:
         click.option(
             "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
             metavar="[=DURATION]",
-            help="If nothing is free, wait for at most DURATION (90, 90s, 10m, 2h, 1d), or for 30d.",
+            help="If no device is free, wait up to DURATION (90, 90s, 10m, 2h, 1d). Default: 30d.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -145,7 +145,7 @@ def _request(
 ) -> Json:  # fmt: skip
     """The lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
-        raise click.UsageError("--device and --gpu need a value: the one given is empty.")
+        raise click.UsageError("--device and --gpu must not be empty.")
     if gpu_mem is not None and gpu_mem_units is not None:
         raise click.UsageError("--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them.")
     if device and (count > 1 or gpu_mem is not None or gpu_mem_units is not None):
@@ -174,7 +174,7 @@ def _mebibytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB|M|G)", text)
     mib = int(found[1]) * (1024 if found[2][0] == "G" else 1) if found else 0
     if not mib:
-        raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, as in 2GiB.")
+        raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, such as 2GiB.")
     return mib
 
 
@@ -187,12 +187,15 @@ def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
     """Say so, beside the output, if some of the GPUs hold no process to its budget."""
     if unenforced_gpus:
         gpus = ", ".join(unenforced_gpus)
-        say(f"budgets are not enforced on GPU {gpus}, older than Volta: a job can use all of its memory")
+        say(
+            f"budgets are not enforced on GPU {gpus}, which is older than Volta: a job can use all of its "
+            "memory"
+        )
 
 
 @click.group("lease", cls=SuggestingGroup, short_help="Manage leases of jobs that run elsewhere.")
 def lease_group() -> None:
-    """Lease devices for a job that is not a process of this host, such as one of a batch system.
+    """Lease devices for a job that is not a process on this host, such as a batch job.
 
     Such a lease has a name and a time to live: it ends if it is not renewed in time. For a command on this
     host, yunion-mps run is simpler: its lease ends with the command.
@@ -215,7 +218,7 @@ def lease_group() -> None:
 )  # fmt: skip
 @output_option
 def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
-    """Lease devices under NAME, and print the lease with its id and the environment of its job.
+    """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
     \b
     Examples:
@@ -223,8 +226,8 @@ def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> N
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(
-            "NAME may have letters, digits and ._:/@-, must begin with a letter or digit, "
-            "and is at most 100 characters long."
+            "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, and may be at "
+            "most 100 characters long."
         )
     lease = take({**wanted, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     from yunion_mps.cli.leases import lease_text  # here and below: no command that is run waits for it
@@ -309,5 +312,5 @@ def release_lease(lease: str, output: str) -> None:
 
 def _one_lease(lease: str) -> str:
     if not lease:
-        raise click.UsageError("LEASE is empty.")
+        raise click.UsageError("LEASE must not be empty.")
     return lease

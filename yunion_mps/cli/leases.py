@@ -82,11 +82,13 @@ def one_of(answer: LeaseList, lease: str) -> LeaseRecord:
     named = [one for one in answer["leases"] if lease in (one["id"], one["name"])]
     found = named or [one for one in answer["leases"] if one["id"].startswith(lease)]
     if not found:
-        raise NotFoundError(f"there is no lease {cell(lease)}", "list the leases with: yunion-mps lease list")
+        raise NotFoundError(f"there is no lease {cell(lease)}", "list the leases: yunion-mps lease list")
     if len(found) > 1:
         ids = ", ".join(f"{one['id'][:ID_LENGTH]} of {one['user']}" for one in found[:4])
         more = ", ..." if len(found) > 4 else ""
-        raise NotFoundError(f"{cell(lease)} names {len(found)} leases ({ids}{more})", "give more of the id")
+        raise NotFoundError(
+            f"{cell(lease)} matches {len(found)} leases ({ids}{more})", "use a longer prefix of the id"
+        )
     return found[0]
 
 

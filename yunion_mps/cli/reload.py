@@ -45,7 +45,7 @@ _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 @click.command("plan", short_help="Show what a reload would change.")
 @output_option
 def plan(output: str) -> None:
-    """Show what a reload would change and when each change would take effect. Changes nothing.
+    """Show what a reload would change and when each change would take effect. Nothing is changed.
 
     If a configuration file has errors, all of them are printed with file and line, and plan exits with 6.
 
@@ -75,9 +75,13 @@ def _text(title: str, answer: ChangeList) -> str:
 
 @click.command("reload", short_help="Apply the changed configuration.")
 @click.option(
-    "--drain", is_flag=True, help="Give running jobs no new processes, and wait until they have ended."
+    "--drain",
+    is_flag=True,
+    help="Admit no new processes under the old limits, and wait for running jobs to end.",
 )
-@click.option("--now", is_flag=True, help="List the jobs that delay the change, ask, and end them.")
+@click.option(
+    "--now", is_flag=True, help="List the jobs that delay the change, ask for confirmation, and end them."
+)
 @click.option(
     "--timeout",
     type=Duration(),
@@ -103,9 +107,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
       yunion-mps reload --now
     """
     if timeout and not (drain or now):
-        raise click.UsageError("--timeout goes with --drain or --now.")
+        raise click.UsageError("--timeout requires --drain or --now.")
     if yes and not now:
-        raise click.UsageError("--yes goes with --now.")
+        raise click.UsageError("--yes requires --now.")
     if now:
         refuse_unattended(yes)
         _confirm_end_of_jobs(yes)
@@ -124,7 +128,7 @@ def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
     text = _text(title, answer)
     if False in for_leases and not waits:
         text += (
-            "List the jobs it waits for: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+            "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
         )
     return text + ("See who holds the leases: yunion-mps who\n" if True in for_leases else "")
 
@@ -227,5 +231,5 @@ def reexec() -> None:
     if after["version"] != version:
         version += f" -> {after['version']}"
     click.echo(
-        f"The daemon ({version}) was re-executed as PID {after['pid']}; it was away for {away_s:.2f} s"
+        f"The daemon ({version}) was re-executed as PID {after['pid']}; it did not answer for {away_s:.2f} s"
     )

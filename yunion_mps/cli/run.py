@@ -85,15 +85,15 @@ def run(
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
     device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta.
-    It is started all the same, on such a device or on none, with --allow-unlimited.
+    On such a device, or without one, it is started only with --allow-unlimited.
 
-    COMMAND replaces yunion-mps, so signals, exit status, terminal and process group are its own. Its
-    environment has YUNION_MPS_DEVICE and YUNION_MPS_LEASE.
+    COMMAND replaces the calling process, so signals, exit status, terminal and process group are its own.
+    YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
 
     With --podman or --docker, COMMAND is what follows "podman run" or "docker run": options, image and
     command. The device is leased until the container ends, even with -d.
 
-    If nothing is free, run exits with 5; with --wait, it waits in a queue, first come, first served. If the
+    If no device is free, run exits with 5; with --wait, it waits in a queue, first come, first served. If the
     request could not be satisfied even on an idle host, it exits with 1.
 
     \b
@@ -198,10 +198,10 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
 @device_argument
 @style_option
 def print_environment(device: str, output: str) -> None:
-    """Print the environment variables with which a process uses DEVICE.
+    """Print the environment variables that a process needs to use DEVICE.
 
     This takes no lease, so another job may get the same device; to have a device to yourself, use
-    yunion-mps run. If the device is unavailable, env prints a line that makes eval and docker fail, too.
+    yunion-mps run. If the device is unavailable, env prints a line that makes eval and docker fail as well.
 
     \b
     Examples:

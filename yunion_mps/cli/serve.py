@@ -17,9 +17,9 @@ from yunion_mps.paths import Paths
 _DEFAULT = "127.0.0.1:9435"
 
 
-@click.command("metrics", short_help="Print the metrics in Prometheus' text format.")
+@click.command("metrics", short_help="Print the metrics in the Prometheus text format.")
 def metrics() -> None:
-    """Print the metrics in Prometheus' text format.
+    """Print the metrics in the Prometheus text format.
 
     To let Prometheus scrape them, set metrics_listen in host.conf. For node_exporter's textfile collector,
     set metrics_textfile. docs/metrics.md describes each metric.
@@ -35,9 +35,9 @@ def metrics() -> None:
 @click.command("web", short_help="Serve the web page.")
 @click.option(
     "--listen", "address", default=_DEFAULT, show_default=True, metavar="ADDRESS:PORT",
-    help="Serve at this address.",
+    help="Listen on this address.",
 )  # fmt: skip
-@click.option("--allow-public", is_flag=True, help="Permit an address that other hosts can reach.")
+@click.option("--allow-public", is_flag=True, help="Allow an address that other hosts can reach.")
 def web(address: str, allow_public: bool) -> None:
     """Serve a read-only web page with GPUs, devices, jobs and events until you press Ctrl-C.
 
@@ -73,7 +73,9 @@ def _checked(address: str, *, allow_public: bool) -> str:
         ) from None
     if is_public(where) and not allow_public:
         hint = "use 127.0.0.1, or add --allow-public if this is intended"
-        raise YunionError(f"{where}: other hosts can reach this address, and the page has no password", hint)
+        raise YunionError(
+            f"{where}: other hosts can reach this address, and the page is not protected by a password", hint
+        )
     return where
 
 
@@ -99,7 +101,7 @@ async def _serve(address: str) -> None:
 
 @click.command("gateway", hidden=True)
 def gateway() -> None:
-    """Serve the metrics and the web page over TCP, as metrics_listen and web_listen in host.conf say.
+    """Serve the metrics and the web page on the addresses set by metrics_listen and web_listen in host.conf.
 
     The service yunion-mps-gateway runs this command as an unprivileged user; run it yourself only on a host
     without systemd. It exits if host.conf sets neither key.

@@ -63,8 +63,7 @@ def status(exit_code: bool, output: str) -> None:
     (enable_cuda_mps is false). Warnings do not change it.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
-    neither is so and yunion-mps run could get it; and pending if its GPU was divided again but leases of the
-    old division still exist.
+    yunion-mps run could get it; and pending if it waits for leases of an earlier division of its GPU to end.
 
     \b
     Examples:
@@ -100,7 +99,7 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
-    clients = f"{count(status['clients'], 'client')} of MPS"
+    clients = f"{count(status['clients'], 'MPS client')}"
     if status["outside_mps"]:
         clients += f", {count(status['outside_mps'], 'process', 'processes')} outside MPS"
     up = age_of(status["started"])
@@ -120,7 +119,7 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     ]
     text = "".join(wrapped(line, _INDENT) for line in lines)
     text += _gpu_table(host) if gpus else ""
-    end = pools(gpus) + notes(("Not known", error) for error in status["errors"])
+    end = pools(gpus) + notes(("Incomplete", error) for error in status["errors"])
     domains = _domain_table(status["domains"], _MAX_ROWS)
     if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
         domains = _domain_table(status["domains"], 0)  # what is wrong must not be scrolled away

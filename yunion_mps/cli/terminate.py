@@ -11,14 +11,14 @@ from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 
 
-@click.command("terminate", short_help="End a job without harming others.")
+@click.command("terminate", short_help="End a job without harming other jobs.")
 @click.argument("pid", type=PID, shell_complete=complete_pid)
 @click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def terminate(pid: int, force: bool, yes: bool) -> None:
-    """End the process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
+    """End process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
 
-    Killing an MPS client without that can take down the other clients of its server.
+    Killing an MPS client without disconnecting it first can take down the other clients of its server.
 
     \b
     Examples:
@@ -29,12 +29,10 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
     answer = call(GET_CLIENTS)
     client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
     if client is None:
-        raise NotFoundError(
-            f"PID {pid} is no client of MPS", "list the clients with: yunion-mps who --clients"
-        )
+        raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"
     confirm(f"End {who}?", yes)
     ended = call(TERMINATE_CLIENT, pid=pid, force=force)
     if not ended["ended"]:
-        raise YunionError(f"{who}: {ended['how']}", "see how it is: yunion-mps who --clients")
+        raise YunionError(f"{who}: {ended['how']}", "check whether it has ended: yunion-mps who --clients")
     click.echo(wrapped(f"{who}: {ended['how']}"), nl=False)

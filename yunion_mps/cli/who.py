@@ -96,21 +96,21 @@ def ask_clients_soon() -> ClientList:
     try:
         return ask_clients(_CLIENTS_S)
     except YunionError as error:
-        return {**NO_CLIENTS, "errors": [f"who uses the GPUs: {error.message}"]}
+        return {**NO_CLIENTS, "errors": [f"cannot list the processes on the GPUs: {error.message}"]}
 
 
 @click.command("who", short_help="Show who uses which device.")
 @click.option("--clients", "clients_only", is_flag=True, help="Show MPS clients and servers instead.")
 @wide_output_option
 def who(clients_only: bool, output: str) -> None:
-    """Show who has which device, by a lease or by using it.
+    """Show who uses which device, with or without a lease.
 
-    Each line is one process and its memory, of the memory that its device has. A lease that no process uses
-    yet is idle. A process that does not say which device it uses has the address of its GPU. Problems, such
-    as use over budget or outside MPS, are listed below.
+    Each line is one process, with the memory that it uses and the budget of its device. A lease that no
+    process uses yet is idle. A process whose device is unknown is listed under the address of its GPU.
+    Problems, such as a job over its budget or outside MPS, follow the table.
 
-    With --clients, the control daemons are asked: the table has the processes that use GPUs through MPS or
-    outside it; the MPS servers, and the clients that wait for another user's server, are listed below.
+    With --clients, it asks the control daemons: the table lists the processes that use GPUs, through MPS or
+    outside it, and is followed by the MPS servers and the clients that wait for another user's server.
 
     \b
     Examples:
@@ -170,7 +170,7 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
     text += waiting_text(answer["waiting"])
     for finding, hint in with_hints(folded(wrong)):
         text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Hint: {hint}") if hint else "")
-    return text + notes(("Not known", error) for error in answer["errors"])
+    return text + notes(("Incomplete", error) for error in answer["errors"])
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
@@ -178,7 +178,7 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
     text = ""
     for one in waiting:
         user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
-        text += wrapped(f"Waiting: {user} wants {one['wants']}, for {age_of(one['since'])}")
+        text += wrapped(f"Waiting: {user} requested {one['wants']} {age_of(one['since'])} ago")
     return text
 
 
@@ -207,7 +207,7 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     """What must be known first, the clients, their servers, the clients that wait, and what is not known."""
     servers = answer["servers"]
     failed = notes(
-        (f"FAULT: {_named(server)}", "its jobs have failed, and it serves again once they have ended")
+        (f"FAULT: {_named(server)}", "its jobs have failed; it accepts new ones once they have ended")
         for server in servers
         if server["state"] == SERVER_FAULT
     )
@@ -217,11 +217,11 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
         if server["state"] != SERVER_FAULT
     )
     outside_mps = notes(
-        (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget holds")
+        (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget applies")
         for client in answer["clients"]
         if client["mps"] is False
     )
-    unknown = notes(("Not known", error) for error in answer["errors"])
+    unknown = notes(("Incomplete", error) for error in answer["errors"])
     waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
     hint = wrapped(f"Hint: {hint_of(CLIENT_WAITING)}") if waiting else ""
     found = clients_table(answer["clients"], wide=wide)
@@ -229,8 +229,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
 
 
 def _waiting(one: WaitingClient) -> str:
-    who = f"PID {one['pid']} of {user_of(one)} ({one['command']}), for {age_of(one['since'])}"
-    return f"{who}, for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
+    who = f"PID {one['pid']} of {user_of(one)} ({one['command']}) has waited {age_of(one['since'])}"
+    return f"{who} for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
 
 
 def _named(server: MpsServer) -> str:
@@ -239,4 +239,4 @@ def _named(server: MpsServer) -> str:
 
 def user_of(process: ProcessFields) -> str:
     """The user's name as a sentence has it."""
-    return str(process["user"] or "a user who is gone")
+    return str(process["user"] or "an unknown user")

@@ -154,7 +154,7 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
     place = environment["CUDA_MPS_PIPE_DIRECTORY"]
     control = os.path.join(place, "control")
     if not os.access(control, os.W_OK, effective_ids=True):
-        what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
+        what = f"{control} cannot be reached by this user, so CUDA would run without limits"
         hint = "see: yunion-mps doctor"
         if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
             hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"

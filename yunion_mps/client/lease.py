@@ -77,7 +77,9 @@ class BaseLease:
         return f"<{type(self).__name__} {self.id} of {', '.join(self.devices)}>"
 
     def __reduce__(self) -> NoReturn:
-        what = f"a {type(self).__name__} stays in its process: pass its record or its environment to others"
+        what = (
+            f"a {type(self).__name__} cannot be passed to another process: pass its record or its environment"
+        )
         raise TypeError(what)
 
     async def _release(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
@@ -100,7 +102,7 @@ class BaseLease:
             await self._release(0)
         except YunionError as failure:
             self._on_message(
-                f"the lease of {', '.join(self.devices)} could not be given back: {failure.message}"
+                f"the lease of {', '.join(self.devices)} could not be released: {failure.message}"
             )
 
     async def _check(self) -> None:
@@ -113,7 +115,7 @@ class BaseLease:
         usable = {one["addr"] for one in listed if one["state"] != "unavailable"}
         for address in self.devices:
             if address not in usable:
-                reason, code, gpu = reasons.get(address, ("its GPU is gone", GPU_GONE, "GPU"))
+                reason, code, gpu = reasons.get(address, ("its GPU is no longer present", GPU_GONE, "GPU"))
                 raise HostError(f"device {address} is unavailable: {reason}", hint_of(code, gpu=gpu), code)
 
     def _renew(self, ttl_s: int) -> None:

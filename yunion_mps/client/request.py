@@ -42,9 +42,11 @@ def lease_request(
 ) -> LeaseArguments:
     """The request for these arguments, without the API's defaults; raises YunionError."""
     if ttl_s is not None and name is None:
-        raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or leave ttl_s out")
+        raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
     if isinstance(devices, str):
-        raise _invalid(f"devices: {devices!r} is not a list of devices", "write a list, as in ['00:06.0-1']")
+        raise _invalid(
+            f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
+        )
     if name is not None and ttl_s is None:
         ttl_s = TTL_S
     members = {
@@ -66,7 +68,9 @@ def mebibytes(amount: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount) if isinstance(amount, str) else None
     mib = int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else 0
     if not mib:
-        raise _invalid(f"memory: {amount!r} is not an amount", "write MiB or GiB, as in '6GiB'")
+        raise _invalid(
+            f"memory: {amount!r} is not an amount of memory", "write a number of MiB or GiB, such as '6GiB'"
+        )
     return mib
 
 
@@ -83,7 +87,7 @@ def format_since(since: datetime | timedelta | None) -> str | None:
         return None
     moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since
     if not isinstance(moment, datetime) or moment.tzinfo is None:
-        hint = "write datetime.now(timezone.utc), or a timedelta for so long ago"
+        hint = "write datetime.now(timezone.utc), or a timedelta that is subtracted from now"
         raise _invalid(f"since: {since!r} is not a time with a time zone", hint)
     return rfc3339(min(max(0.0, moment.timestamp()), LATEST_S))
 

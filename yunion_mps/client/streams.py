@@ -41,7 +41,7 @@ async def follow_events(
             continue
         retrier.reset()
         if answer["last"] < last:
-            on_message("the event log was started again")
+            on_message("the event log was restarted")
             last = 0
             continue
         last = answer["last"]

@@ -65,7 +65,7 @@ def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) ->
     except KeyError:
         what = f"the daemon's answer has no member {member}"
     except (TypeError, ValueError):
-        what = f"the daemon's answer has another type of {member}"
+        what = f"the daemon's answer has a member {member} of the wrong type"
     raise VersionError(f"{what}: its version differs from this client's")
 
 

@@ -52,7 +52,7 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     container: Mapping[str, Any] = {}
     try:
         if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
-            raise HostError("only container engines call cdi-hook", "see: yunion-mps run --help")
+            raise HostError("cdi-hook is called by container engines only", "see: yunion-mps run --help")
         container, name = _state(state), arguments[0]
         environment = _environment(container)
         _refuse_several(name, environment)
@@ -105,7 +105,10 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
         state = None
     if not (isinstance(state, dict) and isinstance(state.get("pid"), int)):
-        raise HostError("the container engine passed no container state", "is it an OCI runtime's hook?")
+        raise HostError(
+            "the container engine passed no container state",
+            "install it as a hook of an OCI runtime, which passes the state",
+        )
     return state
 
 
@@ -114,7 +117,7 @@ def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
     device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get(LEASE_VARIABLE)
     if environment and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
-        what = f"a container can have one device, but this one was given {name} and {beside}"
+        what = f"a container can have only one device, but this one was given {name} and {beside}"
         raise HostError(what, "to combine several into one budget: yunion-mps run --count")
 
 
@@ -150,6 +153,6 @@ def _taken(name: str, daemon: DaemonClient) -> YunionError | None:
                 who = lease["container"] or lease["name"] or lease["command"] or lease["user"]
                 where = f", PID {lease['pid']}" if lease["pid"] else ""
                 taken = ", ".join(lease["devices"])
-                what = f"device {taken} is taken: {who} of {lease['user']}{where}"
+                what = f"device {taken} is in use: {who} of {lease['user']}{where}"
                 return NothingFreeError(what, "see: yunion-mps who")
     return None

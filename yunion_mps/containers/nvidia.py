@@ -78,14 +78,14 @@ def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
     with open(path, "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
-        raise ValueError(f"it has more than {_MAX_BYTES >> 20} MiB")
+        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
     return parse(_loaded(text, path), gpus)
 
 
 def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
     """What a specification of NVIDIA's says of the GPUs; raises ValueError with the reason."""
     if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise ValueError(f"it is not of the kind {_KIND}")
+        raise ValueError(f"its kind is not {_KIND}")
     devices = {
         str(device["name"]): _edits(device.get("containerEdits"))
         for device in _list(found.get("devices"))
@@ -188,7 +188,7 @@ def _refuse_too_large(edits: Mapping[str, Any]) -> None:
     for piece in json.JSONEncoder().iterencode(edits):
         size += len(piece)
         if size > _MAX_BYTES:
-            raise ValueError(f"its containerEdits have more than {_MAX_BYTES >> 20} MiB")
+            raise ValueError(f"its containerEdits are larger than {_MAX_BYTES >> 20} MiB")
 
 
 def _loaded(text: bytes, path: str) -> Any:

@@ -134,7 +134,7 @@ class CdiPublisher:
             path = f"{self._files.path}/{lease_file(lease.id)}"
             what = f"containers cannot find the lease: {path}: {error.strerror}"
             if not or_warn:
-                hint = f"make {self._files.path} a directory that root can write"
+                hint = f"make {self._files.path} a directory that root can write to"
                 raise HostError(what, hint) from None
             log.warning("%s", what)
         self._leases[lease.id] = lease
@@ -215,7 +215,7 @@ class CdiPublisher:
             why = error.strerror if isinstance(error, OSError) else error.message
             trouble = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is tried again, and reported where operators look
-            what = f"containers find no devices: {path} cannot be made: {error!r}"
+            what = f"containers find no devices: {path} cannot be created: {error!r}"
             trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
@@ -233,7 +233,7 @@ class CdiPublisher:
                 theirs = nvidia.read(path, inputs.gpus)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                what = f"containers get no driver from yunion-mps: {path} is ignored: {why}"
+                what = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"
                 trouble = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
@@ -244,7 +244,7 @@ class CdiPublisher:
         self._supervisor.remark("containers", trouble)
         event = Event("info", "daemon", "containers", "containers find the devices again")
         if trouble:
-            means = "everything else continues, and this is retried"
+            means = "everything else continues, and the write is retried"
             event = Event("warning", "daemon", "containers", trouble, "", means, trouble.code)
             log.warning("%s; %s", trouble, means)
         else:

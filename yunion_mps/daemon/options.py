@@ -110,11 +110,11 @@ def command() -> click.Command:
         ),
         click.option(
             "--adopt", type=pid, metavar="PID",
-            help="Adopt a control daemon that another program started, with its jobs, and exit.",
+            help="Adopt a control daemon started by another program, together with its jobs, and exit.",
         ),
         click.option(
             "--log-level", type=click.Choice(LEVELS), metavar="LEVEL",
-            help=f"Log messages from this level on: {', '.join(LEVELS)}. Default: info.",
+            help=f"Log messages of this level and above: {', '.join(LEVELS)}. Default: info.",
         ),
         click.option(
             "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,

@@ -33,10 +33,10 @@ def daemon(host: Host) -> Findings:
         config, problems = host.config()
         if config.enable_cuda_mps or problems:
             return [problem(error.message, error.hint)]
-        return [ok("it is not running; enable_cuda_mps is false, so this host offers no devices")]
+        return [ok("not running; enable_cuda_mps is false, so this host offers no devices")]
     if status["state"] == "disabled":
         return [
-            ok(f"it is running ({status['version']}); enable_cuda_mps is false, so no devices are offered")
+            ok(f"running ({status['version']}); enable_cuda_mps is false, so this host offers no devices")
         ]
     found = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
     for domain in status["domains"]:
@@ -45,7 +45,7 @@ def daemon(host: Host) -> Findings:
             what = f"domain {name} is {domain['state']}: {domain['reason']}"
             found.append(problem(what, _EVENTS, domain["reason_code"]))
         if domain["pending"]:
-            hint = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
+            hint = "wait for the jobs: yunion-mps reload --drain; or end them: yunion-mps reload --now"
             found.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
@@ -54,10 +54,10 @@ def daemon(host: Host) -> Findings:
     others = (one for one in status["warnings"] if one["code"] not in _OF_GPUS)
     found += [warning(one["text"], one["hint"], one["code"]) for one in others]
     if status["version"] != __version__:
-        what = f"it is version {status['version']}, and this command is {__version__}"
+        what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
         found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
-    well = f"it is running; {devices['available']} of {devices['total']} devices are available"
+    well = f"running; {devices['available']} of {devices['total']} devices available"
     return found or [ok(well)]
 
 
@@ -75,19 +75,19 @@ def configuration(host: Host) -> Findings:
     try:
         plan, problems = host.plan()
     except DriverError:
-        return [ok("both files are valid, as far as can be told without the driver")]
+        return [ok("both files are valid; they cannot be checked against the GPUs without the driver")]
     except HostError as error:
         return [problem(error.message, error.hint)]
     if problems:
         return [_of(one) for one in problems]
     if not plan.devices and not plan.pools:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
-        return [problem("both files are valid, and no GPU of this host can be divided", hint)]
+        return [problem("both files are valid, but no GPU on this host can be divided", hint)]
     gpus = len({device.gpu_uuid for device in plan.devices})
     parts = [f"{len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
     if plan.pools:
         parts.append(f"memory in units on {len(plan.pools)} GPU{'s' if len(plan.pools) > 1 else ''}")
-    return [ok(f"both files are valid: {', '.join(parts)}")]
+    return [ok(f"both files are valid; {', '.join(parts)}")]
 
 
 def _of(one: Problem) -> Finding:

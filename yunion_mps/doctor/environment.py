@@ -18,6 +18,7 @@ from yunion_mps.host.files import read_beginning
 from yunion_mps.host.proc import command_of, environment_of, name_of, title_of, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
+from yunion_mps.overview import count
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
 
@@ -37,10 +38,13 @@ class Subject(NamedTuple):
 def of_process(host: Host, pid: int) -> Findings:
     """The environment that the process was started with, and what it sees of the host."""
     if not os.path.exists(f"/proc/{pid}"):
-        return [problem(f"there is no process {pid}", "list the clients with: yunion-mps who --clients")]
+        return [problem(f"there is no process {pid}", "list the clients: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
         return [
-            skipped(f"no permission to inspect PID {pid}", "run it as root, or as the user that it runs as")
+            skipped(
+                f"no permission to inspect PID {pid}",
+                "run this as root, or as the user that the process runs as",
+            )
         ]
     subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)
     return list(_judged(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
@@ -50,21 +54,27 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     """The environment that the command would have if it were started from here; it is not started."""
     given, words = _unpacked(dict(own), list(words))
     if not words:
-        return [problem("no command follows the variables", "yunion-mps doctor -- python3 train.py")]
+        return [problem("there is no command after the variables", "yunion-mps doctor -- python3 train.py")]
     program = shutil.which(words[0], path=given.get("PATH"))
     if program is None:
         return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
     if variables.starts_container(words):
         device = variables.device_in(words)
         if device:
-            return [ok(f"{words[0]} gives its container all of {device}, or does not start it")]
+            return [
+                ok(f"{words[0]} gives the container everything that {device} needs, or does not start it")
+            ]
         found = variables.shared(words)
         subject = Subject(words[0], variables.variables_in(words, given))
-        return [*found, *_judged(host, subject)] or [ok(f"{words[0]} gives its container what it needs")]
+        return [*found, *_judged(host, subject)] or [
+            ok(f"{words[0]} gives the container everything that an MPS client needs")
+        ]
     for path in (program, *words[1:]):
         given = {**given, **_assigned_in(path)}
     if (os.path.basename(words[0]), *words[1:2]) == ("yunion-mps", "run"):
-        gives = ok("yunion-mps run gives it everything that an MPS client needs, or does not start it")
+        gives = ok(
+            "yunion-mps run gives the command everything that an MPS client needs, or does not start it"
+        )
         return list(variables.misspelt(given)) or [gives]
     found = list(_judged(host, Subject(words[0], given)))
     return found or [ok(f"{words[0]} would have everything that an MPS client needs")]
@@ -88,18 +98,21 @@ def outside_mps(host: Host) -> Findings:
                 continue
             place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
             if not any(same_place(pid, place, ours) for ours in places):
-                what = f"{title_of(pid)} uses GPU {gpu.address} outside our MPS (it looks in {place})"
-                hint = f"start it with: yunion-mps run -- COMMAND; why: yunion-mps doctor --pid {pid}"
+                what = (
+                    f"{title_of(pid)} uses GPU {gpu.address} outside yunion-mps (its pipe directory is "
+                    f"{place})"
+                )
+                hint = f"start it with: yunion-mps run COMMAND; see why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
     if found or not unread:
         return found or [
             ok(
-                f"{seen} programs use our GPUs, each through MPS"
+                f"{count(seen, 'program')} on the GPUs, all through MPS"
                 if seen
                 else "no program uses a GPU outside MPS"
             )
         ]
-    raise SkipError(f"only root sees how {unread} of {seen} programs use our GPUs", "run it as root")
+    raise SkipError(f"only root can see how {unread} of {seen} programs use the GPUs", "run it as root")
 
 
 def same_place(pid: int, seen: str, ours: str) -> bool:
@@ -114,7 +127,7 @@ def same_place(pid: int, seen: str, ours: str) -> bool:
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-@check("logins", ENVIRONMENT, "no file gives every user a variable that leads outside MPS")
+@check("logins", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
 def of_logins(host: Host) -> Findings:
     """The variables that every user gets at login, and that lead programs past our control daemons."""
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
@@ -124,7 +137,7 @@ def of_logins(host: Host) -> Findings:
                 yield one._replace(what=f"{path}: {one.what}")
             for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
                 if name in given and not (name == variables.PIPE and _domain_at(host, Subject("", given))):
-                    what = f"{path} gives every user {name}={given[name]}"
+                    what = f"{path} sets {name}={given[name]} for every user"
                     yield warning(what, f"remove that line from {path}")
 
 
@@ -137,8 +150,14 @@ def _judged(host: Host, subject: Subject) -> Iterator[Finding]:
         served = [one.pipe_directory for one in domains]
         place = os.path.normpath(subject.variables.get(variables.PIPE, default))
         if subject.pid is not None and place in served and os.path.isdir(place):
-            what = f"{subject.title} does not see the host's {place}: a container, or PrivateTmp=yes"
-            hint = f"docker run -v {place}:{place}; in a unit PrivateTmp=no, or a directory in /run"
+            what = (
+                f"{subject.title} does not see the host's {place}: it runs in a container, or with "
+                "PrivateTmp=yes"
+            )
+            hint = (
+                f"mount it into the container: docker run -v {place}:{place}; in a unit, set PrivateTmp=no, "
+                "or use a directory in /run"
+            )
             yield problem(what, hint)
         else:
             yield variables.no_place(subject.variables, default, served)
@@ -173,8 +192,8 @@ def _device(host: Host, subject: Subject) -> Iterator[Finding]:
     if differ:
         given = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
         meant = ", ".join(f"{key}={needs[key]}" for key in differ)
-        what = f"{DEVICE_VARIABLE} is {name}, and its environment is not that device's: {given}"
-        yield warning(what, f"that device needs {meant}")
+        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device: {given}"
+        yield warning(what, f"set what that device needs: {meant}")
 
 
 def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
@@ -182,7 +201,7 @@ def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
     control = host.control_pid(domain) if domain else None
     mine, theirs = (_device_of(f"/proc/{one}/root/dev/shm") for one in (control or os.getpid(), pid))
     if mine is not None and theirs is not None and mine != theirs:
-        what = f"PID {pid} has a /dev/shm of its own, so it cannot share memory with its MPS server"
+        what = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
         yield problem(what, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
     try:
         version = host.inventory().driver.version
@@ -191,8 +210,10 @@ def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
     for path in _mapped(pid):
         other = library_version(path)
         if other and other != version:
-            what = f"PID {pid} has loaded {path}, and the driver is {version}"
-            yield warning(what, "let it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH")
+            what = f"PID {pid} has loaded {path}, but the driver is version {version}"
+            yield warning(
+                what, "make it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH"
+            )
 
 
 def _device_of(path: str) -> int | None:

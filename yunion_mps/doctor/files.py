@@ -37,9 +37,10 @@ _DENIED = re.compile(r'avc: +denied +\{ ([\w ]+) \}|apparmor="DENIED" operation=
 _OURS = re.compile(r"nvidia-cuda-mps|nvidia-mps|yunion-mps")
 _TIME = re.compile(r"audit\((\d+)\.")
 _HINTS = {
-    "AppArmor": "allow it in the profile that is named, then: systemctl reload apparmor",
-    "SELinux": "ausearch -m avc -c nvidia-cuda-mps | audit2allow -M yunion-mps, read what it allows, "
-    "then: semodule -i yunion-mps.pp; for files of another place: restorecon -Rv DIRECTORY",
+    "AppArmor": "allow it in the named profile, then: systemctl reload apparmor",
+    "SELinux": "ausearch -m avc -c nvidia-cuda-mps | audit2allow -M yunion-mps; review "
+    "yunion-mps.te, then: semodule "
+    "-i yunion-mps.pp; for files moved from elsewhere: restorecon -Rv DIRECTORY",
 }
 _ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
 
@@ -81,11 +82,11 @@ def _on_the_way(root: str, place: str, group: str | None) -> Iterator[Finding]:
             return
         if stat.S_ISLNK(info.st_mode):
             if info.st_uid != 0:
-                what = f"{path} is a symlink of {user_name(info.st_uid)}, which is not followed"
-                yield problem(what, f"see who made it (ls -l {path}), and remove it")
+                what = f"{path} is a symlink that belongs to {user_name(info.st_uid)}, so it is not followed"
+                yield problem(what, f"check who created it (ls -l {path}), and remove it")
             info = os.stat(path)
         if not stat.S_ISDIR(info.st_mode):
-            yield problem(f"{path} is not a directory", f"see what it is (ls -ld {path}), and remove it")
+            yield problem(f"{path} is not a directory", f"check what it is (ls -ld {path}), and remove it")
             return
         last = number == len(names) - 1
         yield from _directory(path, info, last=last, closed=last and group is not None)
@@ -96,11 +97,11 @@ def _directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> 
         what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
         yield problem(what, "systemctl reload yunion-mps-daemon")
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
-        what = f"{path} is not accessible to other users: their programs cannot find the control daemon"
-        yield problem(f"{what}, nor do their MPS servers", f"chmod a+x {path}")
+        what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
+        yield problem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
     if info.st_uid not in (0, os.geteuid()):
         what = f"{path} belongs to {user_name(info.st_uid)}, who can put another control daemon there"
-        yield problem(what, f"see what is in it (ls -la {path}); remove it, or choose another directory")
+        yield problem(what, f"check its contents (ls -la {path}); remove it, or choose another directory")
     elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
         what = f"{path} is writable by other users, who can put another control daemon there"
         yield problem(what, f"chmod go-w {path}")
@@ -116,7 +117,7 @@ def _sockets(place: str) -> Iterator[Finding]:
         yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
-@check("cleaning", SOCKETS_REMOVED, "nothing removes sockets by their age")
+@check("cleaning", SOCKETS_REMOVED, "no cleanup program removes old sockets")
 def cleaning(host: Host) -> Findings:
     """Whether something removes sockets by their age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_rules(host))
@@ -128,9 +129,9 @@ def cleaning(host: Host) -> Findings:
         ]
         if ages and not kept:
             path, age = ages[0]
-            what = f"systemd-tmpfiles removes from {path} what is older than {age}"
+            what = f"systemd-tmpfiles removes files older than {age} from {path}"
             hint = f"echo 'x {place}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
-            yield warning(f"{what}, the sockets in {place} too", hint)
+            yield warning(f"{what}, including the sockets in {place}", hint)
 
 
 def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
@@ -171,12 +172,15 @@ def space(host: Host) -> Findings:
         seen.add(device)
         free = system.f_bavail * system.f_frsize
         if system.f_flag & os.ST_RDONLY:
-            yield problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}")
+            yield problem(
+                f"{place} is read-only",
+                f"find its file system (findmnt -T {place}), then: mount -o remount,rw MOUNTPOINT",
+            )
         elif free < _LEAST_FREE_BYTES:
-            what = f"{place} has {free >> 20} MiB left: the control daemon cannot write its log"
+            what = f"{place} has only {free >> 20} MiB free: the control daemon cannot write its log"
             yield problem(what, f"free disk space: df -h {place}")
         elif system.f_files and not system.f_favail:
-            yield problem(f"{place} has no inodes left", f"remove files: df -i {place}")
+            yield problem(f"{place} has no free inodes", f"remove files, and check: df -i {place}")
 
 
 @check("/dev/shm", SHM_SMALL)
@@ -196,12 +200,16 @@ def shm(host: Host) -> Findings:
         )
         found.append(problem(what, f"chmod 1777 {place}"))
     if size < _LEAST_SHM_BYTES:
-        what = f"{place} has {size >> 20} MiB in all, too few for many clients"
+        what = f"{place} has only {size >> 20} MiB in total, too little for many clients"
         found.append(warning(what, f"mount -o remount,size=1G {place}; docker run --shm-size 1g"))
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
-        what = f"{place} is full ({free >> 20} MiB and {system.f_favail} files left): no MPS server starts"
-        found.append(problem(what, f"see what fills it (ls -laS {place}), and remove what no process uses"))
-    return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]
+        what = (
+            f"{place} is full ({free >> 20} MiB and {system.f_favail} inodes free): no MPS server can start"
+        )
+        found.append(
+            problem(what, f"list its largest files (ls -laS {place}), and remove those that no process uses")
+        )
+    return found or [ok(f"{free >> 20} of {size >> 20} MiB free")]
 
 
 @check("SELinux and AppArmor", ACCESS_DENIED)
@@ -211,7 +219,7 @@ def denials(host: Host) -> Findings:
     enforcing = read_beginning(under("/sys/fs/selinux/enforce")).strip()
     apparmor = read_beginning(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
     if not enforcing and not apparmor:
-        return [ok("neither is active here")]
+        return [ok("neither is active")]
     texts, readable = _logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)
     oldest_s = time.time() - _DAY_S
     places = [domain.pipe_directory for domain in host.domains()]
@@ -225,9 +233,9 @@ def denials(host: Host) -> Findings:
     if lines:
         return [_denial(lines, permissive=enforcing == "0")]
     if not readable:
-        raise SkipError("only root can read what was denied (audit.log, dmesg)", "run it as root")
+        raise SkipError("only root can read the logs of denials (audit.log, dmesg)", "run it as root")
     state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
-    return [ok(f"{state}, and has denied MPS nothing within the last day")]
+    return [ok(f"{state}, and denied MPS nothing within the last day")]
 
 
 def _denial(lines: list[str], *, permissive: bool) -> Finding:

@@ -45,8 +45,8 @@ _LIBRARY_FOLDERS = (
     "/run/nvidia/driver/usr/lib64",
 )
 
-_OFF = "nothing here needs it while enable_cuda_mps is false"
-_UPDATE = "finish the driver's update (all of its packages in one version), then reboot"
+_OFF = "not needed while enable_cuda_mps is false"
+_UPDATE = "finish the driver update (all packages in the same version), then reboot"
 
 
 @check("driver", DRIVER_ERROR)
@@ -60,12 +60,12 @@ def driver(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     found = [
         (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
-            f"{what} is of {other}, the driver of {version}", _UPDATE
+            f"{what} is version {other}, but the driver is version {version}", _UPDATE
         )
         for what, other in _versions(host)
         if other != version
     ]
-    return found or [ok(f"{version}, and so are its module, library and programs")]
+    return found or [ok(f"version {version}, which the module, library and programs match")]
 
 
 @check("programs", PROGRAM_MISSING)
@@ -82,18 +82,18 @@ def programs(host: Host) -> Findings:
     searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
     for path in searched:
         if not shutil.which(SERVER, path=path):
-            what = f"{SERVER} is not where the control daemon looks for it ({path}): every client is refused"
+            what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
             found.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
     for pid in pids:
         if _is_deleted(pid):
-            what = f"the control daemon (PID {pid}) runs a program that was replaced or removed since"
-            hint = "when its jobs are done: systemctl restart yunion-mps-daemon"
+            what = f"the control daemon (PID {pid}) runs a program that has since been replaced or removed"
+            hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
             found.append(warning(what, hint))
     if not _libraries(host):
-        what = f"{_LIBRARY} was not found: without it no MPS server starts, and no CUDA program"
+        what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
         hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
         found.append(warning(what, hint))
-    return found or [ok(f"{program} and {SERVER} are there, and {_LIBRARY} is")]
+    return found or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
 
 
 @check("device nodes", DEVICE_NODES)
@@ -116,13 +116,16 @@ def nodes(host: Host) -> Findings:
             else:
                 closed.append(path)
     if missing:
-        hint = "create them: nvidia-modprobe -c 0 -u; at every boot, enable nvidia-persistenced"
-        return [problem(f"{', '.join(missing)}: missing, so no CUDA program runs", hint)]
+        hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
+        return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
     if closed:
-        hint = "for now: chmod a+rw; for good, the option NVreg_DeviceFileMode=0666 of the nvidia module"
-        return [problem(f"{', '.join(closed)}: users other than root may not open it", hint)]
-    few = f", for the groups {', '.join(str(gid) for gid in sorted(groups))} only" if groups else ""
-    return [ok(f"they exist and can be opened{few}")]
+        hint = (
+            "until the next boot: chmod a+rw; permanently: set the option NVreg_DeviceFileMode=0666 of the "
+            "nvidia module"
+        )
+        return [problem(f"{', '.join(closed)}: only root can open it", hint)]
+    few = f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
+    return [ok(f"all exist and can be opened{few}")]
 
 
 def library_version(path: str) -> str | None:
@@ -190,10 +193,10 @@ def gpus(host: Host) -> Findings:
         reason = gpu.reason or (NO_REASON if gpu.mig_enabled else unavailable.get(gpu.pci_address, NO_REASON))
         if reason:
             found.append(problem(f"{_named(gpu)}: {reason}", hint, reason.code))
-    return found or [ok(f"{len(ours)} divided, each answers")]
+    return found or [ok(f"{len(ours)} divided, all working")]
 
 
-@check("MIG", MIG_ENABLED, "off on every GPU that is divided")
+@check("MIG", MIG_ENABLED, "off on every divided GPU")
 def mig(host: Host) -> Findings:
     """MIG mode, in which a GPU as a whole has no MPS."""
     for gpu in host.our_gpus():
@@ -202,28 +205,34 @@ def mig(host: Host) -> Findings:
             yield problem(f"{_named(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
 
 
-@check("vGPU", VGPU, "no GPU that is divided is a vGPU, or has any")
+@check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
 def vgpu(host: Host) -> Findings:
     """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
-            what = f"{_named(gpu)} is a vGPU: not every vGPU type and release has MPS or keeps its limits"
+            what = (
+                f"{_named(gpu)} is a vGPU: not every vGPU type and release supports MPS or enforces its "
+                "limits"
+            )
             yield warning(
                 what, "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU"
             )
         guests = _guests(host, gpu)
         if guests:
-            what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"
-            yield problem(what, "end them, or remove it from the device file")
+            what = f"{_named(gpu)} hosts {guests} for virtual machines, which use its memory and compute time"
+            yield problem(what, "remove the vGPUs, or remove the GPU from the device file")
 
 
-@check("budgets", BUDGET_NOT_ENFORCED, "enforced on every GPU that is divided")
+@check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
     """Whether limits are enforced at all."""
     for gpu in host.our_gpus():
         if not gpu.reason and not enforces_budgets(gpu):
-            what = f"{_named(gpu)} is older than Volta: no budget is enforced, each client can use all of it"
-            yield warning(what, "run only jobs that stay within their budgets on their own")
+            what = (
+                f"{_named(gpu)} is older than Volta: no budget is enforced, and each client can use the "
+                "whole GPU"
+            )
+            yield warning(what, "run only jobs that stay within their budgets by themselves")
 
 
 @check("compute mode", COMPUTE_MODE_CHANGED)
@@ -239,7 +248,7 @@ def compute_mode(host: Host) -> Findings:
         raise SkipError
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not wanted:
-        return [ok(f"{modes}, which cuda_mps_compute_mode: keep leaves as it is")]
+        return [ok(f"{modes}; left unchanged, as cuda_mps_compute_mode is keep")]
     return [ok(modes if serves else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
 
 
@@ -257,10 +266,11 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
         return problem(f"{what} runs without limits", hint)
     if not serves and gpu.compute_mode == EXCLUSIVE_PROCESS:
         what = (
-            f"{_named(gpu)} is {EXCLUSIVE_PROCESS} without a control daemon: it takes one program at a time"
+            f"{_named(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one program "
+            "at a time"
         )
         hint = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
-        return warning(f"{what}, others find it busy or unavailable", hint)
+        return warning(f"{what}, and all others fail because the GPU is busy", hint)
     return None
 
 
@@ -277,16 +287,21 @@ def client_limit(host: Host) -> Findings:
         number = sum(not is_server(pid) for pid in users.get(gpu.uuid, {}))
         counts.append((number, limit))
         if number >= limit:
-            what = f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one is refused"
-            yield problem(what, "end some (yunion-mps who --clients), or give each job fewer processes")
+            what = (
+                f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one will be "
+                "refused"
+            )
+            yield problem(
+                what, "end some (list them: yunion-mps who --clients), or use fewer processes per job"
+            )
         elif number >= limit * _NEARLY:
-            what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
+            what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
             yield warning(what, "list them: yunion-mps who --clients")
     if not counts:
         raise SkipError
     if all(number < limit * _NEARLY for number, limit in counts):
         most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
-        yield ok(f"at most {most} on a GPU, of {min(limits)}")
+        yield ok(f"at most {most} of {min(limits)} clients on a GPU")
 
 
 def _serves(host: Host) -> bool:

@@ -66,25 +66,25 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
     known = host.known_pids().get(domain.name)
     if peer is None and known:
         what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {place}"
-        return problem(f"{what}: its socket was removed", _RESTART)
+        return problem(f"{what}: its socket has been removed", _RESTART)
     if peer and known == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {place}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
-        return skipped(f"only root sees whose control daemon runs in {place}", "run it as root")
+        return skipped(f"only root can see which control daemon serves {place}", "run it as root")
     try:
         found = find(domain)
     except HostError as error:
         return problem(error.message, error.hint)
     if found is None:
-        none, status = f"none runs in {place}", host.known_status()
+        none, status = f"none serves {place}", host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
         return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon starts it")
     pid = found.process.pid
     found.process.close()
-    what = f"PID {pid} continues in {place} without the daemon, with its limits"
+    what = f"PID {pid} still serves {place} with its limits, although the daemon is not running"
     if peer is None:
-        what += ", and no new job finds it, because its socket was removed"
-    return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
+        what += ", but no new job can reach it because its socket has been removed"
+    return warning(what, "start the daemon, which will adopt it: systemctl start yunion-mps-daemon")
 
 
 @check("control daemon answers", CONTROL_DAEMON_SILENT)
@@ -107,11 +107,12 @@ def answers(host: Host) -> Findings:
         front_end = front_end_at(domain.pipe_directory) if front_ends else ""
         if front_end:
             what = (
-                f"{PROGRAM} is open at domain {domain.name}: {front_end}; meanwhile, no other gets an answer"
+                f"an interactive {PROGRAM} is connected to domain {domain.name}: {front_end}; no other gets "
+                "an answer until it ends"
             )
-            found.append(warning(what, "end it: it serves one front-end at a time"))
+            found.append(warning(what, "end it: the control daemon serves one front-end at a time"))
         else:
-            found.append(ok(f"domain {domain.name} greets within {took_s * 1000:.0f} ms"))
+            found.append(ok(f"domain {domain.name} answers within {took_s * 1000:.0f} ms"))
     if not found:
         raise SkipError("no control daemon runs")
     return found
@@ -150,22 +151,32 @@ class _Other(NamedTuple):
         return f"PID {self.pid} ({', '.join(word for word in about if word)})"
 
 
-@check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon runs here")
+@check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon is running")
 def others(host: Host) -> Findings:
     """Other control daemons on this host: in NVIDIA's default place, or for the same GPUs."""
     for other in _others(host):
         where = other.pipe_directory
-        end = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
-        end += "; and see what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
+        end = (
+            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
+        )
+        end += "; then find what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
         shares = _shares_gpus(host, other)
         if shares:
-            what = f"another control daemon, {other}, serves GPUs of ours: only one's server can use them"
-            yield problem(f"{what}, and its clients have none of our limits", end)
+            what = (
+                f"another control daemon, {other}, serves the same GPUs: only one of the two can use them "
+                "at a time"
+            )
+            yield problem(f"{what}, and its clients have none of the configured limits", end)
         elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
             what = f"another control daemon, {other}, serves the default pipe directory"
-            yield warning(f"{what}: programs that name no other get none of our limits", end)
+            yield warning(
+                f"{what}: programs that set no other directory get none of the configured limits", end
+            )
         elif shares is None:
-            what = f"another control daemon runs, {other}, but only root can see whether it serves our GPUs"
+            what = (
+                f"another control daemon, {other}, is running, but only root can see whether it serves the "
+                "same GPUs"
+            )
             yield warning(what, f"run it as root; {end}")
         else:
             yield ok(f"another control daemon, {other}, serves other GPUs")
@@ -226,13 +237,19 @@ def _in_container(pid: int) -> bool:
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon, and keep their GPUs."""
     if os.geteuid() != 0:
-        raise SkipError("only root sees whose MPS servers run", "run it as root")
+        raise SkipError("only root can see which control daemon an MPS server belongs to", "run it as root")
     for domain in host.domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
-            what = f"{describe_servers(pids)} of domain {domain.name} runs on without its control daemon"
-            hint = "wait for its jobs, or end them; without jobs the daemon ends it after a while"
-            yield warning(f"{what}, and keeps its GPUs from the next one", hint)
+            what = (
+                f"{describe_servers(pids)} of domain {domain.name} is still running without its control "
+                "daemon"
+            )
+            hint = (
+                "wait for its jobs, or end them: yunion-mps who --clients; the daemon ends it once it has "
+                "no jobs"
+            )
+            yield warning(f"{what}, and keeps new MPS servers off its GPUs", hint)
 
 
 @check("MPS servers", SERVER_FAILED, "none failed within the last hour")
@@ -261,7 +278,7 @@ def starts(host: Host) -> Findings:
             level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")
         )
     if not is_logged:
-        raise SkipError("there is no log yet")
+        raise SkipError("there are no logs yet")
     return found
 
 
@@ -293,10 +310,10 @@ def _last_failure(path: str) -> str:
 def user_switching(host: Host) -> Findings:
     """Whether clients of one user wait for the end of another's jobs."""
     if host.config()[0].cuda_mps_multiuser:
-        yield ok("cuda_mps_multiuser: all users are served at once, if NVIDIA's program supports that")
+        yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")
         return
     if os.geteuid() != 0:
-        raise SkipError("only root sees which clients wait", "run it as root")
+        raise SkipError("only root can see which clients are waiting", "run it as root")
     servers = {
         domain: (pid, *pids)
         for domain in host.domains()
@@ -313,7 +330,7 @@ def user_switching(host: Host) -> Findings:
             users = ", ".join(user_name(uid) for uid in sorted(serving))
             hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting(domain, known, serving):
-                what = f"{title_of(pid)} waits until the jobs of {users} are done"
+                what = f"{title_of(pid)} is waiting for the jobs of {users} to end"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 

@@ -113,7 +113,7 @@ class _Running:
         self._ended.wait(max(0.0, self._end_s - time.monotonic()))
         if self._found is not None:
             return self._found
-        hint = "give it more time: yunion-mps doctor --timeout 60"
+        hint = "allow more time: yunion-mps doctor --timeout 60"
         return [Finding(UNKNOWN, f"no result within {self._timeout_s:g} s", hint)]
 
     def _look(self) -> None:
@@ -131,7 +131,7 @@ def findings_of(check: Check, host: Host) -> list[Finding]:
     except OSError as error:
         found = [Finding(UNKNOWN, f"this could not be checked: {error}", "run it as root")]
     except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
-        hint = "please report this, with the output of: yunion-mps doctor -o json"
+        hint = "report this, with the output of: yunion-mps doctor -o json"
         found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
     # Quotations come from environments, logs, files and answers; comparisons saw them as they are.
     codes = {WARNING: check.code, PROBLEM: check.code}

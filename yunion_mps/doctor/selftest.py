@@ -28,21 +28,33 @@ _OVER_MIB = 64
 #: What an error of CUDA's means here (cuda.h), and what to do.
 _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
-    2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps who"),
-    46: ("the GPU is busy or unavailable", "see who uses it outside MPS: nvidia-smi, and the compute mode"),
-    100: ("it finds no GPU", "see: yunion-mps gpus; nvidia-smi -L"),
+    2: ("the budget has no free memory", "see who uses the GPU: yunion-mps who"),
+    46: (
+        "the GPU is busy or unavailable",
+        "see which processes use it outside MPS: nvidia-smi; and check its compute mode",
+    ),
+    100: ("CUDA finds no GPU", "see: yunion-mps gpus; nvidia-smi -L"),
     101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
     802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),
-    803: ("library and kernel module have different versions", "finish the driver's update, then reboot"),
-    804: ("libcuda's compatibility package does not fit this GPU", "remove cuda-compat from LD_LIBRARY_PATH"),
-    805: ("its MPS server was not reached", "see the checks `control daemon`, `MPS servers` and `/dev/shm`"),
-    806: ("its MPS server did not answer", "see the log directory's server.log"),
+    803: (
+        "the library and the kernel module have different versions",
+        "finish the driver update, then reboot",
+    ),
+    804: (
+        "the libcuda compatibility package does not support this GPU",
+        "remove cuda-compat from LD_LIBRARY_PATH",
+    ),
+    805: (
+        "the MPS server could not be reached",
+        "see the checks `control daemon`, `MPS servers` and `/dev/shm`",
+    ),
+    806: ("the MPS server did not answer", "see the log directory's server.log"),
     807: (
         "the MPS server is not ready",
-        "after a fault it waits for its clients' end: yunion-mps who",
+        "after a fault, it waits for its clients to end; list them: yunion-mps who --clients",
     ),
-    808: ("MPS has no room for another client", "see: yunion-mps who --clients"),
-    809: ("MPS has no connection left", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
+    808: ("the MPS client limit has been reached", "see: yunion-mps who --clients"),
+    809: ("MPS has no free connection", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
 }
 _OTHER_ERROR = ("a CUDA program failed", "see the log directory's server.log")
 _NO_GPU = (-1, 100)
@@ -55,7 +67,7 @@ def selftest(host: Host) -> Findings:
     """One device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
     if not devices:
-        raise SkipError("no device is available and unused", "see: yunion-mps list")
+        raise SkipError("no device is free", "see: yunion-mps list")
     seen: set[str] = set()
     for device in devices:
         shown = host.device(device["id"])
@@ -68,15 +80,18 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
-        what = f"{addr} was not tried: a client of yours would make new jobs of {other} wait"
-        return skipped(what, f"run it as {other}, or when no MPS server runs")
+        what = f"{addr} was not tested: a client of your user would make new jobs of {other} wait"
+        return skipped(what, f"run it as {other}, or while no MPS server is running")
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
     timeout_s = host.timeout_s * _TIMES_AS_LONG
     answer = _answer(device["client_environment"], over_mib, timeout_s)
     if answer is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
-        hint = "see whether it waits for other jobs (yunion-mps who --clients), and the control daemon's log"
+        hint = (
+            "check whether it waits for other jobs (yunion-mps who --clients), and see the control "
+            "daemon's log"
+        )
         return problem(what, hint)
     if "code" in answer:
         means, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
@@ -90,13 +105,13 @@ def _judged(device: DeviceDetails, answer: Given) -> Finding:
     addr, memory = device["addr"], answer["memory_mib"]
     used, all_of = answer["used"], answer["multiprocessors"]
     what = (
-        f"{addr} ({answer['name']}): {memory} MiB of memory for a budget of {budget}, "
-        f"{used} of {all_of or '?'} SMs for {percentage:g} %"
+        f"{addr} ({answer['name']}): got {memory} MiB of a budget of {budget} MiB, and {used} of "
+        f"{all_of or '?'} SMs at {percentage:g} %"
     )
     if answer["mps"] == 0:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
-        return ok(f"{what}; on this GPU no budget is enforced")
+        return ok(f"{what}; no budget is enforced on this GPU")
     if answer["over_budget"] or memory > budget:
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
         return problem(f"{what}; it got more than its budget", hint)
@@ -129,5 +144,5 @@ def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> Given
     try:
         answer: Given | Failure = json.loads(text)
     except ValueError:
-        return {"call": "the program", "code": -3, "name": "it ended without output"}
+        return {"call": "the program", "code": -3, "name": "it exited without output"}
     return answer

@@ -41,7 +41,9 @@ _OTHERS = (
 _LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
-_HOW = 'start it with: yunion-mps run -- COMMAND; or set what a device needs: eval "$(yunion-mps env DEVICE)"'
+_HOW = (
+    'start it with: yunion-mps run COMMAND; or set the variables of a device: eval "$(yunion-mps env DEVICE)"'
+)
 
 
 def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -51,10 +53,10 @@ def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
             continue
         near = name.upper() if name.upper() in THAT_MATTER else nearest_key(name, THAT_MATTER)
         if near:
-            yield problem(f"no program reads {name}; {near} was likely meant", f"write {near} instead")
+            yield problem(f"{name} has no effect (did you mean {near}?)", f"write {near} instead")
         elif name.startswith("CUDA_MPS_"):
             real = ", ".join(known for known in THAT_MATTER if known.startswith("CUDA_MPS_"))
-            yield warning(f"{name} is not a known variable of MPS", f"known variables: {real}")
+            yield warning(f"{name} is not a known MPS variable", f"known variables: {real}")
 
 
 def values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
@@ -70,10 +72,13 @@ def no_place(variables: Mapping[str, str], default: str, served: Sequence[str]) 
     """The finding for an environment whose pipe directory is none of ours."""
     place = variables.get(PIPE)
     if place is None:
-        what = f"{PIPE} is not set: it looks in {default}, where none of our control daemons serves"
+        what = f"{PIPE} is not set: it looks in {default}, which no yunion-mps control daemon serves"
     else:
-        what = f"{PIPE} is {place}, where none of our control daemons serves ({' or '.join(served)} is ours)"
-    what += "; it runs without limits, or finds the GPU busy if that is in Exclusive_Process"
+        what = (
+            f"{PIPE} is {place}, which no yunion-mps control daemon serves (they serve "
+            f"{' and '.join(served)})"
+        )
+    what += "; it runs without limits, or fails because the GPU is in mode Exclusive_Process"
     return problem(what, _HOW)
 
 
@@ -110,10 +115,10 @@ def _visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Findi
     words = _words(text)
     unknown = [word for word in words if domain.gpu_uuids and _one(word, domain) is None]
     if any(word.startswith("MIG-") for word in words):
-        yield problem(f"{VISIBLE} names a MIG device ({text}), which our control daemons do not serve", _HOW)
+        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", _HOW)
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
-        yield problem(f"{what}, and CUDA stops counting there", _HOW)
+        yield problem(f"{what}, so CUDA ignores it and every entry after it", _HOW)
     elif any(word.isdigit() for word in words):
         what = f"{VISIBLE} is {text!r}: with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
         yield warning(what, f"name GPUs by UUID: {','.join(_seen(text, domain))}")
@@ -122,10 +127,12 @@ def _visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Findi
 def _order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     text = variables.get(ORDER)
     if text not in (None, "PCI_BUS_ID", "FASTEST_FIRST"):
-        yield problem(f"{ORDER} is {text!r}, which CUDA does not know", f"write {ORDER}=PCI_BUS_ID")
+        yield problem(f"{ORDER} is {text!r}, which is not a valid value", f"write {ORDER}=PCI_BUS_ID")
     by_number = any(word.isdigit() for word in _words(variables.get(VISIBLE, "0")))
     if text != "PCI_BUS_ID" and by_number and len(domain.gpu_uuids) > 1:
-        what = f"{ORDER} is {text or 'not set'}: CUDA counts the fastest GPU first, nvidia-smi by PCI address"
+        what = (
+            f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs from the fastest, nvidia-smi by PCI address"
+        )
         yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
 
 
@@ -135,18 +142,23 @@ def _memory(text: str | None, seen: Sequence[str], domain: DomainPlan) -> Iterat
     limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
     for entry in text.split(","):
         if not _LIMIT.match(entry):
-            what = f"{MEMORY} is {text!r}: {entry!r} is not understood, so nothing is limited"
-            yield problem(what, f"write whole numbers, no blanks or quotes: {MEMORY}=0=5760M")
+            what = f"{MEMORY} is {text!r}: {entry!r} is not valid, so nothing is limited"
+            yield problem(what, f"write whole numbers without spaces or quotes: {MEMORY}=0=5760M")
             continue
         number, _, size = entry.partition("=")
         if domain.gpu_uuids and int(number) >= len(seen):
-            what = f"{MEMORY} is {text!r}: it sees {len(seen)} GPUs, from 0, so there is no GPU {number}"
-            yield problem(f"{what}; one such entry drops every limit", "count from 0 what it sees")
+            what = (
+                f"{MEMORY} is {text!r}: there is no GPU {number}, because it sees {len(seen)} GPUs, "
+                "numbered from 0"
+            )
+            yield problem(
+                f"{what}; one such entry disables all limits", "number the GPUs that it sees from 0"
+            )
             continue
         limit = limits.get(seen[int(number)]) if int(number) < len(seen) else None
         if limit is not None and _mib(size) > limit:
-            what = f"{MEMORY} is {text!r}, more than the {limit} MiB that the control daemon allows"
-            yield warning(f"{what}: it gets those", "a client can only lower its limit")
+            what = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
+            yield warning(f"{what}, so it gets {limit} MiB", "a client can only lower its limit")
 
 
 def _mib(size: str) -> float:
@@ -163,11 +175,11 @@ def _threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
     except ValueError:
         percentage = 0.0
     if not 0 < percentage <= 100:
-        what = f"{THREADS} is {text!r}, which is not understood"
+        what = f"{THREADS} is {text!r}, which is not a valid value"
         yield problem(what, f"write a number above 0 and up to 100: {THREADS}=25")
     elif percentage > domain.thread_percentage:
-        what = f"{THREADS} is {text}, and the control daemon allows {domain.thread_percentage:g} %"
-        yield warning(f"{what}: it gets that", "a client can only lower its limit")
+        what = f"{THREADS} is {text}, but the control daemon allows only {domain.thread_percentage:g} %"
+        yield warning(f"{what}, so it gets that share", "a client can only lower its limit")
 
 
 _ENGINES = ("docker", "podman", "nerdctl")
@@ -204,7 +216,7 @@ def shared(words: Sequence[str]) -> list[Finding]:
     mounts = _mounts(words)
     found = []
     if "host" not in _values(words, "--ipc") and not any(here == _SHM for here, _ in mounts):
-        what = f"the container has a {_SHM} of its own, so it cannot share memory with an MPS server"
+        what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
         found.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
     given = dict(text.partition("=")[::2] for text in _values(words, "-e", "--env"))
     place = os.path.normpath(given.get(PIPE) or "/")

@@ -114,12 +114,12 @@ class Overview:
             self._pending_clients = asyncio.ensure_future(question)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():
-            return ["who uses the GPUs: the driver is slow to answer; the clients shown are from before"]
+            return ["the driver is slow to answer, so the list of clients is out of date"]
         answered, self._pending_clients = self._pending_clients, None
         try:
             self._clients = answered.result()
         except UnreachableError as error:
-            return [f"who uses the GPUs: {error.message}"]
+            return [f"cannot list the processes on the GPUs: {error.message}"]
         return []
 
     async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:

@@ -82,7 +82,8 @@ def listen(paths: Paths) -> socket.socket:
     except OSError as error:
         listener.close()
         raise HostError(
-            f"the socket {path} cannot be made: {error}", "run as root; look at: ls -ld " + path
+            f"the socket {path} cannot be created: {error}",
+            "run as root; check its directory: ls -ld " + path,
         ) from None
     finally:
         os.umask(umask)

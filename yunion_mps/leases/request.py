@@ -83,8 +83,10 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
         gpu for gpu in gpus if gpu.address.startswith(name) or (gpu.uuid or "").startswith(name)
     ]
     if len(found) != 1:
-        what = f"{shortened(name)} names {len(found)} GPUs" if found else f"there is no GPU {shortened(name)}"
-        raise NotFoundError(what, "list them with: yunion-mps gpus")
+        what = (
+            f"{shortened(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shortened(name)}"
+        )
+        raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
     return found[0]
 
 
@@ -104,7 +106,7 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
         hint = "give the id of another owner's lease: yunion-mps who" if named else "see: yunion-mps who"
         raise NotFoundError(f"there is no lease {shortened(name)}", hint)
     if len(found) > 1:
-        raise NotFoundError(f"{shortened(name)} names {len(found)} leases", "give more of the id")
+        raise NotFoundError(f"{shortened(name)} matches {len(found)} leases", "use a longer prefix of the id")
     return found[0]
 
 

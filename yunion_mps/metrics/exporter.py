@@ -102,9 +102,9 @@ class Textfile:
             why = error.strerror if isinstance(error, OSError) else error.message
             trouble = f"metrics_textfile is {file}, which cannot be written: {why}"
         except Exception as error:  # noqa: BLE001 - a daemon without metrics does all that matters to jobs
-            trouble = f"the metrics for {file} cannot be made: {error!r}"
+            trouble = f"the metrics for {file} cannot be generated: {error!r}"
         if trouble and self._trouble != trouble:
-            log.warning("%s; it is tried again every %g s", trouble, _WRITE_S)
+            log.warning("%s; retrying every %g s", trouble, _WRITE_S)
         self._trouble = trouble
         reason = Reason(trouble, METRICS_FILE_FAILED) if trouble else NO_REASON
         self._supervisor.remark("metrics_textfile", reason)

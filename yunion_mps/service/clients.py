@@ -204,7 +204,7 @@ def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.W
     for one in found:
         if one["pid"] == pid:
             return one
-    raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps who --clients")
+    raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
 
 
 async def _has_ended(process: Process) -> bool:

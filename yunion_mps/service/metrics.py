@@ -256,7 +256,7 @@ class MetricsCollector:
             try:
                 self._use = observing.result()
             except YunionError as error:
-                log.debug("the use of the GPUs is unknown: %s", error.message)
+                log.debug("cannot list the processes on the GPUs: %s", error.message)
 
     async def _observed(self, nvml: Nvml) -> HostUsage:
         domains = [

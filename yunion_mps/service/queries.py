@@ -87,12 +87,13 @@ class Queries:
         ]
         if not found:
             shown = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
-            raise NotFoundError(f"there is no device {shown}", "list the devices with: yunion-mps list")
+            raise NotFoundError(f"there is no device {shown}", "list the devices: yunion-mps list")
         if len(found) > 1:
             few = ", ".join(device["addr"] for device in found[:4])
             more = ", …" if len(found) > 4 else ""
             raise NotFoundError(
-                f"{name} names {len(found)} devices ({few}{more})", "give more of the id or address"
+                f"{name} matches {len(found)} devices ({few}{more})",
+                "use a longer prefix of the id or address",
             )
         return self._details(found[0])
 

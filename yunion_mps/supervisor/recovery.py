@@ -133,7 +133,9 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
             found.known.append(recorded)
             continue
         what = f"a control daemon (PID {one.pid}) from an earlier run still serves {place}"
-        hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; {AFTERWARDS}"
+        hint = (
+            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; {AFTERWARDS}"
+        )
         if needed & set(one.gpu_uuids):
             raise HostError(what, hint)
         log.error("%s. %s", what, hint)

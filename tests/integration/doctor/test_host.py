@@ -22,8 +22,8 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     seen = ready.look("--pid", str(job.pid))
     assert (seen.code, seen.bad()) == (0, {})
     assert len(seen.checks) == 25
-    assert seen.one("outside MPS", "ok")["what"] == "1 programs use our GPUs, each through MPS"
-    assert seen.one("client limit", "ok")["what"] == "at most 1 on a GPU, of 48"
+    assert seen.one("outside MPS", "ok")["what"] == "1 program on the GPUs, all through MPS"
+    assert seen.one("client limit", "ok")["what"] == "at most 1 of 48 clients on a GPU"
 
 
 def test_the_environment_of_a_command_is_checked_with_the_host(ready: Scene) -> None:
@@ -32,7 +32,7 @@ def test_the_environment_of_a_command_is_checked_with_the_host(ready: Scene) -> 
     assert (seen.code, seen.bad()) == (0, {})
     seen = ready.look("--", "env", "CUDA_MPS_PIPE_DIR=/x", *given, "true")
     assert seen.code == 2
-    assert seen.one("environment", "problem")["what"].startswith("no program reads CUDA_MPS_PIPE_DIR;")
+    assert seen.one("environment", "problem")["what"].startswith("CUDA_MPS_PIPE_DIR has no effect")
 
 
 def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
@@ -86,13 +86,13 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     assert seen.bad() == {
         "problem daemon": f"the daemon is not running: there is no {scene.daemon.socket_path}",
         "skipped control daemon answers": "no control daemon runs",
-        "skipped MPS servers": "there is no log yet",
+        "skipped MPS servers": "there are no logs yet",
     }
 
 
 def test_if_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
     scene.daemon.write_host_conf({"enable_cuda_mps": False})
-    for words in ("it is not running; enable_cuda_mps is false", "it is running (0.1.0); enable_cuda_mps is"):
+    for words in ("not running; enable_cuda_mps is false", "running (0.1.0); enable_cuda_mps is"):
         seen = scene.look()
         assert (seen.code, [level for level in seen.bad() if not level.startswith("skipped")]) == (0, [])
         assert seen.one("daemon", "ok")["what"].startswith(words)

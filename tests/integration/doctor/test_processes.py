@@ -28,7 +28,7 @@ def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None
     pid = ready.daemon.control_pid()
     ready.daemon.kill()
     found = ready.look().one("control daemon", "warning")
-    assert found["what"].startswith(f"PID {pid} continues in {ready.pipe} without the daemon")
+    assert found["what"].startswith(f"PID {pid} still serves {ready.pipe} with its limits, although")
     (ready.pipe / "control").unlink()  # which the daemon would mend
     assert ready.look().one("control daemon", "warning")["what"].endswith("because its socket was removed")
 
@@ -48,8 +48,8 @@ def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene
     root, ours = ready.host.root, ready.host.gpus[1].uuid
     places = {
         "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "serves the default pipe directory"),
-        "run/ours": (ours, "problem", "serves GPUs of ours: only one's server can use them"),
-        "run/all": (None, "problem", "serves GPUs of ours: only one's server can use them"),
+        "run/ours": (ours, "problem", "serves the same GPUs: only one of the two can use them at a time"),
+        "run/all": (None, "problem", "serves the same GPUs: only one of the two can use them at a time"),
         "run/numbers": ("0", "warning", "but only root can see whether it serves our GPUs"),
         "run/theirs": ("GPU-ffffffff", "ok", "serves other GPUs"),
     }
@@ -128,7 +128,10 @@ def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) 
     program.write_bytes(program.read_bytes().replace(version.encode(), old.encode()))
     pid = scene.start().daemon.control_pid()
     found = scene.look().one("driver", "warning")
-    assert found["what"] == f"the running control daemon (PID {pid}) is of {old}, the driver of {version}"
+    assert (
+        found["what"]
+        == f"the running control daemon (PID {pid}) is version {old}, but the driver is version {version}"
+    )
 
 
 def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> None:

@@ -93,7 +93,7 @@ def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene
 
 def test_a_program_that_dies_is_a_problem(scene: Scene, library: Path) -> None:
     begin_with(library, "abort();")
-    assert "it ended without output" in found(scene, "problem")["what"]
+    assert "it exited without output" in found(scene, "problem")["what"]
 
 
 def test_without_libcuda_it_is_skipped(scene: Scene, library: Path) -> None:

@@ -213,7 +213,7 @@ DEVICE = {
     "client_environment.CUDA_VISIBLE_DEVICES": P40,
     "client_environment.YUNION_MPS_DEVICE": "00:06.0-1",
 }
-HINT = "yunion-mps: list the devices with: yunion-mps list\n"
+HINT = "yunion-mps: list the devices: yunion-mps list\n"
 
 
 @pytest.mark.parametrize("name", [IDS[1], IDS[1][:3]], ids=["id", "beginning"])
@@ -235,8 +235,8 @@ def test_programs_read_a_device_with_what_belongs_together_or_in_lines(cli: Cli)
 
 
 def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
-    names = "00:06.0 names 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)"
-    told = f"yunion-mps: {names}\nyunion-mps: give more of the id or address\n"
+    names = "00:06.0 matches 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)"
+    told = f"yunion-mps: {names}\nyunion-mps: use a longer prefix of the id or address\n"
     assert cli("show", "00:06.0") == (1, "", told)
 
 
@@ -246,7 +246,7 @@ def test_an_unknown_device_is_said_to_be_unknown(cli: Cli, name: str) -> None:
 
 
 def test_an_empty_device_is_wrong_usage(cli: Cli) -> None:
-    words = "yunion-mps: DEVICE is empty.\nyunion-mps: see: yunion-mps show --help\n"
+    words = "yunion-mps: DEVICE must not be empty.\nyunion-mps: see: yunion-mps show --help\n"
     assert cli("show", "") == (2, "", words)
 
 

@@ -260,5 +260,5 @@ def test_follow_goes_on_when_the_event_log_was_started_again(happened: Cli) -> N
         happened.host.begin_new_record(elsewhere)
         happened.host.record(BACK)
         assert process.stderr is not None
-        assert process.stderr.readline() == "yunion-mps: the event log was started again\n"
+        assert process.stderr.readline() == "yunion-mps: the event log was restarted\n"
         assert json.loads(lines_of(process, 1)[0])["id"] == 1

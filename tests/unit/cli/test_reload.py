@@ -28,7 +28,7 @@ budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
 budget 00:06.0: when its MPS server (PID 4250) has ended
 """
 PENDING = f"Pending:  host: {WAITS}\n"
-HINT = "List the jobs it waits for: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+HINT = "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
 SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\
@@ -264,7 +264,7 @@ def reexec(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
 def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
     code, out, err = reexec(own)
     assert (code, err) == (0, "")
-    how = rf"as PID {os.getpid()}; it was away for \d+\.\d\d s\n"
+    how = rf"as PID {os.getpid()}; it did not answer for \d+\.\d\d s\n"
     told = rf"The daemon \({__version__}\) was re-executed {how}"
     assert re.fullmatch(told, out)
 

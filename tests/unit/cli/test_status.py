@@ -41,7 +41,7 @@ HEALTHY = f"""\
 State:    ready
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 1 used, 3 free
-Leases:   0; 1 client of MPS
+Leases:   0; 1 MPS client
 {WHERE}{GPU.format(use=1, free=3, mib=512, title="MEMORY USED", width=15)}{DOMAIN}"""
 BUSY = f"""\
 State:    degraded
@@ -51,7 +51,7 @@ Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
-Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
+Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
@@ -100,7 +100,9 @@ def test_without_the_clients_the_rest_of_the_status_is_there(own: Cli) -> None:
     own.host.clients.error = ControlError("the control daemon does not answer", "wait")
     lines = own.good("status").splitlines()
     assert lines[0] == "State:    ready"
-    assert lines[-1] == "Not known: who uses the GPUs: the control daemon does not answer"
+    assert (
+        lines[-1] == "Incomplete: cannot list the processes on the GPUs: the control daemon does not answer"
+    )
 
 
 def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None:
@@ -108,7 +110,10 @@ def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None
     lines = own.good("status").splitlines()
     own.host.clients.gate.set()
     assert lines[0] == "State:    ready"
-    assert re.match(r"Not known: who uses the GPUs: the daemon does not answer on .* within 6 s$", lines[-1])
+    assert re.match(
+        r"Incomplete: cannot list the processes on the GPUs: the daemon does not answer on .* within 6 s$",
+        lines[-1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
         "Notice:   enable_cuda_mps is false",
         "Hint:     set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
         "Devices:  0 of 0 available",
-        "Leases:   0; 0 clients of MPS",
+        "Leases:   0; 0 MPS clients",
         "GPUs:     0",
         "Driver:   not looked at",
     ]

@@ -22,7 +22,7 @@ def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: 
     ("pid", "who"),
     [
         (WAITING["pid"], "PID 4262 (python eval.py) of bob"),
-        (GONE["pid"], "PID 4261 (unknown) of a user who is gone"),
+        (GONE["pid"], "PID 4261 (unknown) of an unknown user"),
     ],
     ids=["waiting", "ending"],
 )
@@ -46,14 +46,12 @@ def test_with_no_it_goes_on(own: Cli) -> None:
 def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
     own.host.clients.ended = False
     own.host.clients.how = how = "it is still running after 5 s: use --force"
-    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: see how it is: yunion-mps who --clients\n"
+    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: check whether it has ended: yunion-mps who --clients\n"
     assert own("terminate", "4260", "--yes") == (1, "", told)
 
 
 def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
-    told = (
-        "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps who --clients\n"
-    )
+    told = "yunion-mps: PID 1 is not an MPS client\nyunion-mps: list the clients: yunion-mps who --clients\n"
     assert own("terminate", "1", "--yes") == (1, "", told)
     assert own.host.clients.done == ["clients"]
 

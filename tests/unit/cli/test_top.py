@@ -27,7 +27,8 @@ from unit.http.by_hand import CLIENT, LEASE, clients
 
 NOW_S = 1788007260.0
 INSTEAD = (
-    "yunion-mps: print it once: yunion-mps top --once; or follow the events: yunion-mps events --follow\n"
+    "yunion-mps: print everything once: yunion-mps top --once; "
+    "or follow the events: yunion-mps events --follow\n"
 )
 
 
@@ -97,9 +98,9 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
 def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
     lines, since = lines_of(BUSY, 80, 24, AWAY), clock(NOW_S - 60)
     assert [line.rstrip() for line in lines[:4]] == [
-        f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; all below is from then",
+        f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; showing data from then",
         "Problem: the daemon is not running",
-        "  do: start it",
+        "  hint: start it",
         "1 GPU; 4 devices: 3 used, 1 free; 2 leases; 2 processes",
     ]
     assert not any("ready" in line for line in lines[:4])
@@ -159,15 +160,15 @@ def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
     many = BUSY._replace(
         findings=folded([HostFinding("Problem", "", f"GPU {n}", "reload") for n in range(50)], 2)
     )
-    assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; all of it: yunion-mps status"]
+    assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; show all: yunion-mps status"]
     assert lines_of(many, 80, 24)[2:6] == [
         "Problem: GPU 0",
         "Problem: GPU 1",
         "Problem: and 48 more of the same kind (all: yunion-mps status -o json)",
-        "  do: reload",
+        "  hint: reload",
     ]
     more = many._replace(findings=[*many.findings, HostFinding("Warning", "", "a", "b")])
-    assert lines_of(more, 80, 24)[5] == "1 more; all of it: yunion-mps status"
+    assert lines_of(more, 80, 24)[5] == "1 more; show all: yunion-mps status"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     busy(own.host)
     out = own.good("top", "--once")
     assert "\x1b" not in out
-    assert "  do: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
+    assert "  hint: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
     assert "00:06.0-0  ░░░░░░░░░░░             5.6    25        free\n" in out
     assert re.search(r"00:06.0-1! .* 25     42 alice", out), "its budget, then what it uses of the SMs"
     assert "without MPS, so no budget limits it\n" in out
@@ -199,7 +200,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
 
 def test_once_says_what_is_not_known(own: Cli) -> None:
     own.host.clients.found = clients(errors=("domain host: it does not answer",))
-    assert own.good("top", "--once").splitlines()[-1] == "Not known: domain host: it does not answer"
+    assert own.good("top", "--once").splitlines()[-1] == "Incomplete: domain host: it does not answer"
 
 
 def test_a_host_without_mps_has_its_notice(serve: Any) -> None:

@@ -44,7 +44,7 @@ ASKING = (
     ["who", "--clients"],
     ["lease", "list"],
 )
-NO_TERMINAL = "This ends jobs, but there is no terminal to confirm it on: add --yes."
+NO_TERMINAL = "This ends jobs, and there is no terminal to ask for confirmation: add --yes."
 TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])
 KIND = "Invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
@@ -162,7 +162,7 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}."),
         (["events", "--limit", "0"], f"{LIMIT} 0 is not a whole number from 1 to 1000."),
         (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is not a time: {TIMES}."),
-        (["reload", "--timeout", "5"], "--timeout goes with --drain or --now."),
+        (["reload", "--timeout", "5"], "--timeout requires --drain or --now."),
         (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is too short: use at least 1s."),
         (["reload", "--drain", "--timeout", "1h30"], f"{TIMEOUT} '1h30' {NO_DURATION}"),
         (["doctor", "--timeout", "11m"], f"{TIMEOUT} 11m is too long: use at most 10m."),
@@ -184,7 +184,7 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "366d"], f"{TTL} 366d is too long: use at most 365d."),
-        (["reload", "--yes"], "--yes goes with --now."),
+        (["reload", "--yes"], "--yes requires --now."),
         (["reload", "--now"], NO_TERMINAL),
         (["lease", "shw"], "No such command 'shw'. Did you mean show?"),
         (["terminate"], "Missing argument 'PID'."),

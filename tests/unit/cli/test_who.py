@@ -61,7 +61,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
 
 def test_what_is_not_known_is_said(own: Cli) -> None:
     own.host.clients.found = clients(errors=("domain host: it does not answer",))
-    assert own.good("who").splitlines()[-1] == "Not known: domain host: it does not answer"
+    assert own.good("who").splitlines()[-1] == "Incomplete: domain host: it does not answer"
 
 
 def test_a_client_that_names_no_device_is_no_device_s(own: Cli) -> None:

@@ -15,14 +15,14 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
     )
     first, header, _, gone, *last = own.good("who", "--clients").splitlines()
     assert first == (
-        "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed, and it serves again once "
-        "they have ended"
+        "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed; it accepts new ones "
+        "once they have ended"
     )
     assert header.split() == ["PID", "USER", "DEVICE", "MEMORY", "SERVER", "AGE", "COMMAND"]
     assert gone.split() == ["4261", "-", "-", "-", "-", "-", "-"]
     assert last == [
         "MPS server (PID 4300) of alice, domain host: running",
-        "Not known: domain 0001:e1:00.0: it does not answer",
+        "Incomplete: domain 0001:e1:00.0: it does not answer",
     ]
 
 

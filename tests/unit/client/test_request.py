@@ -18,9 +18,12 @@ def test_an_amount_of_memory_has_its_unit(amount: str, mib: int) -> None:
 
 @pytest.mark.parametrize("wrong", ["6", "6GB", "0GiB", "1.5GiB", "", " 6GiB", "6 GiB", 6144, b"6GiB"])
 def test_another_amount_is_refused_with_an_example(wrong: Any) -> None:
-    with pytest.raises(YunionError, match=r"memory: .* is not an amount") as raised:
+    with pytest.raises(YunionError, match=r"memory: .* is not an amount of memory") as raised:
         mebibytes(wrong)
-    assert (raised.value.code, raised.value.hint) == ("invalid_request", "write MiB or GiB, as in '6GiB'")
+    assert (raised.value.code, raised.value.hint) == (
+        "invalid_request",
+        "write a number of MiB or GiB, such as '6GiB'",
+    )
 
 
 @pytest.mark.parametrize(("wait_s", "whole"), [(0, 0), (0.2, 1), (-1, 0), (60, 60), (math.inf, 30 * 86400)])

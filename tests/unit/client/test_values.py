@@ -85,8 +85,8 @@ def test_members_of_a_newer_daemon_are_ignored() -> None:
     ("change", "why"),
     [
         ({"driver": {"version": "550"}}, "has no member cuda_version"),
-        ({"started": 1788000000.5}, "has another type of started"),
-        ({"domains": None}, "has another type of domains"),
+        ({"started": 1788000000.5}, "has a member started of the wrong type"),
+        ({"domains": None}, "has a member domains of the wrong type"),
     ],
 )
 def test_an_answer_of_another_version_is_an_error_that_says_so(change: Any, why: str) -> None:

@@ -88,7 +88,7 @@ def test_whose_device_it_is_is_told_in_one_line(host: ServerHost) -> None:
     host.leases.refusal = NothingFreeError(why, "wait for it")
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
     host.leases.found = {"leases": [held], "waiting": [], "total": 1}
-    taken = "device 00:06.0-1 is taken: trainer of alice, PID 4260 (see: yunion-mps who)"
+    taken = "device 00:06.0-1 is in use: trainer of alice, PID 4260 (see: yunion-mps who)"
     for name, said in (("00:06.0-1", taken), ("all", taken), ("00:06.0-2", f"{why} (wait for it)")):
         assert refused(name, exit_code=NothingFreeError.exit_code) == said
 
@@ -156,7 +156,7 @@ def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     state = json.dumps({"id": "\n\ud800", "pid": os.getpid()})
     said = refused("00:06.0-1", state=state, exit_code=NothingFreeError.exit_code)
     logged = system_log.recv(1 << 18).decode()
-    begin = "device 00:06.0-1 is taken: python -c \\x1b[2J\\nprint()\\r"
+    begin = "device 00:06.0-1 is in use: python -c \\x1b[2J\\nprint()\\r"
     assert said.startswith(begin)
     assert f"container \\n\\ud800: {begin}" in logged
     assert max(len(said), len(logged)) < 2000
@@ -222,12 +222,15 @@ def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -
     code = "import sys; from yunion_mps.containers.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
     command = ["sh", "-c", f'"$0" -c "$1" {state}', sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = "yunion-mps: the container engine passed no container state (is it an OCI runtime's hook?)\n"
+    said = (
+        "yunion-mps: the container engine passed no container state "
+        "(install it as a hook of an OCI runtime, which passes the state)\n"
+    )
     assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_by_hand_it_says_what_it_is_for() -> None:
-    assert refused().startswith("only container engines call cdi-hook")
+    assert refused().startswith("cdi-hook is called by container engines only")
 
 
 def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,12 +179,12 @@ def test_all_that_the_format_has_is_kept(tmp_path: Path) -> None:
 
 def test_a_small_file_whose_parts_are_there_many_times_is_refused(tmp_path: Path) -> None:
     long = "a" * 1000
-    with pytest.raises(ValueError, match="containerEdits have more than 8 MiB"):
+    with pytest.raises(ValueError, match="containerEdits are larger than 8 MiB"):
         read(tmp_path, f"kind: nvidia.com/gpu\na: &a A={long}\ncontainerEdits: {{env: [{'*a,' * 10_000}]}}")
 
 
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more than 8 MiB"):
+    with pytest.raises(ValueError, match="larger than 8 MiB"):
         read(tmp_path, " " * (8 << 20) + YAML)
 
 

@@ -24,7 +24,7 @@ def with_domain(root: Path, **changed: Any) -> Host:
 
 def test_a_daemon_that_serves_is_ok(tmp_path: Path) -> None:
     served = host_of(tmp_path, P40, snapshot=reference())
-    assert one(served, "daemon", "ok").what == "it is running; 4 of 4 devices are available"
+    assert one(served, "daemon", "ok").what == "running; 4 of 4 devices available"
 
 
 @pytest.mark.parametrize(
@@ -50,21 +50,23 @@ def test_what_a_domain_suffers_from_is_found(
 def test_a_daemon_of_another_version_is_found(tmp_path: Path) -> None:
     host = host_of(tmp_path, P40, snapshot=reference())
     host.status()["version"] = "0.0.1"
-    assert one(host, "daemon", "warning").what.startswith("it is version 0.0.1, and this command is ")
+    assert one(host, "daemon", "warning").what.startswith(
+        "the daemon runs version 0.0.1, but this command is version "
+    )
 
 
 def test_that_it_does_not_run_is_a_problem_only_where_it_is_to(tmp_path: Path) -> None:
     assert one(host_of(tmp_path), "daemon", "problem").what == "the daemon is not running"
     off = host_of(tmp_path, enable_cuda_mps="false")
-    assert one(off, "daemon", "ok").what.startswith("it is not running; enable_cuda_mps is false")
+    assert one(off, "daemon", "ok").what.startswith("not running; enable_cuda_mps is false")
     off = host_of(tmp_path, snapshot=disabled(), enable_cuda_mps="false")
-    assert "enable_cuda_mps is false, so no devices are offered" in one(off, "daemon", "ok").what
+    assert "enable_cuda_mps is false, so this host offers no devices" in one(off, "daemon", "ok").what
 
 
 @pytest.mark.parametrize(
     ("keys", "devices", "level", "what"),
     [
-        ({}, "", "ok", "both files are valid: 10 devices on 1 GPU"),
+        ({}, "", "ok", "both files are valid; 10 devices on 1 GPU"),
         ({"enable_cuda_mps": "false"}, "", "ok", "both files are valid; enable_cuda_mps is false"),
         ({"cuda_mps_scope": "hots"}, "", "problem", "/etc/yunion/host.conf:2: cuda_mps_scope is"),
         ({}, "  virtual_number: 0\n  memory_unit: 1GiB\n", "ok", "memory in units on 1 GPU"),

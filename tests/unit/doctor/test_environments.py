@@ -88,28 +88,30 @@ def test_a_process_with_a_devices_environment_has_what_it_needs(scene: Scene) ->
 def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) -> None:
     scene.given["CUDA_MPS_PIPE_DIR"] = scene.given.pop("CUDA_MPS_PIPE_DIRECTORY")
     first, second = of_job(scene)
-    assert first.what == "no program reads CUDA_MPS_PIPE_DIR; CUDA_MPS_PIPE_DIRECTORY was likely meant"
+    assert first.what == "CUDA_MPS_PIPE_DIR has no effect (did you mean CUDA_MPS_PIPE_DIRECTORY?)"
     assert second.what.startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
     assert (first.level, second.level) == ("problem", "problem")
 
 
 def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) -> None:
     scene.given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "5"
-    assert the(of_job(scene), "warning").hint == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+    assert the(of_job(scene), "warning").hint == (
+        "set what that device needs: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+    )
 
 
 @needs_root
 def test_a_process_that_shares_no_memory_with_the_server_is_found(scene: Scene) -> None:
     steps = "mount -t tmpfs t /dev/shm && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", steps])
-    assert "has a /dev/shm of its own" in the(found, "problem").what
+    assert "has a private /dev/shm" in the(found, "problem").what
 
 
 @needs_root
 def test_a_process_that_does_not_see_the_pipe_directory_is_found(scene: Scene) -> None:
     hide = f"mount -t tmpfs t {scene.pipe.parent} && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", hide])
-    what = f"does not see the host's {scene.pipe}: a container, or PrivateTmp=yes"
+    what = f"does not see the host's {scene.pipe}: it runs in a container, or with PrivateTmp=yes"
     assert what in the(found, "problem").what
 
 
@@ -118,7 +120,7 @@ def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_p
     library.write_bytes(b"x")
     mapping = f"import mmap; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
     found = of_job(scene, [*SLEEP[:-1], f"{mapping}; {SLEEP[-1]}"])
-    assert f"has loaded {library}, and the driver is 535.261.03" in the(found, "warning").what
+    assert f"has loaded {library}, but the driver is version 535.261.03" in the(found, "warning").what
 
 
 def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
@@ -131,7 +133,9 @@ def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
         scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
         found = one(scene.host, "outside MPS", "warning")
     assert found.what.startswith(f"PID {wild} (python")
-    assert "uses GPU 00:06.0 outside our MPS (it looks in /nowhere): it has no limits" in found.what
+    assert (
+        "uses GPU 00:06.0 outside yunion-mps (its pipe directory is /nowhere): it has no limits"
+    ) in found.what
     scene.host.users = Once(dict)
     assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
 
@@ -166,7 +170,7 @@ def test_env_may_forget_and_unset_variables(scene: Scene, options: list[str]) ->
 
 def test_a_command_that_is_not_there_is_found(scene: Scene) -> None:
     assert scene.bad_command("pyhton3", "x") == ["pyhton3 was not found"]
-    assert scene.bad_command("env", "A=1") == ["no command follows the variables"]
+    assert scene.bad_command("env", "A=1") == ["there is no command after the variables"]
 
 
 def test_a_job_script_is_read_for_what_it_exports(scene: Scene, tmp_path: Path) -> None:
@@ -175,7 +179,9 @@ def test_a_job_script_is_read_for_what_it_exports(scene: Scene, tmp_path: Path) 
     script.chmod(0o755)
     for command in ([str(script)], ["bash", str(script)]):
         (what,) = scene.bad_command(*command)
-        assert what.startswith("no program reads CUDA_MPS_PIPE_DIRECTROY")
+        assert what.startswith(
+            "CUDA_MPS_PIPE_DIRECTROY has no effect (did you mean CUDA_MPS_PIPE_DIRECTORY?)"
+        )
 
 
 def test_a_command_that_is_given_a_device_by_run_needs_no_variables(scene: Scene, tmp_path: Path) -> None:
@@ -187,7 +193,7 @@ def test_a_command_that_is_given_a_device_by_run_needs_no_variables(scene: Scene
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/sh\nexport CUDA_VISIBLE_DEVICE=0\n")
     (what,) = scene.bad_command(*by_run, str(script), own=own)
-    assert what.startswith("no program reads CUDA_VISIBLE_DEVICE;")
+    assert what.startswith("CUDA_VISIBLE_DEVICE has no effect")
 
 
 def test_what_is_no_file_among_a_commands_words_is_not_waited_for(scene: Scene, tmp_path: Path) -> None:
@@ -202,8 +208,10 @@ def test_a_container_is_looked_at_by_what_it_is_given(scene: Scene, tmp_path: Pa
     good = ["docker", "run", "--ipc=host", "-v", f"{scene.pipe}:{scene.pipe}", *given, "image", "python3"]
     assert scene.bad_command(*good, own=own) == []
     device = scene.of_command("docker", "run", "--device", "yunion.io/mps=00:06.0-1", "image", own=own)
-    assert the(device, "ok").what == "docker gives its container all of 00:06.0-1, or does not start it"
+    assert the(device, "ok").what == (
+        "docker gives the container everything that 00:06.0-1 needs, or does not start it"
+    )
     assert [what.split(":")[0] for what in scene.bad_command("docker", "run", "image", own=own)] == [
-        "the container has a /dev/shm of its own, so it cannot share memory with an MPS server",
+        "the container has a private /dev/shm, so it cannot share memory with an MPS server",
         "CUDA_MPS_PIPE_DIRECTORY is not set",
     ]

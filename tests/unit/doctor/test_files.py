@@ -81,7 +81,7 @@ def _file_in_its_place(pipe: Path) -> None:
     [
         (lambda pipe: os.chown(pipe.parent, NOBODY, NOBODY), "tmp/nvidia-mps belongs to nobody"),
         (lambda pipe: pipe.chmod(0o777), "tmp/nvidia-mps/pipe is writable by other users"),
-        (_others_link, "tmp/nvidia-mps is a symlink of nobody"),
+        (_others_link, "tmp/nvidia-mps is a symlink that belongs to nobody"),
         (_file_in_its_place, "tmp/nvidia-mps/pipe is not a directory"),
         (lambda pipe: (pipe / "control").touch(0o600), "other users may not connect to "),
     ],
@@ -103,7 +103,7 @@ def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> No
     assert one(host, "cleaning", "ok")
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
     finding = one(host, "cleaning", "warning")
-    assert finding.what.startswith("systemd-tmpfiles removes from /tmp what is older than 10d")
+    assert finding.what.startswith("systemd-tmpfiles removes files older than 10d from /tmp")
     assert finding.hint.startswith("echo 'x /tmp/nvidia-mps/pipe' >")
 
 
@@ -182,11 +182,11 @@ def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
     granted = AVC.replace("denied", "granted").format(at=NOW)
     selinux("1", AVC.format(at=1_600_000_000) + others + granted)
     finding = one(host, "SELinux and AppArmor", "ok")
-    assert finding.what == "SELinux is enforcing, and has denied MPS nothing within the last day"
+    assert finding.what == "SELinux is enforcing, and denied MPS nothing within the last day"
 
 
 def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
-    assert one(host, "SELinux and AppArmor", "ok").what == "neither is active here"
+    assert one(host, "SELinux and AppArmor", "ok").what == "neither is active"
     write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
     write(root / "dev/kmsg", APPARMOR.format(at=NOW))
     assert "AppArmor denied MPS 'open'" in one(host, "SELinux and AppArmor", "problem").what
@@ -210,11 +210,11 @@ def test_a_variable_that_every_user_gets_is_found(host: Host, root: Path) -> Non
     write(file, "export PATH=/usr/local/cuda/bin:$PATH\nexport CUDA_HOME=/usr/local/cuda\n")
     assert one(host, "logins", "ok")
     write(file, "export CUDA_VISIBLE_DEVICES=0\n")
-    assert one(host, "logins", "warning").what == f"{file} gives every user CUDA_VISIBLE_DEVICES=0"
+    assert one(host, "logins", "warning").what == f"{file} sets CUDA_VISIBLE_DEVICES=0 for every user"
     write(root / "etc/environment", 'CUDA_MPS_PIPE_DIR="/tmp/nvidia-mps/pipe"\n')
     first, second = found(host, "logins")
     assert (first.level, second.level) == ("problem", "warning")
-    assert "etc/environment: no program reads CUDA_MPS_PIPE_DIR" in first.what
+    assert "etc/environment: CUDA_MPS_PIPE_DIR has no effect" in first.what
 
 
 def test_our_own_pipe_directory_for_every_user_is_no_mistake(host: Host, root: Path) -> None:

@@ -51,19 +51,25 @@ def test_a_kernel_module_of_another_version_is_found(
 ) -> None:
     assert one(host, "driver", "ok")
     write(tmp_path / "proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 {text}\n")
-    assert one(host, "driver", level).what.startswith("the loaded kernel module is of 5")
+    assert one(host, "driver", level).what.startswith("the loaded kernel module is version 5")
 
 
 def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> None:
     link = tmp_path / "lib/libcuda.so.1"
     link.unlink()
     link.symlink_to(write(tmp_path / "lib/libcuda.so.545.23.06"))
-    assert one(host, "driver", "problem").what == f"{link} is of 545.23.06, the driver of {DRIVER}"
+    assert (
+        one(host, "driver", "problem").what
+        == f"{link} is version 545.23.06, but the driver is version {DRIVER}"
+    )
 
 
 def test_a_control_program_of_another_version_than_the_driver_is_found(host: Host, tmp_path: Path) -> None:
     write(tmp_path / "bin" / CONTROL, "\x00580.65.06\0")
-    assert one(host, "driver", "problem").what == f"{CONTROL} is of 580.65.06, the driver of {DRIVER}"
+    assert (
+        one(host, "driver", "problem").what
+        == f"{CONTROL} is version 580.65.06, but the driver is version {DRIVER}"
+    )
 
 
 def test_a_missing_library_is_reported_unless_the_loader_knows_another(host: Host, tmp_path: Path) -> None:
@@ -88,20 +94,20 @@ def test_a_control_program_that_is_missing_is_found(host: Host, tmp_path: Path) 
 
 
 def test_a_device_node_that_is_missing_or_roots_alone_is_found(host: Host, tmp_path: Path) -> None:
-    assert one(host, "device nodes", "ok").what == "they exist and can be opened"
+    assert one(host, "device nodes", "ok").what == "all exist and can be opened"
     node = tmp_path / "dev/nvidia7"
     node.chmod(0o660)
-    assert f"{node}: users other than root may not open it" in one(host, "device nodes", "problem").what
+    assert f"{node}: only root can open it" in one(host, "device nodes", "problem").what
     if os.geteuid() == 0:
         os.chown(node, 0, 44)
-        assert one(host, "device nodes", "ok").what.endswith("for the groups 44 only")
+        assert one(host, "device nodes", "ok").what.endswith("but only by root and group 44")
     (tmp_path / "dev/nvidia-uvm").unlink()
-    missing = f"{tmp_path}/dev/nvidia-uvm: missing, so no CUDA program runs"
+    missing = f"{tmp_path}/dev/nvidia-uvm: missing, so no CUDA program can run"
     assert one(host, "device nodes", "problem").what == missing
 
 
 def test_without_mps_no_driver_and_no_program_is_missed(tmp_path: Path) -> None:
-    why = "nothing here needs it while enable_cuda_mps is false"
+    why = "not needed while enable_cuda_mps is false"
     assert one(host_of(tmp_path), "driver", "problem").what == "no NVIDIA driver"
     off = host_of(tmp_path, enable_cuda_mps="false")
     assert one(off, "driver", "skipped").what == f"no NVIDIA driver; {why}"
@@ -124,9 +130,9 @@ def test_a_whole_gpu_is_taken_for_no_vgpu(tmp_path: Path, name: str) -> None:
 def test_a_gpu_that_serves_virtual_machines_is_found(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / f"sys/bus/pci/devices/{FIRST.pci_address}"
     write(folder / "sriov_numvfs", "16\n")
-    assert "serves 16 virtual functions" in one(host, "vGPU", "problem").what
+    assert "hosts 16 virtual functions" in one(host, "vGPU", "problem").what
     (folder / "mdev_supported_types/nvidia-222/devices/4f3e").mkdir(parents=True)
-    assert "serves 1 vGPU for virtual machines" in one(host, "vGPU", "problem").what
+    assert "hosts 1 vGPU for virtual machines" in one(host, "vGPU", "problem").what
 
 
 # -- what MPS can do there
@@ -163,7 +169,7 @@ def test_a_gpu_that_cannot_serve_or_not_as_promised_is_found(
 
 def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST, SECOND._replace(compute_mode=EXCLUSIVE))
-    what = "GPU 07:00.0 (Tesla T4) is Exclusive_Process without a control daemon"
+    what = "GPU 07:00.0 (Tesla T4) is in mode Exclusive_Process without a control daemon"
     assert what in one(host, "compute mode", "warning").what
     left = one(host_of(tmp_path, FIRST, SECOND), "compute mode", "ok")
     assert left.what == "Default; the daemon sets Exclusive_Process at its start"
@@ -171,7 +177,9 @@ def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) ->
 
 def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None:
     host = served(tmp_path, FIRST, cuda_mps_compute_mode="keep")
-    assert one(host, "compute mode", "ok").what.startswith("Default, which cuda_mps_compute_mode: keep")
+    assert one(host, "compute mode", "ok").what.startswith(
+        "Default; left unchanged, as cuda_mps_compute_mode is keep"
+    )
 
 
 def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:
@@ -184,9 +192,9 @@ def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("clients", "level", "what"),
     [
-        (17, "ok", "at most 17 on a GPU, of 20"),
-        (18, "warning", "18 clients of the 20 that MPS allows"),
-        (20, "problem", "has 20 clients, and MPS allows 20: the next one is refused"),
+        (17, "ok", "at most 17 of 20 clients on a GPU"),
+        (18, "warning", "18 of the 20 clients that MPS allows"),
+        (20, "problem", "has 20 clients, and MPS allows 20: the next one will be refused"),
     ],
 )
 def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, level: str, what: str) -> None:

@@ -240,7 +240,7 @@ def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> Non
     assert failure(DaemonClient(host.paths), GET_DEVICE, id="x") == (
         1,
         "there is no device x",
-        "list the devices with: yunion-mps list",
+        "list the devices: yunion-mps list",
     )
 
 

@@ -211,8 +211,8 @@ def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> Non
 def test_a_pid_that_is_no_client_s_is_not_there(host: ServerHost, pid: str) -> None:
     assert post(host, f"/v1/clients/{pid}/terminate").problem == (
         404,
-        f"PID {pid} is no client of MPS",
-        "list the clients with: yunion-mps who --clients",
+        f"PID {pid} is not an MPS client",
+        "list the clients: yunion-mps who --clients",
     )
 
 

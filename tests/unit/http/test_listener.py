@@ -110,9 +110,9 @@ def test_what_is_no_socket_is_not_touched(paths: Paths, kind: str) -> None:
         listen(paths)
     assert os.lstat(place) == before
     assert caught.value.message == (
-        f"the socket {place} cannot be made: [Errno 17] something that is no socket is in its place"
+        f"the socket {place} cannot be created: [Errno 17] something that is no socket is in its place"
     )
-    assert caught.value.hint == f"run as root; look at: ls -ld {place}"
+    assert caught.value.hint == f"run as root; check its directory: ls -ld {place}"
 
 
 def test_without_its_directory_the_error_names_the_socket(paths: Paths) -> None:
@@ -120,5 +120,5 @@ def test_without_its_directory_the_error_names_the_socket(paths: Paths) -> None:
     with pytest.raises(HostError) as caught:
         listen(paths)
     assert caught.value.message == (
-        f"the socket {paths.socket} cannot be made: [Errno 2] No such file or directory"
+        f"the socket {paths.socket} cannot be created: [Errno 2] No such file or directory"
     )

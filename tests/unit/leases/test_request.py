@@ -57,7 +57,7 @@ def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: s
     [
         ("9876543", "there is no lease 9876543"),
         ("day", "there is no lease day"),
-        ("12345678-", "12345678- names 2 leases"),
+        ("12345678-", "12345678- matches 2 leases"),
     ],
 )
 def test_what_names_none_or_several_is_said(name: str, message: str) -> None:

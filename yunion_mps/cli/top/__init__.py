@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     _News = tuple[bool, Union[Poll, ClientList, BaseException]]
 
-_INSTEAD = "print it once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
+_INSTEAD = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
 _PIPE_COLUMNS = 120
 #: Here the question for clients may take long: waking many GPUs takes tens of seconds.
 _CLIENTS_S = 150.0
@@ -95,7 +95,7 @@ def _once(first: Poll) -> str:
     look = Look(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first, clients), look, None, time.time(), 0)
     lines = ["".join(text for text, _ in line).rstrip() for line in shown.lines]
-    unknown = notes(("Not known", error) for error in clients["errors"])
+    unknown = notes(("Incomplete", error) for error in clients["errors"])
     return "".join(map(wrapped, lines)) + unknown
 
 
@@ -261,7 +261,8 @@ class _View:
         if about_all := self._errors.get(False):
             return Outage(self._last.taken_s, about_all.message, about_all.hint)
         if about_clients := self._errors.get(True):
-            why = f"who uses the GPUs, since {clock(self._clients_s)}: {about_clients.message}"
+            since = clock(self._clients_s)
+            why = f"no list of processes since {since}: {about_clients.message}"
             return Outage(None, why, about_clients.hint)
         if errors := self._clients["errors"]:
             return Outage(None, errors[0])

@@ -115,10 +115,10 @@ def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
     begin = (f"yunion-mps {status['version']}  {clock(now_s)}  ", "bold")
     why: list[Line] = []
     if outage:
-        why = [[("Not known: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
-        why += [[(f"  do: {outage.hint}", "")]] if outage.hint else []
+        why = [[("Incomplete: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
+        why += [[(f"  hint: {outage.hint}", "")]] if outage.hint else []
         if outage.since_s is not None:
-            old = f"no answer since {clock(outage.since_s)}; all below is from then"
+            old = f"no answer since {clock(outage.since_s)}; showing data from then"
             return [[begin, (old, "bad")], *why, _counts(scene)]
     driver = status["driver"]["version"]
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(scene.host.state, "")
@@ -158,7 +158,7 @@ def _findings(scene: Scene, most: int) -> list[Line]:
     for one, hint in with_hints(scene.findings):
         blocks.append([[(f"{one.kind}: ", "bad" if one.kind == PROBLEM else "warn"), (one.what, "")]])
         if hint and one.kind in (NOTICE, PROBLEM):
-            blocks[-1].append([(f"  do: {hint}", "")])
+            blocks[-1].append([(f"  hint: {hint}", "")])
     if sum(map(len, blocks)) <= most:
         return [line for block in blocks for line in block]
     shown: list[Line] = []
@@ -168,7 +168,7 @@ def _findings(scene: Scene, most: int) -> list[Line]:
             shown += block
             left -= one.number
     more = f"{left} more; " if left else ""
-    return [*shown[: max(most - 1, 0)], [(f"{more}all of it: yunion-mps status", "")]][:most]
+    return [*shown[: max(most - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:most]
 
 
 def _room(scene: Scene, look: Look, rows: int) -> _Room:

@@ -23,7 +23,7 @@ export class Summary {
     document.title = `${shown.wrong ? `(${shown.wrong}) ` : ""}${shown.host} – yunion-mps`;
     this.showState(shown.state, shown.state);
     this.showAbout(shown);
-    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Not known", what, hint: "" }))];
+    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Incomplete", what, hint: "" }))];
     hide(byId("wrong"), !told.length);
     this.findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]));
     this.showFigures(shown);
