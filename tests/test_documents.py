@@ -120,7 +120,7 @@ def test_links_to_a_section_lead_to_one(page: Path) -> None:
 
 
 def test_the_guide_to_contributing_names_files_that_exist() -> None:
-    text = (CHECKOUT / "docs/develop.md").read_text().partition("## Where to add what")[2]
+    text = (CHECKOUT / "docs/develop.md").read_text().partition("## Where to add things")[2]
     named = re.findall(r"`([\w/.]+\.(?:py|md|yml|json|conf)|[\w]+/[\w/]+)`", text)
     assert len(named) > 15
     for name in named:
