@@ -209,8 +209,9 @@ def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: D
         return ready_daemon.host.run(["yunion-mps", "lease", *words]).returncode
 
     for name in ("slurm/17", "a@b:c._-d", "UP/low/er"):
-        done = [lease("take", name, "--ttl", "600"), lease("renew", name), lease("release", name)]
-        assert done == [0, 0, 0], name
+        done = [lease("take", name, "--ttl", "600"), lease("renew", name)]
+        done += [lease("show", name), lease("release", name)]
+        assert done == [0, 0, 0, 0], name
 
 
 def test_a_body_is_read_or_refused(ready_daemon: Daemon) -> None:

@@ -33,6 +33,7 @@ from yunion_mps.client.acquire import take as take_from
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.http.operations import (
     END_LEASE,
+    GET_LEASE,
     GET_LEASES,
     MAX_DEVICES,
     MAX_MIB,
@@ -259,14 +260,16 @@ def list_leases(output: str) -> None:
 def show_lease(lease: str, output: str) -> None:
     """Show one lease and the environment of its job. LEASE is its name, its id, or a unique prefix of the id.
 
+    A name finds only your own leases.
+
     \b
     Examples:
       yunion-mps lease show job-17
       yunion-mps lease show 7c1f0e7a
     """
-    from yunion_mps.cli.leases import lease_text, one_of
+    found = call(GET_LEASE, lease=_one_lease(lease))
+    from yunion_mps.cli.leases import lease_text
 
-    found = one_of(call(GET_LEASES), _one_lease(lease))
     show_pairs(found, output, lambda: lease_text(found))
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps.cli.devices import described, environment_text
 from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, table
 from yunion_mps.cli.who import waiting_text
-from yunion_mps.errors import NotFoundError
 from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
 from yunion_mps.times import seconds
 
@@ -75,21 +74,6 @@ def lease_text(lease: LeaseRecord) -> str:
 def in_words(lease: LeaseRecord, done: str) -> str:
     """`Lease 7c1f0e7a (job-17) renewed`: the beginning of a line about one lease."""
     return f"Lease {lease['id'][:ID_LENGTH]}" + (f" ({lease['name']})" if lease["name"] else "") + f" {done}"
-
-
-def one_of(answer: LeaseList, lease: str) -> LeaseRecord:
-    """The lease of this name or id, or whose id begins so; raises NotFoundError unless it is one."""
-    named = [one for one in answer["leases"] if lease in (one["id"], one["name"])]
-    found = named or [one for one in answer["leases"] if one["id"].startswith(lease)]
-    if not found:
-        raise NotFoundError(f"there is no lease {cell(lease)}", "list the leases: yunion-mps lease list")
-    if len(found) > 1:
-        ids = ", ".join(f"{one['id'][:ID_LENGTH]} of {one['user']}" for one in found[:4])
-        more = ", ..." if len(found) > 4 else ""
-        raise NotFoundError(
-            f"{cell(lease)} matches {len(found)} leases ({ids}{more})", "use a longer prefix of the id"
-        )
-    return found[0]
 
 
 def _sum(mib_by_device: Sequence[int | None]) -> int | None:

@@ -71,18 +71,8 @@ class Ledger:
         self._note_change()
 
     def repeated(self, queued: QueuedRequest) -> Lease | None:
-        """The lease that was granted for an earlier attempt of this request, None if there is none.
-
-        Requests are the same if they have the same idempotency key, or the same named holder and content.
-        """
-        for lease in self.leases.values():
-            holder, other = lease.holder, queued.holder
-            is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
-            if is_named and lease.request == queued.sent:
-                return lease
-            if holder == other and queued.idempotency_key == lease.idempotency_key != "":
-                return lease
-        return None
+        """The lease that was granted for an earlier attempt of this request, None if there is none."""
+        return next((lease for lease in self.leases.values() if queued.is_answered_by(lease)), None)
 
     def refuse_duplicate(self, holder: Holder, idempotency_key: str) -> None:
         """Raise HostError if the holder's owner has a lease already for the name or the idempotency key."""

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Candidates, Reservation
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Device
+from yunion_mps.models import Device, Lease
+
+
+class Answer(NamedTuple):
+    """What a queued request gets: its new lease, or that of an equal request. Equal ones share theirs."""
+
+    lease: Lease
+    is_new: bool
+    is_shared: bool
 
 
 class Queue:
@@ -25,6 +34,13 @@ class Queue:
     def add(self, queued: QueuedRequest) -> None:
         self.requests.append(queued)
         self.requests.sort(key=lambda one: one.position)
+
+    def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
+        """The requests that this lease was granted for; they are queued no longer."""
+        found = [one for one in self.requests if one.is_answered_by(lease)]
+        for one in found:
+            self.requests.remove(one)
+        return found
 
     def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
         """The first request that fits now, and its devices; None if none does.

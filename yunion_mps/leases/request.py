@@ -75,6 +75,17 @@ class QueuedRequest(NamedTuple):
         """What identifies a repeated request: uid and idempotency key; None without an idempotency key."""
         return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
+    def is_answered_by(self, lease: Lease) -> bool:
+        """Whether the lease was granted for this request, or for another attempt of it.
+
+        Requests are the same if they have the same idempotency key, or the same named holder and content.
+        """
+        holder, other = self.holder, lease.holder
+        is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
+        if is_named and lease.request == self.sent:
+            return True
+        return holder == other and self.idempotency_key == lease.idempotency_key != ""
+
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
     """The GPU of this address or UUID, or a unique prefix of either; raises NotFoundError."""

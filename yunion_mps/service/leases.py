@@ -19,7 +19,7 @@ from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, re
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.peaks import MemoryPeaks
-from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.queue import Answer, Queue
 from yunion_mps.leases.request import (
     LeaseRequest,
     QueuedRequest,
@@ -72,7 +72,7 @@ class LeaseService:
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
         #: The answers to queued requests, by position.
-        self._answers: dict[int, asyncio.Future[Lease]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._known, self._known_version = Candidates(), -1
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
@@ -124,11 +124,14 @@ class LeaseService:
         while found := self.queue.next(self._candidates()):
             queued, devices = found
             self.queue.requests.remove(queued)
-            answer = self._answers[queued.position]
             try:
-                answer.set_result(self._grant(queued, devices))
+                lease = self._grant(queued, devices)
             except YunionError as error:
-                answer.set_exception(error)
+                self._answers[queued.position].set_exception(error)
+                continue
+            equal = self.queue.remove_answered(lease)
+            for one in (queued, *equal):
+                self._answers[one.position].set_result(Answer(lease, one is queued, bool(equal)))
 
     # -- use cases
 
@@ -156,13 +159,10 @@ class LeaseService:
         """
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
-        lease = self.ledger.repeated(queued)
-        is_new = lease is None
+        lease, is_new = self.ledger.repeated(queued), False
         if lease is None:
-            self._refuse_another(queued)
-            queued = queued._replace(request=self._feasible(queued.request))
-            queued = self._positions.place(queued, time.time(), time.monotonic())
-            lease = await self._granted(queued, wait_s)
+            queued = self._positions.place(self._admitted(queued), time.time(), time.monotonic())
+            lease, is_new, _ = await self._answered(queued, wait_s)
         elif lease.holder.binding == "name":
             lease = self._renewed(lease)
         if lease.holder.binding == "connection":
@@ -175,8 +175,7 @@ class LeaseService:
         lease = self.ledger.repeated(queued)
         if lease:
             return self._json(lease)
-        self._refuse_another(queued)
-        request, candidates = self._feasible(queued.request), self._candidates()
+        request, candidates = self._admitted(queued).request, self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self._containers)
@@ -229,9 +228,9 @@ class LeaseService:
 
     # -- requests
 
-    async def _granted(self, queued: QueuedRequest, wait_s: float) -> Lease:
-        """Queue the request and wait; returns its lease, or raises YunionError."""
-        answer: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+    async def _answered(self, queued: QueuedRequest, wait_s: float) -> Answer:
+        """Queue the request and wait; returns its answer, or raises YunionError."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[queued.position] = answer
         self.queue.add(queued)
         self.serve()
@@ -244,8 +243,9 @@ class LeaseService:
                 raise self._why_not(queued, has_waited=wait_s > 0)
             return answer.result()
         except asyncio.CancelledError:
-            if not answer.cancelled() and answer.done() and not answer.exception():
-                self._end(answer.result().id, "its client disconnected")
+            is_granted = answer.done() and not answer.cancelled() and not answer.exception()
+            if is_granted and not answer.result().is_shared:
+                self._end(answer.result().lease.id, "its client disconnected")
             raise
         finally:
             del self._answers[queued.position]
@@ -309,14 +309,15 @@ class LeaseService:
             return error
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
-    def _refuse_another(self, queued: QueuedRequest) -> None:
-        """Raise YunionError if its owner may have no other lease, or has one for the name or the key."""
+    def _admitted(self, queued: QueuedRequest) -> QueuedRequest:
+        """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
         same = queued.key  # a repeated request counts once
         owners += [one.holder.owner for one in self.queue.requests if not same or one.key != same]
         config = self._supervisor.config
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
+        return queued._replace(request=self._feasible(queued.request))
 
     # -- leases
 

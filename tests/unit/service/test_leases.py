@@ -201,6 +201,47 @@ def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(host: Leas
     run(work())
 
 
+@pytest.mark.parametrize("key", ["", FIRST])
+def test_equal_requests_that_wait_get_the_same_lease_at_once(host: LeaseHost, key: str) -> None:
+    async def work() -> None:
+        await host.fill()
+        first, other = await host.queue("job", key=key), await host.queue("job", ttl_s=601)
+        again = [await host.queue("job", key=key) for _ in range(2)]
+        host.release("held-0")
+        assert {(await one)["id"] for one in again} == {(await first)["id"]}
+        assert host.held.count("job") == 1
+        assert host.waiting == ["job"], "another request of the same name waits"
+        host.release("held-1")
+        with pytest.raises(HostError, match="a lease of this name already exists, by another request"):
+            await other
+
+    run(work())
+
+
+def test_a_lease_of_equal_requests_stays_if_the_client_of_one_is_gone(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        lost, again = await host.queue("job"), await host.queue("job")
+        host.release("held-0")
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        assert host.held.count((await again)["name"]) == 1
+
+    run(work())
+
+
+def test_only_the_first_of_equal_requests_has_a_new_lease(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        queued = QueuedRequest(LeaseRequest(), Holder("name", ROOT, name="job", ttl_s=600.0))
+        takes = [asyncio.ensure_future(host.leases.take(queued, lambda _: None, 60.0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        host.release("held-0")
+        assert [(await one).is_new for one in takes] == [True, False, False]
+
+    run(work())
+
+
 def test_a_position_is_not_given_to_another_user(host: LeaseHost) -> None:
     async def work() -> None:
         await host.fill()
