@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.host.proc import program_name, uid_of
+from yunion_mps.errors import HostError
+from yunion_mps.host.proc import children_of, program_name, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import processes
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.mps.processes import MARK, PROGRAM, SERVER, control_environment, our_processes, record
-from yunion_mps.mps.startup import start
+from yunion_mps.mps.processes import (
+    MARK,
+    PROGRAM,
+    SERVER,
+    control_environment,
+    our_processes,
+    record,
+    server_pids,
+)
+from yunion_mps.mps.startup import find, start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
@@ -136,6 +145,37 @@ def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pyt
     finally:
         one.kill()
         one.wait()
+
+
+def test_a_server_that_was_just_forked_is_no_control_daemon(plan: DomainPlan, place: Path) -> None:
+    """Between fork and exec it is another process of the same program, as this shell's is."""
+    program = named(place, PROGRAM, os.path.realpath("/bin/sh"))
+    forks = [str(program), "-c", "exec 3<&0; (echo; read line <&3) & wait"]
+    with subprocess.Popen(forks, env=control_environment(plan), stdin=-1, stdout=-1) as control:
+        assert control.stdout is not None
+        control.stdout.readline()
+        (server,) = children_of(control.pid)
+        kinds = {one.pid: one.is_server for one in our_processes() if one.pid in (control.pid, server)}
+        found = server_pids(control.pid)
+        control.communicate()
+    assert kinds == {control.pid: False, server: True}
+    assert found == [server]
+
+
+def test_one_that_could_not_be_started_leaves_no_record(plan: DomainPlan) -> None:
+    """Else every process of the host would be looked at as if it could be that one."""
+    with pytest.raises(HostError):
+        start("/nowhere/nvidia-cuda-mps-control", plan)
+    assert not os.path.exists(Paths.from_environment().control_daemons)
+
+
+def test_a_pid_that_was_given_again_since_the_search_is_not_adopted(bench: Bench) -> None:
+    bench.control()
+    (ours,) = (one for one in our_processes() if one.pipe_directory == bench.plan.pipe_directory)
+    found = find(bench.plan, [ours])
+    assert found is not None
+    found.process.close()
+    assert find(bench.plan, [ours._replace(started_ticks=ours.started_ticks - 1)]) is None
 
 
 def test_one_that_was_recorded_needs_no_mark(bench: Bench) -> None:
