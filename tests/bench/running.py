@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 from bench.asking import Http
 from bench.values import BenchError

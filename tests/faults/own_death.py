@@ -7,7 +7,7 @@ import random
 import signal
 import time
 
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 from faults.levers import Levers
 from faults.rows import OURSELVES, fault

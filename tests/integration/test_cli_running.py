@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 from integration.conftest import MakeDaemon
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running

@@ -15,7 +15,11 @@ import pytest
 from integration.daemon_host import Daemon
 from integration.gateway_host import Gateway, free_port
 
-_DOWN = "# HELP yunion_mps_up Whether the daemon answers.\n# TYPE yunion_mps_up gauge\nyunion_mps_up 0\n"
+_DOWN = """\
+# HELP yunion_mps_up Whether the daemon answers (1) or not (0).
+# TYPE yunion_mps_up gauge
+yunion_mps_up 0
+"""
 MakeGateway = Callable[[Daemon], Gateway]
 
 

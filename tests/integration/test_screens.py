@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import ControlError
 from yunion_mps.models import Event
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from integration.screens import DOMAINS_80, FOOT, SCREEN_80, SCREEN_120, STATUS_80

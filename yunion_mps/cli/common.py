@@ -18,7 +18,7 @@ from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_GPUS, GET_L
 from yunion_mps.http.parameters import LATEST_S, Value
 from yunion_mps.overview.holdings import ID_LENGTH
 from yunion_mps.paths import Paths
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -42,6 +42,7 @@ from yunion_mps.http.operations import (
     NAME,
     RENEW_LEASE,
 )
+from yunion_mps.units import mebibytes
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -163,17 +164,16 @@ def _request(
         "devices": [device] if device else None,
         "gpu": gpu,
         "count": count if count > 1 else None,
-        "memory_mib": None if gpu_mem is None else _mebibytes(gpu_mem),
+        "memory_mib": None if gpu_mem is None else _memory(gpu_mem),
         "memory_units": gpu_mem_units,
         "across": across or None,
         "placement": "spread" if spread else None,
     }
 
 
-def _mebibytes(text: str) -> int:
-    """An amount of memory in MiB, as people write it: `2GiB`, `512MiB`; raises UsageError."""
-    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB|M|G)", text)
-    mib = int(found[1]) * (1024 if found[2][0] == "G" else 1) if found else 0
+def _memory(text: str) -> int:
+    """An amount of memory in MiB, also as `2G`; raises UsageError."""
+    mib = mebibytes(text if text.endswith("iB") else f"{text}iB")
     if not mib:
         raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, such as 2GiB.")
     return mib

@@ -10,7 +10,7 @@ from yunion_mps.cli.devices import described, environment_text
 from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, table
 from yunion_mps.cli.who import waiting_text
 from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseList, LeaseRecord

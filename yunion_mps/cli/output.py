@@ -16,7 +16,7 @@ import click
 
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 

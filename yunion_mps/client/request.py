@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import MAX_WAIT_S
 from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.times import rfc3339
+from yunion_mps.units import mebibytes, rfc3339
 
 #: The default time to live of a named lease, in s.
 TTL_S = 60
@@ -50,7 +49,7 @@ def lease_request(
     if name is not None and ttl_s is None:
         ttl_s = TTL_S
     members = {
-        "memory_mib": None if memory is None else mebibytes(memory),
+        "memory_mib": None if memory is None else _memory(memory),
         "count": count if count != 1 else None,
         "across": across or None,
         "devices": list(devices) or None,
@@ -63,10 +62,8 @@ def lease_request(
     return LeaseArguments(given, whole_seconds(wait_s), ttl_s)
 
 
-def mebibytes(amount: str) -> int:
-    """Parse `6GiB` or `512MiB` to MiB; raises YunionError."""
-    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount) if isinstance(amount, str) else None
-    mib = int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else 0
+def _memory(amount: str) -> int:
+    mib = mebibytes(amount) if isinstance(amount, str) else None
     if not mib:
         raise _invalid(
             f"memory: {amount!r} is not an amount of memory", "write a number of MiB or GiB, such as '6GiB'"

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Optional, TypeVar, Union, get_args, get_origin
 
 from yunion_mps.errors import VersionError
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers  # noqa: F401 - the types in quotes, whose import takes 3 ms

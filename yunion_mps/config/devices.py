@@ -24,7 +24,6 @@ from yunion_mps.config.values import (
     MAX_OVERRIDE,
     Kind,
     WrongValueError,
-    in_mib,
     memory,
     number,
     one_of,
@@ -35,7 +34,7 @@ from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, PRIORITIES, DeviceEntry, SliceEntry, Source
 
 #: The units in which memory is handed out, as in Alibaba Cloud's ACK; the first is the default, as there.
-MEMORY_UNITS = ("1GiB", "128MiB")
+MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}
 
 _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
 #: What says how a GPU is divided; an entry has one of them.
@@ -60,7 +59,7 @@ class DeviceFile(NamedTuple):
     """Our part of the file: the entries in its order, and the unit of requests for memory in units."""
 
     entries: tuple[DeviceEntry, ...] = ()
-    memory_unit_mib: int = in_mib(MEMORY_UNITS[0])
+    memory_unit_mib: int = MEMORY_UNITS["1GiB"]
     memory_unit_at: Source = Source("default", None)
 
 
@@ -95,7 +94,7 @@ class _Reader:
         if "gpu_memory_unit" in nodes:
             unit = self._optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
             at = Source(self._file, line_of(nodes["gpu_memory_unit"][0]))
-            found = DeviceFile((), in_mib(unit or MEMORY_UNITS[0]), at)
+            found = DeviceFile((), MEMORY_UNITS[unit or "1GiB"], at)
         entries = [self._entry(item) for item in items]
         return found._replace(entries=tuple(entry for entry in entries if entry))
 
@@ -189,7 +188,7 @@ class _Reader:
             return entry
         return entry._replace(
             virtual_number=0,
-            memory_unit_mib=in_mib(unit),
+            memory_unit_mib=MEMORY_UNITS[unit],
             memory_reserve_mib=reserve or 0,
             thread_overcommit=overcommit,
         )

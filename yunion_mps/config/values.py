@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yunion_mps.config.document import Node, nearest, value_of, written
+from yunion_mps.units import mebibytes
 
 #: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
 MAX_DEVICES = 60
@@ -103,21 +104,15 @@ def memory(lowest_mib: int) -> Kind:
 
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
-        found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", value) if isinstance(value, str) else None
+        mib = mebibytes(value) if isinstance(value, str) else None
         hint = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
-        if found is None:
+        if mib is None:
             raise WrongValueError(key, node, "not an amount of memory", hint)
-        mib = in_mib(found[0])
         if mib < lowest_mib:
             raise WrongValueError(key, node, "too little", f"write at least {lowest_mib}MiB")
         return mib
 
     return kind
-
-
-def in_mib(amount: str) -> int:
-    """What `8GiB` or `8192MiB` is in MiB."""
-    return int(amount[:-3]) * (1024 if amount.endswith("GiB") else 1)
 
 
 def one_of(*choices: str) -> Kind:

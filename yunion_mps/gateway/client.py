@@ -18,7 +18,7 @@ from yunion_mps.http.parameters import Value
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device

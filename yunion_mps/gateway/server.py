@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _METRICS_S = 7.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS_DOWN = b"""\
-# HELP yunion_mps_up Whether the daemon answers.
+# HELP yunion_mps_up Whether the daemon answers (1) or not (0).
 # TYPE yunion_mps_up gauge
 yunion_mps_up 0
 """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
 

@@ -27,7 +27,7 @@ from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUsage, Facts, GpuUsage
 from yunion_mps.service.usage import DeviceUsage
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, Gpu

@@ -26,7 +26,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -28,7 +28,7 @@ from yunion_mps.service.state import (
     unusable_reasons,
     why_unusable,
 )
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:  # not needed before READY
     from yunion_mps import answers

@@ -16,7 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

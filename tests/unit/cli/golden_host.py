@@ -16,7 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
 from yunion_mps.service.usage import LatestPoll
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 from unit import builders
 from unit.cli.conftest import Cli

@@ -18,7 +18,7 @@ from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO, busy, hold

@@ -7,19 +7,19 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from yunion_mps.client.request import format_since, mebibytes, whole_seconds
+from yunion_mps.client.request import _memory, format_since, whole_seconds
 from yunion_mps.errors import YunionError
 
 
 @pytest.mark.parametrize(("amount", "mib"), [("6GiB", 6144), ("512MiB", 512), ("1GiB", 1024)])
 def test_an_amount_of_memory_has_its_unit(amount: str, mib: int) -> None:
-    assert mebibytes(amount) == mib
+    assert _memory(amount) == mib
 
 
 @pytest.mark.parametrize("wrong", ["6", "6GB", "0GiB", "1.5GiB", "", " 6GiB", "6 GiB", 6144, b"6GiB"])
 def test_another_amount_is_refused_with_an_example(wrong: Any) -> None:
     with pytest.raises(YunionError, match=r"memory: .* is not an amount of memory") as raised:
-        mebibytes(wrong)
+        _memory(wrong)
     assert (raised.value.code, raised.value.hint) == (
         "invalid_request",
         "write a number of MiB or GiB, such as '6GiB'",

@@ -27,7 +27,7 @@ from yunion_mps.service.usage import (
     UsageSampler,
     usage_by_device,
 )
-from yunion_mps.times import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease

@@ -10,7 +10,7 @@ from yunion_mps.cli.output import age, cell, columns_of, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 #: Words in one style: "" is the terminal's own.
 Line = list[tuple[str, str]]

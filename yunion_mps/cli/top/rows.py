@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import Holding, filled
 from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
-from yunion_mps.times import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Event, Gpu

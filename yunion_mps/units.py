@@ -1,4 +1,7 @@
-"""Times as the API writes them: RFC 3339 strings in UTC with milliseconds, which also sort as text."""
+"""Times and amounts of memory as texts.
+
+The API writes times as RFC 3339 strings in UTC with milliseconds, which also sort as text.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,9 @@ def seconds(text: str) -> float:
     date, clock, fraction, zone = found.groups()
     zone = "+00:00" if zone in "Zz" else zone
     return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
+
+
+def mebibytes(amount: str) -> int | None:
+    """What `8GiB` or `512MiB` is in MiB, None if it is not such an amount."""
+    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount)
+    return int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None
