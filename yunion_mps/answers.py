@@ -177,7 +177,7 @@ class GpuCounts(TypedDict):
 
 
 class StatusWarning(TypedDict):
-    """Something that an operator must know although everything is running."""
+    """Something that an operator must know although everything is running; a domain has its own `reason`."""
 
     code: Annotated[str, Field("A reason code.")]
     text: str
