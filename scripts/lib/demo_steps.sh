@@ -23,7 +23,7 @@ start_daemon() {
     until yunion-mps status >/dev/null 2>&1; do
         tries=$((tries + 1))
         if [ "$tries" -gt 200 ] || ! kill -0 "$daemon" 2>/dev/null; then
-            echo "demo: the daemon did not become ready; its lines above say why" >&2
+            echo "demo: the daemon did not become ready; see its messages above" >&2
             exit 1
         fi
         sleep 0.05
@@ -38,31 +38,31 @@ trap end EXIT
 trap 'exit 1' HUP INT TERM
 
 stop_daemon() {
-    step "$1. The daemon stops: the control daemon quits, and the compute modes are what they were"
+    step "$1. The daemon stops: the control daemon exits, and the compute modes are restored"
     echo "$ kill \$!"
     end
     after=$(modes)
     echo "$after"
     if [ "$before" != "$after" ]; then
-        echo "demo: the compute modes are not what they were before:" >&2
+        echo "demo: the compute modes were not restored; they were:" >&2
         echo "$before" >&2
         exit 1
     fi
-    echo "The compute modes are what they were."
+    echo "The compute modes are as they were before."
 }
 
 reference() {
-    step "1. The configuration: the file shared with Cloudpods' host agent, and the one about GPUs"
+    step "1. The configuration: the file shared with Cloudpods' host agent, and the device file"
     for file in "$root"/etc/yunion/*; do
         printf '$ cat %s\n' "${file#"$root"}"
         cat "$file"
     done
     run yunion-mps config check
 
-    step "2. The daemon starts: it sets compute modes and limits, and reads each back before it is ready"
+    step "2. The daemon starts: it sets compute modes and limits, and reads them back before it is ready"
     start_daemon
 
-    step "3. What NVIDIA's own nvidia-smi says of the GPUs now"
+    step "3. The GPUs as NVIDIA's own nvidia-smi now shows them"
     echo "$ nvidia-smi --query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode --format=csv"
     modes
 
@@ -83,7 +83,7 @@ reference() {
     step "6. The state of the host"
     run yunion-mps status
 
-    step "7. A job: on a GPU older than Volta MPS would hold it to nothing, so it is not started"
+    step "7. A job: MPS cannot enforce a budget on a GPU older than Volta, so the job is not started"
     run yunion-mps run python3 train.py || :
     stop_daemon 8
 }
@@ -91,11 +91,11 @@ reference() {
 ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY=$root/tmp/nvidia-mps/pipe nvidia-cuda-mps-control; }
 
 jobs() {
-    step "9. The devices, as users list them"
+    step "9. The devices, as users see them"
     start_daemon
     run yunion-mps list
 
-    step "10. A job with a device of its own, until it ends; its budget is in its environment"
+    step "10. A job on a device of its own until it ends; its budget is in its environment"
     echo '$ yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort'
     yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort
     echo "$ yunion-mps run python3 demo_job.py 8192 &"
@@ -114,10 +114,10 @@ jobs() {
     # A simulated driver has to be told who uses the GPU.
     ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 add "$job" 8192 --type M+C
 
-    step "11. Who has which device, and how much of it they use"
+    step "11. Who uses which device, and how much of it"
     run yunion-mps who
 
-    step "12. Everything that makes MPS fail on a host, with the remedy"
+    step "12. A check of everything that can make MPS fail on a host"
     run yunion-mps doctor || :
     ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 remove "$job"
     stop_daemon 13

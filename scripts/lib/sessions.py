@@ -23,7 +23,7 @@ _ALIKE = {
     r"\b[0-9a-f]{8}\b(?![-:])": "6c9d432c",  # leases
     r"\b\d+s\b": "1s",
     r"\b\d+ ms\b": "1 ms",
-    r"\b\d+ of \d+ MiB are free": "24092 of 24105 MiB are free",
+    r"\b\d+ of \d+ MiB free": "24092 of 24105 MiB free",
 }
 #: What differs between two machines, and is not compared.
 _VARIES = (

@@ -29,7 +29,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and print the table; 0 also where an aim is missed, 1 where something did not work."""
+    """Measure, and print the table; returns 0 even if a target is missed, and 1 if something failed."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all hosts and daemons end
     settings = Settings(quick=options.quick)
@@ -60,16 +60,18 @@ def _say(text: str) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench",
-        description="What the daemon and its commands take, as ratios to floors taken in the same run.",
-        epilog="docs/performance.md says how it is measured, and what the last run gave.",
+        description="Measure the daemon and its commands, relative to floors measured in the same run.",
+        epilog="docs/performance.md explains how it is measured, and has the results of the last run.",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s instead of 4 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds: less than 40 s instead of 4 minutes"
+    )
     parser.add_argument(
         "--only",
         action="append",
         choices=GROUPS,
         metavar="NAME",
-        help=f"only {', '.join(GROUPS)}; may be repeated",
+        help=f"measure only NAME ({', '.join(GROUPS)}); may be repeated",
     )
-    parser.add_argument("--json", metavar="FILE", help="write every sample there, too")
+    parser.add_argument("--json", metavar="FILE", help="also write every sample to FILE")
     return parser.parse_args(arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.values import Line
 
-_HEADER = ("what", "measured", "half of them", "floor", "ratio", "aim", "met")
+_HEADER = ("what", "measured", "quartiles", "floor", "ratio", "target", "met")
 _LEFT = 1
 
 

@@ -48,10 +48,10 @@ def test_an_aim_is_met_up_to_and_with_its_own_value(aim: Aim | None, met: bool |
 
 def test_the_table_has_each_line_s_ratio_and_whether_it_met_the_aim() -> None:
     assert draw([line(30, 10, Aim(3)), line(31, 10, Aim(3))]) == (
-        "what     measured  half of them      floor   ratio     aim  met\n"
-        "-------  --------  ------------  ---------  ------  ------  ---\n"
-        "a start   30.0 ms                10.0 ms a  3.00 x  <= 3 x  yes\n"
-        "a start   31.0 ms                10.0 ms a  3.10 x  <= 3 x   NO\n"
+        "what     measured  quartiles      floor   ratio  target  met\n"
+        "-------  --------  ---------  ---------  ------  ------  ---\n"
+        "a start   30.0 ms             10.0 ms a  3.00 x  <= 3 x  yes\n"
+        "a start   31.0 ms             10.0 ms a  3.10 x  <= 3 x   NO\n"
         "\n"
         "floor a: a floor\n"
     )

@@ -130,7 +130,7 @@ def test_minutes_without_a_poll_are_a_gap_in_the_line(scene: Scene, browser: Chr
     """
     line, words = page.ask(drawn)
     assert line == "M0,2h0L1,2M4,50h0L5,98"
-    assert words.startswith("Memory used in the last hour: 0 GiB now, at most 0.1 GiB, at ")
+    assert words.startswith("Memory used in the last hour: 0 GiB now, at most 0.1 GiB (at ")
 
 
 def test_a_daemon_that_hangs_is_told_apart_from_one_that_is_gone(scene: Scene, browser: Chromium) -> None:

@@ -48,7 +48,7 @@ def test_the_record_has_the_reference_case_and_an_enforcing_gpu() -> None:
     assert f"{SMI}, Default" in steps[8]
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=20389M" in steps[10]
     assert re.search("00:06.0-0 .*python3 demo_job.py", steps[11])
-    assert steps[13].endswith("The compute modes are what they were.\n")
+    assert steps[13].endswith("The compute modes are as they were before.\n")
     for line in text.splitlines():
         assert len(line) <= 100 or line.startswith(("yunion-mps:", "GPU-")), line
 
@@ -56,7 +56,7 @@ def test_the_record_has_the_reference_case_and_an_enforcing_gpu() -> None:
 def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
     result = demo("--compute-mode", "keep")
     assert result.returncode == 0, result.stderr
-    assert "\n(--compute-mode keep is for real GPUs, and not used here.)\n" in result.stdout
+    assert "\n(--compute-mode keep is for real GPUs, and is ignored here.)\n" in result.stdout
     assert f"{SMI}, Exclusive_Process" in result.stdout
 
 
@@ -74,11 +74,11 @@ def test_with_a_driver_the_demo_keeps_the_compute_mode_unless_told(options: list
         result = host.run([str(CHECKOUT / "scripts/demo"), *options], timeout=120)
         assert result.returncode == 0, result.stderr
         assert "simulated" not in result.stdout
-        assert "not used here" not in result.stdout
+        assert "is ignored here" not in result.stdout
         modes = re.findall(r"MiB, (\w+)$", result.stdout, re.MULTILINE)
         assert modes == [mode, mode, *["Default"] * 4]  # two GPUs, while it runs and after each part
         assert "Devices:  8 of 8 available" in result.stdout
-        assert result.stdout.endswith("The compute modes are what they were.\n")
+        assert result.stdout.endswith("The compute modes are as they were before.\n")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_with_a_driver_the_demo_keeps_the_compute_mode_unless_told(options: list
         [""],
     ],
 )
-def test_the_demo_refuses_a_use_that_it_does_not_know(options: list[str]) -> None:
+def test_the_demo_refuses_invalid_arguments(options: list[str]) -> None:
     result = demo(*options)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith(f"demo: no such use: {' '.join(options)}\n")
+    assert result.stderr.startswith(f"demo: invalid arguments: {' '.join(options)}\n")
     assert "\n  scripts/demo [--compute-mode keep|exclusive_process]\n" in result.stderr
 
 
@@ -118,6 +118,6 @@ def test_a_script_that_needs_root_says_so_at_once_and_what_to_do(script: str) ->
         )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines() == [
-        f"scripts/{script}: root is needed: compute modes and other users are part of it",
+        f"scripts/{script}: root is required, to change compute modes and to run jobs of other users",
         f"scripts/{script}: run it as root: sudo scripts/{script}",
     ]

@@ -56,5 +56,5 @@ function inWords({ used, beginMs, step }) {
   if (!known.length) return "Memory used in the last hour: not known yet";
   const most = Math.max(...known);
   const when = clock(beginMs + used.indexOf(most) * step * 1000);
-  return `Memory used in the last hour: ${memory(known.at(-1))} now, at most ${memory(most)}, at ${when}`;
+  return `Memory used in the last hour: ${memory(known.at(-1))} now, at most ${memory(most)} (at ${when})`;
 }

@@ -36,11 +36,11 @@ async function get(address, patienceMs = 20000) {
   try {
     response = await fetch(address, { signal: AbortSignal.timeout(patienceMs), cache: "no-store" });
   } catch {
-    const hint = "see whether it runs: systemctl status yunion-mps-daemon yunion-mps-gateway";
+    const hint = "check whether it is running: systemctl status yunion-mps-daemon yunion-mps-gateway";
     throw failure("the server of this page does not answer", hint);
   }
   const found = await response.json().catch(() => ({}));
-  if (!response.ok) throw failure(found.detail ?? `the answer was ${response.status}`, found.hint);
+  if (!response.ok) throw failure(found.detail ?? `the server responded with status ${response.status}`, found.hint);
   return found;
 }
 
