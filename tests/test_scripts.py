@@ -41,7 +41,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def start(checkout: Path, *arguments: str, fails: str = "-", hangs: str = "-") -> subprocess.Popen[str]:
     env = {**os.environ, "FAILS": fails, "HANGS": hangs}
-    command = [str(checkout / "scripts/test"), *arguments]
+    # A shell cannot trap what was ignored when it began, as under nohup(1).
+    command = ["env", "--default-signal=HUP,INT,TERM", str(checkout / "scripts/test"), *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
