@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.escaping import printable
-from yunion_mps.host.proc import started_ticks, uid_of
-from yunion_mps.host.systemd import job_unit_of
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import ConflictingParametersError
 from yunion_mps.http.operations import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Holder, Owner
+from yunion_mps.models import Holder
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.long_polls import LongPolls
+from yunion_mps.service.permissions import Caller, process_holder
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
 
@@ -135,7 +132,7 @@ class Handlers:
         return self._leases.leases()
 
     async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.lease(lease, _caller(request))
+        return self._leases.lease(lease, _caller(request).owner)
 
     async def take_lease(
         self,
@@ -176,22 +173,19 @@ class Handlers:
         return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
     async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.release(lease, _caller(request))
+        return self._leases.release(lease, _caller(request).owner)
 
     async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.renew(lease, _caller(request))
+        return self._leases.renew(lease, _caller(request).owner)
 
     async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
-        holder = _process("container", request.pid if pid is None else pid, request)
-        return self._leases.bind(lease, _caller(request), holder)
+        caller = _caller(request)
+        holder = process_holder(caller, "container", request.pid if pid is None else pid)
+        return self._leases.bind(lease, caller.owner, holder)
 
 
-def _caller(request: Request) -> Owner:
-    """The owner that the request is from; raises NotAllowedError if it is unknown."""
-    if request.unit is None and request.uid != 0:
-        what = "the process that opened this connection has ended, so its unit is unknown"
-        raise NotAllowedError(what, "connect again")
-    return Owner(request.uid, request.unit or "")
+def _caller(request: Request) -> Caller:
+    return Caller(request.uid, request.pid, request.unit)
 
 
 def _holder(
@@ -203,7 +197,7 @@ def _holder(
     name: str | None,
     ttl_s: int | None,
 ) -> Holder:
-    """The holder that the members name; raises ConflictingParametersError and what `_process` raises."""
+    """The holder that the members name; raises ConflictingParametersError, NotFoundError, NotAllowedError."""
     if (kind or (name and "name")) == "name":
         if not name or ttl_s is None:
             what = "a holder of kind name needs both a name and a time to live"
@@ -213,7 +207,7 @@ def _holder(
                 raise ConflictingParametersError(
                     f"holder.{member} is of no use to a name", "leave one of them out"
                 )
-        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).unit)
+        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).owner.unit)
     for member, value in (("name", name), ("ttl_s", ttl_s)):
         if value is not None:
             raise ConflictingParametersError(f"holder.{member} requires kind name", "leave one of them out")
@@ -221,24 +215,5 @@ def _holder(
         raise ConflictingParametersError(
             "holder.pid requires kind process or container", "leave one of them out"
         )
-    holder = _process(kind or "process", request.pid if pid is None else pid, request)
+    holder = process_holder(_caller(request), kind or "process", request.pid if pid is None else pid)
     return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))
-
-
-def _process(binding: str, pid: int, request: Request) -> Holder:
-    """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
-
-    The lease of a process belongs to its owner. That of a container belongs to the engine that requests it,
-    because a user of a container, even if mapped by a user namespace, is not a user of the host.
-    """
-    started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
-    if started is None or owner is None:
-        hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
-        raise NotFoundError(f"there is no process with PID {pid}", hint)
-    if request.uid not in (0, os.geteuid(), owner):
-        raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
-    caller = _caller(request)
-    lease_owner = caller if binding == "container" else Owner(owner, job_unit_of(pid) or "")
-    if request.uid != 0 and lease_owner.unit != caller.unit:
-        raise NotAllowedError(f"PID {pid} is of another unit", "only root may take a lease for it")
-    return Holder(binding, lease_owner.uid, pid, started, unit=lease_owner.unit)

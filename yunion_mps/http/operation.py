@@ -35,7 +35,7 @@ MAX_CHANGE_WAIT_S = 600
 TIMEOUT_S = 30.0
 SLOW_S = 150.0
 
-#: Who has access: every user that can connect; the owner and root, which the handler checks; only root.
+#: Who has access: every user that can connect; the owner and root (`service.permissions`); only root.
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.service.permissions import is_privileged
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.units import rfc3339
@@ -102,7 +102,7 @@ class ClientService:
             raise BusyError(what, f"end it yourself: kill {pid}")
         began = started_ticks(pid)
         found = _find(await self.clients(), pid)
-        if uid not in (0, os.geteuid(), found["uid"]):
+        if uid != found["uid"] and not is_privileged(uid):
             what = f"PID {pid} is a job of {found['user']}"
             raise NotAllowedError(what, "only root and its owner may end it")
         process = Process.adopt(pid)

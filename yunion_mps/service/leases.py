@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
@@ -32,6 +31,7 @@ from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.json_values import holder_text, lease_json, queued_json
+from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import refuse_unserved
 from yunion_mps.supervisor import Supervisor
@@ -378,16 +378,9 @@ class LeaseService:
             self._end(lease_id, "its connection ended")
 
     def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
-        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError.
-
-        `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot.
-        """
+        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
         lease = find_lease(name, self.ledger.leases, caller)
-        owner = lease.holder.owner
-        is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
-        if caller.uid not in (0, os.geteuid()) and not is_owner:
-            what = f"the lease of {lease.addresses} is {owner_name(owner)}'s"
-            raise NotAllowedError(what, "only root and its owner may end or renew it")
+        check_may_change(lease, caller, of_any_unit=of_any_unit)
         return lease
 
     def _json(self, lease: Lease) -> LeaseRecord:

@@ -1,0 +1,63 @@
+"""Who may take a lease for a process, and change a lease; what it takes is read from the kernel."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.systemd import job_unit_of
+from yunion_mps.leases.request import owner_name
+from yunion_mps.models import Holder, Lease, Owner
+
+
+class Caller(NamedTuple):
+    """The user, process and job unit of a request; `unit` is None if the process has ended."""
+
+    uid: int
+    pid: int
+    unit: str | None
+
+    @property
+    def owner(self) -> Owner:
+        """The owner of the leases that it takes; raises NotAllowedError if its unit is unknown."""
+        if self.unit is None and self.uid != 0:
+            what = "the process that opened this connection has ended, so its unit is unknown"
+            raise NotAllowedError(what, "connect again")
+        return Owner(self.uid, self.unit or "")
+
+
+def is_privileged(uid: int) -> bool:
+    """Whether the user is root, or the daemon's own."""
+    return uid in (0, os.geteuid())
+
+
+def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
+    """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
+
+    The lease of a process belongs to its owner. That of a container belongs to the engine that requests it,
+    because a user of a container, even if mapped by a user namespace, is not a user of the host.
+    """
+    started, uid = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
+    if started is None or uid is None:
+        hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
+        raise NotFoundError(f"there is no process with PID {pid}", hint)
+    if caller.uid != uid and not is_privileged(caller.uid):
+        raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
+    owner = caller.owner if binding == "container" else Owner(uid, job_unit_of(pid) or "")
+    if caller.uid != 0 and owner.unit != caller.owner.unit:
+        raise NotAllowedError(f"PID {pid} is of another unit", "only root may take a lease for it")
+    return Holder(binding, owner.uid, pid, started, unit=owner.unit)
+
+
+def check_may_change(lease: Lease, caller: Owner, *, of_any_unit: bool = False) -> None:
+    """Raise NotAllowedError unless the lease is the caller's, or the caller is root.
+
+    `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot.
+    """
+    owner = lease.holder.owner
+    is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
+    if not is_owner and not is_privileged(caller.uid):
+        what = f"the lease of {lease.addresses} is {owner_name(owner)}'s"
+        raise NotAllowedError(what, "only root and its owner may end or renew it")
