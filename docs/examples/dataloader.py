@@ -1,7 +1,8 @@
-"""PyTorch's DataLoader, each worker of which preprocesses on a device of its own.
+"""A PyTorch DataLoader whose workers each preprocess on a device of their own.
 
 A worker's lease ends with the worker. CUDA reads the budget when a process first uses it, so the worker takes
-its lease before that, and is spawned, because a fork of a process that uses CUDA cannot use it again.
+its lease before that. Workers are spawned, because a forked child of a process that uses CUDA cannot
+use CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from yunion_mps import Client
 
 
 def take_device(worker: int) -> None:
-    """Give this worker a budget of its own; it waits for it if necessary."""
+    """Give this worker a budget of its own, and wait for one if necessary."""
     lease = Client().lease(wait_s=60)
     os.environ.update(lease.environment)
     print(f"worker {worker}: {lease.devices[0]} with {lease.memory_mib[0]} MiB", flush=True)

@@ -33,11 +33,11 @@ from gpu_check.values import Host, Step
 
 _CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _DESCRIPTION = """\
-Measures on a real NVIDIA GPU what MPS does, and writes one JSON file and one page. It changes no setting of
-the GPU, touches no control daemon that it did not start, and ends all that it started. Where there is no GPU
-it says so and exits 0."""
+Measure what MPS does on a real NVIDIA GPU, and write a JSON file and a page. It changes no setting of
+the GPU, touches no control daemon that it did not start, and ends everything that it started. If there is no
+GPU, it says so and exits with 0."""
 
-#: The most wanted first: what the time does not suffice for is left out at the end.
+#: The most important first: steps for which there is no time left are omitted.
 STEPS: tuple[Step, ...] = (
     *steps_look.STEPS,
     *steps_memory.STEPS,
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str], steps: Sequence[Step] = STEPS) -> int:
         print(f"gpu-check: skipped: {reason}")
         return 0
     except Interrupted as error:
-        print("gpu-check: interrupted; what was measured before is written", file=sys.stderr)
+        print("gpu-check: interrupted; the results so far have been written", file=sys.stderr)
         return 128 + int(str(error))
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -94,11 +94,11 @@ def _parse(arguments: Sequence[str], steps: Sequence[Step]) -> argparse.Namespac
     parser = argparse.ArgumentParser("gpu-check", description=_DESCRIPTION)
     names = [step.name for step in steps]
     parser.add_argument("--output", metavar="DIR", default=os.path.join(_CHECKOUT, "docs/gpu"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="the whole run's limit (default: 8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of the whole run (default: 8)")
     parser.add_argument("--device", type=int, default=0, help="the GPU's number in PCI order (default: 0)")
-    parser.add_argument("--programs", metavar="DIR", default="", help="look for NVIDIA's programs here first")
-    parser.add_argument("--only", metavar="STEP[,STEP...]", help="take only these steps, in this order")
-    parser.add_argument("--list", action="store_true", help="name the steps, and exit")
+    parser.add_argument("--programs", metavar="DIR", default="", help="search here first for programs")
+    parser.add_argument("--only", metavar="STEP[,STEP...]", help="run only these steps, in this order")
+    parser.add_argument("--list", action="store_true", help="list the steps, and exit")
     options = parser.parse_args(arguments)
     options.only = [name for name in (options.only or "").split(",") if name]
     unknown = [name for name in options.only if name not in names]

@@ -141,7 +141,7 @@ def meet(found: Found, directory: str, device: int) -> Host:
         if settings.get("compute_mode") in ("Prohibited", "Exclusive_Process"):
             gpu = {"name": settings.get("name", "GPU"), "uuid": "", "unusable": str(error)}
             return host._replace(gpu=gpu, settings=settings)
-        raise NoGpu(f"{found.libcuda} is there, but no GPU can be used with it: {error}") from None
+        raise NoGpu(f"{found.libcuda} was found, but no GPU can be used with it: {error}") from None
     if gpu["devices_seen"] > 1 or "CUDA_VISIBLE_DEVICES" in variables:
         # One GPU is measured; the control daemon and its clients see only that one, as number 0.
         host = host._replace(device=0, environment={**variables, "CUDA_VISIBLE_DEVICES": gpu["uuid"]})

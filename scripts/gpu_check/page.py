@@ -31,7 +31,7 @@ def _head(result: Json) -> str:
             "MPS programs",
             f"{result['programs']['control'] or 'none'}, {result['programs']['server'] or 'none'}",
         ),
-        ("Begun, took", f"{result['begun']}, {result['seconds']} s"),
+        ("Started, took", f"{result['begun']}, {result['seconds']} s"),
     ]
     counted = sum(len(entry["questions"]) for entry in result["catalogue"])
     answered = sum(len(step["answers"]) for step in result["steps"])
@@ -39,7 +39,7 @@ def _head(result: Json) -> str:
         f"# MPS on {gpu.get('name')}, {result['date']}",
         "",
         "Written by `scripts/gpu-check`; the JSON file of the same name has every number.",
-        f"Of {counted} questions {answered} have an answer.",
+        f"{answered} of {counted} questions have an answer.",
         "",
         _table(("what", "value"), facts),
     ]
@@ -80,7 +80,7 @@ def _overview(catalogue: Sequence[Json], done: dict[str, Json]) -> str:
             rows.append([entry["name"], step["status"], f"{step['seconds']:.1f} s", step["reason"], left])
         else:
             rows.append([entry["name"], "not measured", "", "", ""])
-    header = ("step", "status", "took", "why", "what had to be ended")
+    header = ("step", "status", "took", "reason", "what was left behind and ended")
     return f"## The steps\n\n{_table(header, rows)}\n"
 
 
@@ -97,5 +97,5 @@ def _cut(text: str) -> str:
     lines = [line[:_WIDEST].replace("```", "'''") for line in text.rstrip().splitlines()]
     if len(lines) > _MAX_LINES:
         half = _MAX_LINES // 2
-        lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines are left out here)", *lines[-half:]]
+        lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines omitted)", *lines[-half:]]
     return "\n".join(lines)

@@ -43,7 +43,7 @@ def run_steps(
             if reason:
                 result.update(status="skipped", reason=reason)
             elif allowed_s < _LEAST_S:
-                result.update(status="not run", reason="the time of the whole run was up")
+                result.update(status="not run", reason="the time limit of the whole run was reached")
             else:
                 _run_one(step, host, directory, start_s + allowed_s, result)
         finally:
@@ -66,7 +66,7 @@ def missing_for(step: Step, host: Host) -> str:
     if "default_mode" in step.needs and not host.default_mode:
         return f"the GPU's compute mode is {host.settings['compute_mode']}: one process at a time, or MPS"
     if "root" in step.needs and os.geteuid() != 0:
-        return "needs root, to be other users"
+        return "needs root, to run clients as other users"
     return ""
 
 
@@ -100,7 +100,7 @@ def _run_one(step: Step, host: Host, directory: str, end_s: float, result: Resul
             took = seconds(step.deadline_s)
             result.update(status="timed out", reason=f"it had not ended by its deadline ({took} at most)")
         elif result["reason"] == "it was interrupted":
-            result["reason"] = f"its process ended with status {status} and said nothing"
+            result["reason"] = f"its process exited with status {status} and no message"
     finally:
         os.close(reading)
         if status is None:

@@ -190,15 +190,15 @@ def _succeed(
 def _questions(what: str, successor: str) -> tuple[tuple[str, str], ...]:
     return (
         ("clients", f"What do live clients see on {what}?"),
-        ("server", "What becomes of the control daemon and the server?"),
-        ("new_client", "What does a new client meet with then?"),
+        ("server", "What happens to the control daemon and the server?"),
+        ("new_client", "What happens to a new client then?"),
         ("successor", successor),
     )
 
 
-_SUCCESSOR = "Does a new control daemon on the same directory serve?"
+_SUCCESSOR = "Does a new control daemon in the same directory work?"
 
-_AFTER = "And once the clients from before have ended?"
+_AFTER = "And once the old clients have ended?"
 
 
 def _step(name: str, what: str, act: Act, successor: str = _SUCCESSOR) -> Step:
@@ -214,7 +214,7 @@ STEPS = (
         "sigstop",
         "SIGSTOP of the control daemon",
         _by_signal(signal.SIGSTOP),
-        "And once it goes on, with SIGCONT?",
+        "And once it continues, with SIGCONT?",
     ),
     _step("quit", "`quit`", _by_command("quit"), _AFTER),
     _step("quit_t", "`quit -t 3`", _by_command("quit -t 3", 9.0)),

@@ -110,7 +110,9 @@ def terminate(around: Surroundings, report: Report) -> None:
         found, words = fates([third], since_s)
         met = attempt(around, control.pipe, 6.0)
         report.raw("sigkill", {"clients": found, "new": met.as_json()})
-        report.answer("sigkill", f"Client b was killed at work: {words}; a new client {met.words()}.")
+        report.answer(
+            "sigkill", f"Client b was killed while it was working: {words}; a new client {met.words()}."
+        )
         lines = control.log_lines(*_WORDS)
         report.verbatim(
             "What the logs say of terminate_client and SIGKILL", "\n".join(lines[-60:]) or "(nothing)"
@@ -124,10 +126,10 @@ STEPS = (
         fault,
         70,
         (
-            ("itself", "Which error has the client that stores to an illegal address?"),
+            ("itself", "Which error does the client get that writes to an illegal address?"),
             ("others", "What do the other clients of the server see?"),
             ("server", "What is the server's state afterwards?"),
-            ("during", "What does a new client meet with while the old ones are there?"),
+            ("during", "What happens to a new client while the old ones are still there?"),
             ("recovery", "How long until a new client runs?"),
         ),
         frozenset({"mps"}),
@@ -138,9 +140,9 @@ STEPS = (
         terminate,
         50,
         (
-            ("terminate", "What do it and its neighbours see on `terminate_client`?"),
-            ("listed", "Is it gone then?"),
-            ("sigkill", "What do neighbours see when a client is killed at work?"),
+            ("terminate", "What do the client and its neighbours see on `terminate_client`?"),
+            ("listed", "Is the client gone then?"),
+            ("sigkill", "What do neighbours see when a client is killed while it is working?"),
         ),
         frozenset({"mps"}),
     ),

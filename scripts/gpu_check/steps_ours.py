@@ -299,15 +299,15 @@ STEPS = (
         60,
         (
             ("ready", "How long until our daemon is READY?"),
-            ("budget", "Does the budget of one of its devices hold?"),
-            ("alone", "How long until it has recovered from its control daemon's SIGKILL with no client?"),
+            ("budget", "Is the budget of one of its devices enforced?"),
+            ("alone", "How long does recovery from SIGKILL of its control daemon take without clients?"),
             ("clients", "And with live clients?"),
         ),
         frozenset({"mps"}),
     ),
     Step(
         "ours_adoption",
-        "Our daemon: adopting, and stopping",
+        "Our daemon: adoption and stop",
         adoption,
         60,
         (
@@ -324,7 +324,7 @@ STEPS = (
         "Our daemon: a control daemon of another program",
         foreign,
         40,
-        (("foreign", "What does our daemon do with it, and what do its clients notice?"),),
+        (("foreign", "What does our daemon do about it, and what do its clients notice?"),),
         frozenset({"mps"}),
     ),
 )

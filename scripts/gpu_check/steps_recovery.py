@@ -85,7 +85,7 @@ def framework(around: Surroundings, report: Report) -> None:
         "import importlib.util as u; raise SystemExit(u.find_spec('torch') is None)",
     ]
     if subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=20).returncode:
-        raise Skip("PyTorch is not there")
+        raise Skip("PyTorch is not installed")
     sizes = Sizes(int(around.host.gpu["memory_mib"]))
     with Control(around).start() as control:
         environment = {
@@ -102,8 +102,8 @@ def framework(around: Surroundings, report: Report) -> None:
         "torch", {"status": result.returncode, "output": result.stdout, "errors": result.stderr[-2000:]}
     )
     found = json.loads(result.stdout.splitlines()[-1])
-    below = "was had" if found["below"] is True else f"was refused ({found['below']})"
-    above = "was had" if found["above"] is True else f"was refused ({found['above']})"
+    below = "was allocated" if found["below"] is True else f"was refused ({found['below']})"
+    above = "was allocated" if found["above"] is True else f"was refused ({found['above']})"
     report.answer(
         "torch",
         f"PyTorch {found['torch']} under a limit of {sizes.odd}: a tensor of three quarters of it {below}, "
@@ -126,7 +126,7 @@ def cold(around: Surroundings, report: Report) -> None:
 STEPS = (
     Step(
         "recovery",
-        "Recovery without help",
+        "Recovery without our daemon",
         bare,
         60,
         (("bare", "How long from the control daemon's SIGKILL until a new client runs on a new one?"),),
@@ -144,7 +144,7 @@ STEPS = (
         "A client that is a framework",
         framework,
         90,
-        (("torch", "Does the limit hold for PyTorch?"),),
+        (("torch", "Is the limit enforced for PyTorch?"),),
         frozenset({"mps"}),
     ),
 )

@@ -75,7 +75,9 @@ def _tell_percentages(around: Surroundings, report: Report, found: dict[str, Mea
     over = [
         name for name in ("50", "25", "12.5", "10") if found[name]["per_s"] / whole > float(name) / 100 * 1.1
     ]
-    verdict = f"NOT at {', '.join(over)} %" if over else "yes, none is more than a tenth above its percentage"
+    verdict = (
+        f"NOT at {', '.join(over)} %" if over else "yes, none exceeds its percentage by more than a tenth"
+    )
     report.answer(
         "hold", f"{verdict[0].upper()}{verdict[1:]}; throughput of that at 100 %: {', '.join(parts)}."
     )
@@ -248,11 +250,11 @@ STEPS = (
         percentages,
         75,
         (
-            ("hold", "Does the percentage of a client hold?"),
-            ("sms", "On how many SMs does such a client run, and how many is it told of?"),
-            ("together", "Do four clients of 25 % add up, and keep out of each other's way?"),
-            ("loosen", "Does a running server's percentage hold, also for a client that asks for more?"),
-            ("cost", "What does MPS cost one client that has the GPU alone?"),
+            ("hold", "Is a client's percentage enforced?"),
+            ("sms", "On how many SMs does such a client run, and how many does CUDA report to it?"),
+            ("together", "Do four clients with 25 % each add up, without disturbing each other?"),
+            ("loosen", "Is a running server's percentage enforced, even for a client that asks for more?"),
+            ("cost", "What does MPS cost a client that has the GPU to itself?"),
         ),
         frozenset({"mps"}),
     ),
@@ -262,9 +264,9 @@ STEPS = (
         throughput,
         120,
         (
-            ("ratio", "How much more do 1 to 16 small clients get done under MPS than without it?"),
-            ("fair_mps", "How even are they under MPS?"),
-            ("fair_without", "How even are they without MPS?"),
+            ("ratio", "How much higher is the throughput of 1 to 16 small clients with MPS than without?"),
+            ("fair_mps", "How evenly is it shared under MPS?"),
+            ("fair_without", "How evenly is it shared without MPS?"),
         ),
     ),
 )

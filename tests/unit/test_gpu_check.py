@@ -106,7 +106,7 @@ def test_with_a_driver_but_no_gpu_it_says_so_and_exits_0(host: SimHost, tmp_path
     host.env["STANDIN_NO_DEVICE"] = "1"
     result = check(host, tmp_path)
     assert result.returncode == 0
-    assert "skipped: libcuda.so.1 is there, but no GPU can be used with it" in result.stdout
+    assert "skipped: libcuda.so.1 was found, but no GPU can be used with it" in result.stdout
     assert "CUDA_ERROR_NO_DEVICE (100) from cuInit" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_p
     assert steps["raises"]["reason"] == "ValueError: what a pity"
     assert "what a pity" in steps["raises"]["raw"]["traceback"]
     assert steps["raises"]["answers"] == {"q": "Half of it."}
-    assert steps["dies"]["reason"] == "its process ended with status 7 and said nothing"
+    assert steps["dies"]["reason"] == "its process exited with status 7 and no message"
     assert steps["hangs"]["answers"] == {"q": "It began to hang."}
     assert steps["leaves"]["left_behind"] == [
         f"sleep (PID {steps['leaves']['raw']['child']}) was left and ended"
@@ -191,7 +191,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHos
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM, errors
-    assert "interrupted; what was measured before is written" in errors
+    assert "interrupted; the results so far have been written" in errors
     assert _of_runs(host) == []
     second, page = written(tmp_path)
     assert second["steps"][0] == first["steps"][0]

@@ -63,13 +63,13 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
     }
     page = module("page").draw(result)
     assert page.startswith("# MPS on NVIDIA H200, 2026-11-20\n")
-    assert "Of 4 questions 2 have an answer." in page
+    assert "2 of 4 questions have an answer." in page
     assert "- Something to know.\n" in page
     assert "- **What is a?** It is 5760M.\n- **What is b?** It is kept.\n" in page
     assert "| n | x\\|y |\n| --- | --- |\n| 1 | 2 |\n" in page
     assert "line 0\n" in page
     assert "line 199'''\n```\n" in page
-    assert "... (130 lines are left out here)" in page
+    assert "... (130 lines omitted)" in page
     assert (
         "## The second\n\n**This step: timed out: it had not ended.**\n\n- **What is c?** Not measured.\n"
         in page
