@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ValueError):  # in a thread of a worker
         signal.signal(signal.SIGTERM, _interrupt)
+        # As a background job this would ignore it, and so would all that the tests start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
     if config.getoption("quick"):
         sys.addaudithook(_refuse)
