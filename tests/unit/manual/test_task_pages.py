@@ -34,6 +34,15 @@ CUDA_ERRORS = (
 )
 
 
+#: How messages begin that are container engines' own.
+ENGINES = (
+    "error executing hook",
+    "unresolvable CDI devices",
+    "could not select device driver",
+    "error mounting",
+)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_page_begins_with_what_its_reader_can_do_after_it(task: str) -> None:
     title, blank, promise = (DOCS / f"{task}.md").read_text().splitlines()[:3]
@@ -71,6 +80,15 @@ def test_each_message_of_the_daemon_s_start_is_one_of_the_programs() -> None:
         for part in (part.strip() for part in re.split("…|: ", message)):
             found = part.replace("nvidia-cuda-mps-control ", "").replace("/var/lib/yunion-mps/state.db ", "")
             assert len(part) <= 5 or found in SOURCES or "/host.conf" in found, message
+
+
+def test_each_message_of_the_containers_page_is_one_of_the_programs() -> None:
+    table = (DOCS / "containers.md").read_text().partition("| message of the engine or in the log | cause")[2]
+    cells = [row.split(" | ")[0] for row in table.splitlines()[2:] if row.startswith("| `")]
+    messages = [message.split(": ")[0] for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    ours = [message for message in messages if not message.startswith(ENGINES)]
+    assert len(ours) >= 8
+    assert [message for message in ours if message not in SOURCES] == []
 
 
 def test_the_page_names_the_control_program_s_places_and_defaults() -> None:
