@@ -367,7 +367,7 @@ class Lease(NamedTuple):
 class Snapshot(NamedTuple):
     """What is in effect, read back from NVML and the control daemons.
 
-    `remarks` name what is configured and the host cannot do, so that it is left out.
+    `warnings` name what is configured and the host cannot do, so that it is left out.
     """
 
     version: int
@@ -376,4 +376,4 @@ class Snapshot(NamedTuple):
     plan: Plan
     inventory: Inventory
     domains: tuple[DomainStatus, ...]
-    remarks: tuple[Reason, ...] = ()
+    warnings: tuple[Reason, ...] = ()

@@ -144,7 +144,7 @@ def plan_json(preflight: Preflight) -> Json:
     is_off = not preflight.config.enable_cuda_mps
     notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
     return {
-        "notice": "; ".join([*notices, *preflight.remarks]),
+        "notice": "; ".join([*notices, *preflight.warnings]),
         "driver": inventory.driver.version or None,
         "host_id": plan.host_id,
         "gpus": [_gpu_json(gpu, plan) for gpu in inventory.gpus],

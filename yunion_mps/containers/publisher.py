@@ -241,7 +241,7 @@ class CdiPublisher:
 
     def _report(self, trouble: Reason) -> None:
         """Once for each trouble: in the log, as an event, and among the warnings of `status`."""
-        self._supervisor.remark("containers", trouble)
+        self._supervisor.set_warning("containers", trouble)
         event = Event("info", "daemon", "containers", "containers find the devices again")
         if trouble:
             means = "everything else continues, and the write is retried"

@@ -87,7 +87,7 @@ def _run_offline(paths: Paths, options: Options) -> int:
 def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> None:
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
-    directories.record_in(os.path.join(paths.state_directory, "directories"))
+    directories.set_record_file(os.path.join(paths.state_directory, "directories"))
     preflight = run_preflight(paths).for_start()
     try:
         preflight.check()
@@ -144,7 +144,7 @@ class _Daemon:
             return None
         if self._state:
             return Listener(self._paths, self._state.listener)
-        error = fleet.error_of_all()
+        error = fleet.common_error()
         if error:
             raise error
         return Listener(self._paths)

@@ -14,8 +14,8 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_beginning
 from yunion_mps.host.proc import all_pids, environment_of, program_of, title_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import Probe, SilentError, peer_of
-from yunion_mps.mps.diagnosis import front_end_at, holders, peers, why_silent
+from yunion_mps.mps.conversation import Probe, UnresponsiveError, peer_of
+from yunion_mps.mps.diagnosis import diagnose, front_end_at, holders, peers
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
 from yunion_mps.mps.processes import (
     DEFAULT_PIPE_DIRECTORY,
@@ -99,8 +99,8 @@ def answers(host: Host) -> Findings:
             continue
         try:
             took_s = _greeted(domain.pipe_directory, peer.pid)
-        except SilentError as error:
-            why = why_silent(peer.pid, domain.pipe_directory)
+        except UnresponsiveError as error:
+            why = diagnose(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
             found.append(problem(f"{what}{f'; {why}' if why else ''}", hint_of((why or error.reason).code)))
             continue
@@ -119,7 +119,7 @@ def answers(host: Host) -> Findings:
 
 
 def _greeted(place: str, pid: int) -> float:
-    """How long the greeting took, in seconds; raises SilentError if none came."""
+    """How long the greeting took, in seconds; raises UnresponsiveError if none came."""
     began_s = time.monotonic()
     probe = Probe(place, pid, began_s, _GREETING_S)
     try:

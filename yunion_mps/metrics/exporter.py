@@ -73,7 +73,7 @@ class Textfile:
             file = self._wanted
             if self._written != file:
                 self.remove()
-                self._supervisor.remark("metrics_textfile", NO_REASON)
+                self._supervisor.set_warning("metrics_textfile", NO_REASON)
             if file:
                 await self._write(file)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -107,7 +107,7 @@ class Textfile:
             log.warning("%s; retrying every %g s", trouble, _WRITE_S)
         self._trouble = trouble
         reason = Reason(trouble, METRICS_FILE_FAILED) if trouble else NO_REASON
-        self._supervisor.remark("metrics_textfile", reason)
+        self._supervisor.set_warning("metrics_textfile", reason)
 
 
 def write(file: str, text: bytes) -> None:

@@ -1,7 +1,7 @@
-"""The clients of a control daemon: those that it serves, in its own words, and those that it keeps waiting.
+"""The clients of a control daemon: those that it serves, and those that it keeps waiting.
 
-It is asked only on purpose: `ps` waits in the control daemon's only thread for its servers, so a server that
-hangs keeps it from all others (measured). A server that was stopped is not asked.
+It is queried only on request: `ps` waits in the control daemon's only thread for its servers, so a hung
+server blocks it for every other process (measured). A stopped server is not queried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import NamedTuple
 from yunion_mps.errors import ControlError
 from yunion_mps.host.proc import is_stopped, uid_of
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import ANSWER_TIMEOUT_S, HEARD, Conversation, SilentError, occupied
+from yunion_mps.mps.conversation import (
+    ANSWER_TIMEOUT_S,
+    PING,
+    Conversation,
+    UnresponsiveError,
+    occupied_error,
+)
 from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
 from yunion_mps.mps.processes import server_pids
 
@@ -32,7 +38,7 @@ _LINE = re.compile(
 
 
 class ClientRow(NamedTuple):
-    """One line of `ps`: the client, its server, and the beginning of its GPU's UUID."""
+    """One line of `ps`: the client, its server, and the first part of its GPU's UUID."""
 
     pid: int
     server: int
@@ -40,28 +46,28 @@ class ClientRow(NamedTuple):
 
 
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
-    """Its clients; waits for the answer. Raises ControlError if it cannot be asked, or does not answer."""
+    """Its clients; waits for the answer. Raises ControlError if it cannot be reached or does not answer."""
     servers = server_pids(control_pid)
     _refuse_stopped(servers)
-    return rows_in(_converse(program, plan, "ps")) if servers else []
+    return parse_clients(_run_command(program, plan, "ps")) if servers else []
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
-    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the control daemon does not know (before 550)."""
-    answer = _converse(program, plan, f"get_server_status {server}")
+    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the control daemon cannot tell (before 550)."""
+    answer = _run_command(program, plan, f"get_server_status {server}")
     word = answer[0].strip() if answer else ""
     return word if word.isalpha() and word.isupper() else None
 
 
 def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
-    """Have the server let go of the client, which is then safe to end; False if it has none to let go of.
+    """Have the server disconnect the client, which is then safe to kill; False if it has no such client.
 
     Raises ControlError if the server refuses.
     """
     _refuse_stopped([server])
-    answer = _converse(program, plan, f"terminate_client {server} {client}")
+    answer = _run_command(program, plan, f"terminate_client {server} {client}")
     if any("not found" in line for line in answer):
-        return False  # it waits for a server, or that is about to end
+        return False  # it waits for a server, or its server is about to end
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"
         what = (
@@ -72,20 +78,20 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
 
 
 def _refuse_stopped(servers: Sequence[int]) -> None:
-    """Raise SilentError if one of the servers was stopped: to ask it would stop the control daemon too."""
+    """Raise UnresponsiveError if a server is stopped: a query would block the control daemon as well."""
     stopped = [pid for pid in servers if is_stopped(pid)]
     if stopped:
         what = f"its MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
-        raise SilentError(what, f"resume it: kill -CONT {stopped[0]}")
+        raise UnresponsiveError(what, f"resume it: kill -CONT {stopped[0]}")
 
 
-def _converse(program: str, plan: DomainPlan, command: str) -> list[str]:
-    """The answer to the command; waits for it, so it is for threads.
+def _run_command(program: str, plan: DomainPlan, command: str) -> list[str]:
+    """Run the command and wait for its answer; call it on a thread.
 
     Raises ControlError, ShortageError, and OccupiedError if another front-end is connected.
     """
     now_s = time.monotonic()
-    conversation = Conversation(program, plan.pipe_directory, [HEARD, command], now_s, ANSWER_TIMEOUT_S)
+    conversation = Conversation(program, plan.pipe_directory, [PING, command], now_s, ANSWER_TIMEOUT_S)
     try:
         poll = select.poll()
         poll.register(conversation.fileno(), select.POLLIN)
@@ -94,12 +100,12 @@ def _converse(program: str, plan: DomainPlan, command: str) -> list[str]:
     finally:
         conversation.close()
     if not answer:
-        raise occupied(plan.pipe_directory)
+        raise occupied_error(plan.pipe_directory)
     return answer[1:]
 
 
-def rows_in(answer: Sequence[str]) -> list[ClientRow]:
-    """The clients in an answer to `ps`; its columns differ from release to release, so its header counts."""
+def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
+    """Parse the answer to `ps` by its header, because its columns differ between releases."""
     header = next((line.split() for line in answer if line.startswith("PID")), None)
     if header is None:
         return []
@@ -116,11 +122,11 @@ def rows_in(answer: Sequence[str]) -> list[ClientRow]:
     return rows
 
 
-# -- clients that wait for an MPS server that another user has
+# -- clients that wait because another user has the MPS server
 
 
 class WaitingClient(NamedTuple):
-    """A client that waits since then (s since 1970), and the server (PID) that it waits for."""
+    """A client, since when it waits (s since 1970), and the server (PID) that it waits for."""
 
     pid: int
     uid: int
@@ -129,26 +135,26 @@ class WaitingClient(NamedTuple):
 
 
 def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingClient]:
-    """Those that wait while these servers run, the first to come first; none if one server serves all users.
+    """The clients that wait while these servers run, in order; none if one server serves all users.
 
-    Also those in containers: the log has the PIDs that the kernel gave it. A client that gave up without
-    ending looks like one that waits.
+    It finds those in containers as well, because the log has their PIDs on the host. A client that gave up
+    without exiting looks like one that waits.
     """
     owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
     if plan.multiuser or not owners:
         return []
     found = []
-    for pid, (uid, since_s) in pending_in(_logs(plan), timestamp_parser(time.time())).items():
+    for pid, (uid, since_s) in parse_waiting(_read_log(plan), timestamp_parser(time.time())).items():
         others = [server for server, owner in owners.items() if owner != uid]
         if uid_of(pid) == uid:
             found.append(WaitingClient(pid, uid, since_s, (others or list(owners))[0]))
     return sorted(found, key=lambda one: one.since_s)
 
 
-def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
-    """The user and the time of each client (by PID) that the log last says is kept waiting.
+def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
+    """The user and the time of each client (by PID) that waits according to the log.
 
-    No line says that such a client is served now: when a server starts for a user, all of that user's
+    The log does not say when such a client is served: when a server starts for a user, all of that user's
     clients are served (measured).
     """
     pending: dict[int, tuple[int, float]] = {}
@@ -157,7 +163,7 @@ def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[i
         if line["begin"]:
             pending, users = {}, {}
         elif line["client"]:
-            with contextlib.suppress(ValueError, OverflowError):  # of the time, if another process wrote it
+            with contextlib.suppress(ValueError, OverflowError):  # the time, if another process wrote it
                 pending[int(line["client"])] = (int(line["of"]), seconds(line["time"].decode()))
         else:
             if line["server"]:
@@ -167,8 +173,8 @@ def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[i
     return pending
 
 
-def _logs(plan: DomainPlan) -> bytes:
-    """All that there is of the log, the older part first; 2 MiB at most."""
+def _read_log(plan: DomainPlan) -> bytes:
+    """The whole log, the older part first; 2 MiB at most."""
     parts = []
     for name in (OLDER, LOG_NAME):
         with contextlib.suppress(OSError), open(os.path.join(plan.log_directory, name), "rb") as file:

@@ -1,4 +1,4 @@
-"""A domain's control daemon, adopted or started, and the tasks of its start and of its end; nothing waits."""
+"""A domain's control daemon, adopted or started, and the tasks that start and stop it; nothing blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import startup
 from yunion_mps.mps.conversation import (
     ANSWER_TIMEOUT_S,
-    HEARD,
+    PING,
     Conversation,
     Probe,
-    SilentError,
-    occupied,
+    UnresponsiveError,
+    occupied_error,
     peer_of,
 )
 from yunion_mps.mps.log_file import LogReader, log_hint
@@ -39,49 +39,49 @@ START_TIMEOUT_S = 10.0
 _FIRST_POLL_S = 0.0002
 _MAX_POLL_S = 0.05
 
-#: How soon a control daemon is asked again that did not hear us, and if it is to quit.
-ASK_AGAIN_S = 1.0
-_QUIT_AGAIN_S = 0.2
-#: Turned away so often, it is by another program's front-end.
-_SURELY_ANOTHERS = 2
+#: How soon a command, or a `quit`, is sent again if the control daemon did not receive it.
+COMMAND_RETRY_S = 1.0
+_QUIT_RETRY_S = 0.2
+#: After this many rejections, another program's front-end must be connected.
+_FOREIGN_REJECTIONS = 2
 
 
 class ControlDaemon:
-    """The process while there is one, what is known of its past, its log, and one task at a time with it."""
+    """The process while there is one, its history and its log."""
 
     def __init__(
         self,
         plan: DomainPlan,
         program: str,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         *,
         is_recorded: bool,
     ) -> None:
-        """`is_recorded`: what its servers have is on record."""
+        """`is_recorded`: the limits of its servers are recorded."""
         self.program = program
-        #: What its next server is to get, the GPUs in its own order.
+        #: The plan for its next server, with the GPUs in its own order.
         self.target = plan
         #: The order to adopt it, if another program has started it.
         self.order: AdoptionOrder | None = None
-        #: Whether it ran before us, and whether it has had limits of ours, which its servers may still have.
+        #: Whether it ran before this daemon, and whether its servers may have limits that we set.
         self.was_adopted = self.has_served = False
         #: Whether it replaces one that did not answer, and has not served yet.
         self.is_replacement = False
-        self._had_one = False
+        self._had_process = False
         self._is_recorded = is_recorded
-        self._tell = tell
+        self._emit = emit
         self._known_servers: tuple[int, ...] = ()
         self._process: Process | None = None
-        self.log = LogReader(plan, tell, self.servers)
+        self.log = LogReader(plan, emit, self.servers)
 
     @property
-    def runs(self) -> bool:
-        """Whether there is a process; also if it has ended and was not reaped yet."""
+    def has_process(self) -> bool:
+        """Whether there is a process, even if it has ended and was not reaped yet."""
         return self._process is not None
 
     @property
     def process(self) -> Process:
-        """The process, while it `runs`."""
+        """The process, while `has_process` is true."""
         assert self._process is not None
         return self._process
 
@@ -91,7 +91,7 @@ class ControlDaemon:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether it runs since before us, and so may have jobs."""
+        """Whether it has run since before this daemon, and so may have jobs."""
         return self.was_adopted and self._process is not None
 
     @property
@@ -101,18 +101,18 @@ class ControlDaemon:
 
     @property
     def is_unrecorded(self) -> bool:
-        """Whether another program has started it, and what its servers have was never recorded."""
+        """Whether another program started it, and the limits of its servers were never recorded."""
         return self.order is not None and not self._is_recorded
 
     def servers(self) -> tuple[int, ...]:
-        """The PIDs of its servers; those known last if they cannot be read now."""
+        """The PIDs of its servers; the last known ones if they cannot be read now."""
         known = self._known_servers
         try:
             now = tuple(server_pids(self.pid)) if self.pid else ()
         except ShortageError as error:
             log.debug("%s", error)
             return known
-        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
+        # A server that runs and is no longer its child is orphaned, which has not been noticed yet.
         lost = running_servers(pid for pid in known if pid not in now)
         self._known_servers = (*now, *lost)
         return self._known_servers
@@ -120,45 +120,45 @@ class ControlDaemon:
     def adopt_or_start(
         self, desired: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None
     ) -> str:
-        """Adopt one that serves the domain already, or start one; returns which, in words.
+        """Adopt one that serves the domain already, or start one; returns which, as text.
 
-        `before` is what is recorded of its clients' plan, `ours` as `find` takes it. Raises HostError if
-        neither can be done.
+        `before` is the recorded plan of its clients, `ours` as in `find`. Raises HostError if neither is
+        possible.
         """
-        if self._had_one:
+        if self._had_process:
             ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
-            # First, because one that serves needs nothing of what a new one needs.
+            # First, because a running one does not need what a new one needs.
             found = startup.find(desired, ours)
-            self.target = startup.with_recorded(found.plan, before) if found else desired
-            self.log = LogReader(self.target, self._tell, self.servers)
+            self.target = startup.with_recorded_limits(found.plan, before) if found else desired
+            self.log = LogReader(self.target, self._emit, self.servers)
             self.has_served = self.was_adopted = found is not None
             self.order = found.order if found else None
             self._process = found.process if found else startup.start(self.program, desired)
         except HostError:
             self._is_recorded = False
             raise
-        self._had_one = True
+        self._had_process = True
         if not found:
             return "started"
         record(self.target, found.process.pid)
         if found.plan.pipe_group == desired.pipe_group:
             try:
                 startup.set_access(desired)
-            except HostError as error:  # jobs go on
+            except HostError as error:  # jobs continue
                 log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
 
     def note_served(self) -> None:
-        """Note that it serves with its limits in effect."""
+        """Note that it serves, with its limits in effect."""
         self.has_served = self._is_recorded = True
         self.is_replacement = False
 
     # -- its end
 
     def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
-        """Forget the process, which has ended; returns how, in words, and the PIDs of its servers."""
-        self.log.tell()
+        """Forget the process, which has ended; returns how, as text, and the PIDs of its servers."""
+        self.log.report()
         how = "did not serve, and was ended"
         self.is_replacement = was_replaced
         if not was_replaced:
@@ -168,13 +168,13 @@ class ControlDaemon:
         self._release()
         return what, self._take_servers()
 
-    def leave(self) -> None:
-        """Forget the process, which goes on."""
+    def detach(self) -> None:
+        """Forget the process, and leave it running."""
         log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
         self._release()
 
     def kill(self) -> tuple[int, ...]:
-        """Kill it because it has no limits; returns the PIDs of its servers: a job may have come."""
+        """Kill it because it has no limits; returns the PIDs of its servers, which may have jobs."""
         self.process.kill()
         forget(self.target)
         self._process = None
@@ -189,10 +189,10 @@ class ControlDaemon:
         self._process = self.order = None
 
 
-class Task:
-    """What is under way with a control daemon, with at most one conversation and one probe at a time.
+class ControlTask:
+    """An operation on a control daemon, with at most one conversation and one probe at a time.
 
-    Subclasses have a `tick` that does what is due, and says when to be called again; nothing waits.
+    Subclasses have a `tick` that does what is due and returns when to call it again; nothing blocks.
     """
 
     def __init__(self, control: ControlDaemon) -> None:
@@ -202,7 +202,7 @@ class Task:
         self._probe: Probe | None = None
 
     def descriptors(self) -> list[int]:
-        """What to watch for reading."""
+        """The descriptors to watch for reading."""
         watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
         return [*watched, self._conversation.fileno()] if self._conversation else watched
 
@@ -216,7 +216,7 @@ class Task:
         wake([self._control.process.pid, *self._control.servers()])
 
     def _connect(self, now_s: float, timeout_s: float) -> Probe:
-        """Begin a probe; raises SilentError and ShortageError as it does."""
+        """Begin a probe; raises UnresponsiveError and ShortageError as it does."""
         self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
         return self._probe
 
@@ -229,8 +229,8 @@ class Task:
         return self._conversation
 
 
-class Startup(Task):
-    """Waiting for a control daemon's first sign of life, which no descriptor tells of."""
+class Startup(ControlTask):
+    """Waits until a new control daemon listens, by polling, because no descriptor signals that."""
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)
@@ -238,55 +238,55 @@ class Startup(Task):
         self._deadline_s = now_s + START_TIMEOUT_S
 
     def tick(self, now_s: float) -> float | None:
-        """When to be called again, sooner at first; None once it listens. Raises SilentError in the end."""
+        """When to call it again; None once it listens. Raises UnresponsiveError at the deadline."""
         peer = peer_of(self._plan.pipe_directory)
         if peer and peer.pid == self._control.pid:
             return None
         if now_s >= self._deadline_s:
             what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            raise SilentError(what, log_hint(self._plan))
+            raise UnresponsiveError(what, log_hint(self._plan))
         self._pause_s = min(self._pause_s * 1.5, _MAX_POLL_S)
         return min(now_s + self._pause_s, self._deadline_s)
 
 
-class Shutdown(Task):
-    """The end of a control daemon: `quit -t`, SIGTERM, SIGKILL, each with its time.
+class Shutdown(ControlTask):
+    """Stops a control daemon: `quit -t`, SIGTERM, SIGKILL, each with a timeout.
 
-    A signal ends the control daemon alone: its servers would go on without it and keep their GPUs (measured).
-    So they get the signals as well.
+    A signal ends only the control daemon: its servers would continue without it and keep their GPUs
+    (measured). So they get the signals as well.
     """
 
     def __init__(self, control: ControlDaemon, now_s: float, *, timeout_s: int | None) -> None:
-        """`timeout_s` is how long clients have before their servers end; None does not ask, but signals."""
+        """`timeout_s` is how long clients have before their servers end; None sends signals at once."""
         super().__init__(control)
-        #: Whether it was asked to quit, and is waiting for its servers, as far as we know.
-        self._asked = False
+        #: Whether it has received `quit`, and presumably waits for its servers.
+        self._quit_requested = False
         self._forced = False
-        #: How often another front-end was connected instead of ours.
-        self._turns_away = 0
-        self._again_s = now_s
+        #: How often our front-end was rejected because another one was connected.
+        self._rejections = 0
+        self._retry_at_s = now_s
         self._signal: signal.Signals | None = None
         self._deadline_s = now_s
-        #: Whether it is ended because it does not serve.
+        #: Whether it is stopped because it does not serve.
         self.is_replacement = timeout_s is None
         if timeout_s is not None:
             self._deadline_s = now_s + timeout_s + GRACE_S
-            self._wake()  # what was stopped can neither hear nor end
-            self._ask(now_s)
+            self._wake()  # a stopped process can neither answer nor exit
+            self._request_quit(now_s)
 
     def tick(self, now_s: float) -> float:
         """Do what is due; return when to be called again."""
-        self._listen(now_s)
+        self._poll_answer(now_s)
         if now_s < self._deadline_s:
-            if self._conversation or self._asked or self._signal:
+            if self._conversation or self._quit_requested or self._signal:
                 return self._deadline_s
-            if now_s >= self._again_s:
-                self._ask(now_s)
-            return min(self._deadline_s, self._again_s)
+            if now_s >= self._retry_at_s:
+                self._request_quit(now_s)
+            return min(self._deadline_s, self._retry_at_s)
         servers = running_servers(self._control.servers())
-        if self._asked and servers and not self._forced:
+        if self._quit_requested and servers and not self._forced:
             self._forced = True
-            self._signal_servers(servers, signal.SIGKILL)  # they were to end, and it waits for them
+            self._signal_servers(servers, signal.SIGKILL)  # it waits for them to end
         else:
             self._signal = signal.SIGKILL if self._signal else signal.SIGTERM
             self._warn(f"control daemon (PID {self._control.process.pid}) gets {self._signal.name}")
@@ -303,45 +303,47 @@ class Shutdown(Task):
             except ShortageError as error:
                 self._warn(str(error))
 
-    def _ask(self, now_s: float) -> None:
-        """Ask; if only descriptors are short, its clients still get their time, and it is asked again."""
-        self._again_s = now_s + _QUIT_AGAIN_S
+    def _request_quit(self, now_s: float) -> None:
+        """Send `quit`; in a shortage of descriptors it is sent again, and clients still get their time."""
+        self._retry_at_s = now_s + _QUIT_RETRY_S
         left_s = max(0, round(self._deadline_s - GRACE_S - now_s))
         try:
-            self._converse([HEARD, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)
+            self._converse([PING, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)
         except ShortageError as error:
             log.debug("domain %s: it cannot be asked to quit yet: %s", self._plan.name, error)
         except YunionError as error:
             self._warn(f"it cannot be asked to quit: {error}")
             self._deadline_s = now_s
 
-    def _listen(self, now_s: float) -> None:
-        """Note the front-end's end."""
+    def _poll_answer(self, now_s: float) -> None:
+        """Handle the answer to `quit`, if the front-end has ended."""
         if self._conversation is None:
             return
         try:
             answer = self._conversation.poll(now_s)
             if answer is None:
                 return
-            self._asked = bool(answer)
+            self._quit_requested = bool(answer)
             if not answer:
-                self._turned_away(now_s)
+                self._on_rejected(now_s)
         except ControlError as error:
-            self._asked = now_s >= self._deadline_s  # no answer in all that time: it waits for its servers
-            self._warn("it has not ended in time" if self._asked else f"it does not quit: {error}")
-            if not self._control.servers():  # otherwise jobs get their time, and it is asked again
+            self._quit_requested = (
+                now_s >= self._deadline_s
+            )  # no answer in all that time: it waits for its servers
+            self._warn("it has not ended in time" if self._quit_requested else f"it does not quit: {error}")
+            if not self._control.servers():  # otherwise jobs get their time, and `quit` is sent again
                 self._deadline_s = now_s
         self._conversation = None
 
-    def _turned_away(self, now_s: float) -> None:
-        """Another front-end is connected: its clients get their time all the same, and it is asked again.
+    def _on_rejected(self, now_s: float) -> None:
+        """Another front-end is connected: clients still get their time, and `quit` is sent again.
 
-        The first time it may be one of ours that was dropped just now, which it has not noticed yet.
+        The first time this may be a front-end of ours whose end the control daemon has not noticed yet.
         """
-        self._turns_away += 1
-        if self._turns_away == _SURELY_ANOTHERS:
-            self._warn(str(occupied(self._plan.pipe_directory)))
-        if self._turns_away >= _SURELY_ANOTHERS and not self._control.servers():
+        self._rejections += 1
+        if self._rejections == _FOREIGN_REJECTIONS:
+            self._warn(str(occupied_error(self._plan.pipe_directory)))
+        if self._rejections >= _FOREIGN_REJECTIONS and not self._control.servers():
             self._deadline_s = now_s  # there is no job to wait for
 
     def _warn(self, text: str) -> None:

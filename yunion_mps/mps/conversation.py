@@ -1,6 +1,6 @@
-"""Talking to a control daemon: which process it is, whether it serves, and what it answers.
+"""Conversations with a control daemon: which process it is, whether it serves, and its answers to commands.
 
-Nothing here waits: a conversation or a probe is polled with the time, and has a deadline.
+Nothing here blocks: a conversation or a probe is polled with the time, and has a deadline.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
 
-#: A question that every control daemon answers with one line. If even this is answered by none, we were
-#: turned away: it serves one front-end at a time, and closes to a second one without a word (measured).
-HEARD = "get_default_active_thread_percentage"
+#: A command that every control daemon answers with one line. If even this has no answer, we were rejected: it
+#: serves one front-end at a time, and closes the connection of a second one without a message (measured).
+PING = "get_default_active_thread_percentage"
 
-#: What the front-end says (status 1) in half of the cases in which another one is connected, and always when
-#: the control daemon waits for its clients after a `quit`; in the other half it says nothing, with status 0,
-#: and seldom 1 (measured).
-_TURNED_AWAY = "Cannot send command to MPS control daemon process"
+#: What the front-end prints (status 1) in half of the cases in which another one is connected, and always if
+#: the control daemon waits for its clients after a `quit`; in the other half it prints nothing, with status
+#: 0, and rarely 1 (measured).
+_REJECTED = "Cannot send command to MPS control daemon process"
 
-#: More than any answer of ours; the rest would only fill memory.
+#: More than any expected answer; the rest would only fill memory.
 _MAX_ANSWER = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 #: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
 _ACCEPTS = 1 << 16
 
 
-class SilentError(ControlError):
-    """A control daemon that runs does not answer, or cannot be reached."""
+class UnresponsiveError(ControlError):
+    """A running control daemon does not answer, or cannot be reached."""
 
     code = CONTROL_DAEMON_SILENT
 
 
 class OccupiedError(ControlError):
-    """Another front-end is connected, and so ours was not heard."""
+    """Our front-end was rejected because another one is connected."""
 
     code = CONTROL_DAEMON_BUSY
 
@@ -57,8 +57,8 @@ class OccupiedError(ControlError):
         )
 
 
-def occupied(pipe_directory: str) -> OccupiedError:
-    """The error that names the other front-end; takes up to half a second."""
+def occupied_error(pipe_directory: str) -> OccupiedError:
+    """The error with the other front-end's process; takes up to half a second."""
     return OccupiedError(pipe_directory, front_end_at(pipe_directory))
 
 
@@ -73,7 +73,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(pipe_directory: str) -> Peer | None:
-    """The control daemon that listens in the directory, as the kernel tells it; None if none does.
+    """The control daemon that listens in the directory, according to the kernel; None if none does.
 
     Raises ShortageError if no socket can be made.
     """
@@ -82,7 +82,7 @@ def peer_of(pipe_directory: str) -> Peer | None:
         try:
             connection.connect(path)
         except BlockingIOError:
-            return _listener(path)  # its queue is full, so the kernel made no connection that has a peer
+            return _find_listener(path)  # its queue is full, so there is no connection with a peer
         except OSError:
             return None
         peer = _credentials_of(connection)
@@ -98,7 +98,7 @@ def _new_socket() -> socket.socket:
     return connection
 
 
-def _listener(path: str) -> Peer | None:
+def _find_listener(path: str) -> Peer | None:
     """NVIDIA's control program that holds the listening socket of this name (proc(5), `/proc/net/unix`)."""
     with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
         rows = [line.rstrip(b"\n").split(b" ", 7) for line in file if line.endswith(f" {path}\n".encode())]
@@ -110,28 +110,27 @@ def _listener(path: str) -> Peer | None:
 
 
 def _credentials_of(connection: socket.socket) -> Peer:
-    """The process at the other end, as the kernel tells it (SO_PEERCRED, unix(7)); PID 0 if unknown."""
+    """The process at the other end, according to the kernel (SO_PEERCRED, unix(7)); PID 0 if unknown."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid)
 
 
-# -- asking it
+# -- commands
 
 
 class Conversation:
-    """Several commands to one control daemon, in one process of NVIDIA's own front-end.
+    """Sends commands to a control daemon, through one process of NVIDIA's own front-end.
 
-    The front-end exits 0 whatever the control daemon answers, so a conversation counts only by what was read
-    back.
+    The front-end exits 0 whatever the control daemon answers, so success is known only from reading back.
     """
 
     def __init__(
         self, program: str, pipe_directory: str, commands: Sequence[str], now_s: float, timeout_s: float
     ) -> None:
-        """Begin; raises HostError if the front-end cannot be started."""
+        """Raises HostError if the front-end cannot be started."""
         self._commands = commands
-        #: When it is given up, by the clock that `poll` is called with.
+        #: By the clock that `poll` is called with.
         self.deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s
         self._answer = bytearray()
@@ -143,7 +142,7 @@ class Conversation:
         os.set_blocking(self._output, False)
 
     def _open(self, program: str, pipe_directory: str) -> tuple[int, Process]:
-        """Start the front-end with the commands on its input; return the end of its output, and itself."""
+        """Start the front-end with the commands on its input; return its output's pipe, and the process."""
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as unless_started:
             commands_out, commands_in = os.pipe()
             ours.callback(os.close, commands_out)
@@ -151,7 +150,7 @@ class Conversation:
             output, answer_in = os.pipe()
             ours.callback(os.close, answer_in)
             unless_started.callback(os.close, output)
-            # All of it fits the pipe's 64 KiB, also for 64 GPUs, so this write never waits.
+            # The commands fit into the pipe's 64 KiB even for 64 GPUs, so this write never blocks.
             os.write(commands_in, "".join(f"{command}\n" for command in self._commands).encode())
             variables = client_variables(pipe_directory)
             process = spawn([program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in)
@@ -163,30 +162,30 @@ class Conversation:
         return self._output
 
     def poll(self, now_s: float) -> list[str] | None:
-        """The answer's lines once it is complete, None before that; none if another front-end is served.
+        """The answer's lines once it is complete, None before that; empty if it was rejected.
 
-        Raises SilentError if there is no control daemon, or no answer until the deadline.
+        Raises UnresponsiveError if there is no control daemon, or no answer before the deadline.
         """
         status = self._process.status() if self._read() else None
         if status is not None:
             lines = [decoded(line) for line in bytes(self._answer).splitlines()]
             text = "\n".join(lines)
             self.close()
-            if status != 0 and (text.startswith(_TURNED_AWAY) or (status == 1 and not text)):
+            if status != 0 and (text.startswith(_REJECTED) or (status == 1 and not text)):
                 return []
             if status != 0:
-                raise SilentError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
+                raise UnresponsiveError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
             return lines
         if now_s >= self.deadline_s:
             self.close()
-            raise SilentError(
+            raise UnresponsiveError(
                 f"the control daemon did not answer {self._commands[0]!r} within {self._timeout_s:g} s",
                 "check the end of its log",
             )
         return None
 
     def _read(self) -> bool:
-        """Read what is there; whether the end was reached."""
+        """Read what is available; returns whether the end was reached."""
         while True:
             try:
                 part = os.read(self._output, 65536)
@@ -206,19 +205,19 @@ class Conversation:
 
 
 class Probe:
-    """One connection, until the control daemon greets: a sign of life that costs no process.
+    """Connects, and waits for the control daemon's greeting: a health check that needs no process.
 
-    A control daemon greets every connection (measured with 535 and 550), and it does so from the one loop
-    that serves all of them. So a greeting shows that it serves, and a missing one that it does not, whatever
-    the cause: it was stopped, it hangs, or a process that connected keeps it waiting.
+    A control daemon greets every connection (measured with 535 and 550) from the one loop that serves all of
+    them. So a greeting shows that it serves, and a missing one that it does not, whatever the cause: it was
+    stopped, it hangs, or another connection blocks it.
     """
 
     def __init__(self, pipe_directory: str, pid: int, now_s: float, timeout_s: float) -> None:
-        """Connect; raises SilentError if the socket is gone or another process's, and ShortageError."""
+        """Connect; raises UnresponsiveError if the socket is gone or another process's, and ShortageError."""
         self.began_s = now_s
         self.deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s
-        #: Whether the descriptor is to be watched: it has been connected.
+        #: Whether the descriptor is to be watched, because it is connected.
         self.watched = True
         self._connection = _new_socket()
         try:
@@ -230,34 +229,36 @@ class Probe:
     def _connect(self, pipe_directory: str, pid: int) -> None:
         try:
             self._connection.connect(f"{pipe_directory}/control")
-        except BlockingIOError:  # so many wait to be accepted that one more may not even wait
+        except BlockingIOError:  # the queue of connections is full
             self.watched = False
             return
         except OSError as error:
             what = f"its socket in {pipe_directory} is gone ({error.strerror})"
-            raise SilentError(what, "clients can no longer find it") from None
+            raise UnresponsiveError(what, "clients can no longer find it") from None
         peer = _credentials_of(self._connection)
         if peer.pid != pid:
             what = f"its socket in {pipe_directory} belongs to another process (PID {peer.pid})"
-            raise SilentError(what, "clients can no longer find it")
+            raise UnresponsiveError(what, "clients can no longer find it")
 
     def fileno(self) -> int:
         """A descriptor that becomes readable with the greeting."""
         return self._connection.fileno()
 
     def poll(self, now_s: float) -> bool:
-        """Whether the greeting has come; raises SilentError once it is overdue."""
+        """Whether the greeting has arrived; raises UnresponsiveError after the deadline."""
         answer = self._receive() if self.watched else None
         if answer:
             return True
         if answer is not None:
-            raise SilentError("it closes every new connection", "check the end of its log")
+            raise UnresponsiveError("it closes every new connection", "check the end of its log")
         if now_s >= self.deadline_s:
-            raise SilentError(f"it has not answered for {self._timeout_s:g} s", "check the end of its log")
+            raise UnresponsiveError(
+                f"it has not answered for {self._timeout_s:g} s", "check the end of its log"
+            )
         return False
 
     def _receive(self) -> bytes | None:
-        """What has come: None for nothing yet, empty if the connection was closed."""
+        """The received data: None if there is none yet, empty if the connection was closed."""
         try:
             return self._connection.recv(64)
         except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Why a control daemon does not answer, as far as the host tells.
+"""Diagnose why a control daemon does not answer.
 
-It serves all processes from one loop, and waits there for the one that is connected (measured): a process
-that connects and says nothing keeps it from all others. The kernel tells which are connected (sock_diag(7)).
+It serves all processes from one loop, which blocks on the connected one (measured): a process that connects
+and sends nothing blocks all others. The kernel knows which are connected (sock_diag(7)).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, prog
 from yunion_mps.mps.processes import PROGRAM, server_pids
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 
-#: So many connections wait in a control daemon's queue (measured); a further one is refused.
+#: How many connections a control daemon's queue holds (measured); another one is refused.
 QUEUE = 128
-#: The search of all processes' descriptors is given up after this long: our one loop waits for it.
+#: The time limit of the search of all processes' descriptors, because it blocks the event loop.
 _SEARCH_S = 0.5
 #: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
 _NETLINK_SOCK_DIAG = 4
@@ -35,18 +35,18 @@ _ATTRIBUTE = struct.Struct("=HH")
 _TIMEOUT_S = 0.5
 
 
-def why_silent(pid: int, pipe_directory: str) -> Reason:
-    """The cause, empty if none can be seen. Never raises; takes up to half a second."""
+def diagnose(pid: int, pipe_directory: str) -> Reason:
+    """The cause, empty if none is found. Never raises; takes up to half a second."""
     with contextlib.suppress(Exception):
         stopped = _stopped_process(pid)
         if stopped:
             return Reason(stopped, CONTROL_DAEMON_SILENT)
-        return Reason(_silent_connection(pid, pipe_directory), CONTROL_DAEMON_BUSY)
+        return Reason(_blocking_connection(pid, pipe_directory), CONTROL_DAEMON_BUSY)
     return NO_REASON
 
 
 def front_end_at(pipe_directory: str) -> str:
-    """The processes that have NVIDIA's front-end open there, in words; empty if none. Never raises."""
+    """The front-ends that are connected there, as text; empty if there are none. Never raises."""
     with contextlib.suppress(Exception):
         connected = _connections(pipe_directory)
         return ", ".join(_described(pid) for pid in connected if program_name(pid) == PROGRAM)
@@ -62,8 +62,8 @@ def _stopped_process(pid: int) -> str:
     return ""
 
 
-def _silent_connection(pid: int, pipe_directory: str) -> str:
-    """Servers, front-ends and we may be connected and silent; any of the others may be the cause."""
+def _blocking_connection(pid: int, pipe_directory: str) -> str:
+    """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
     known = {pid, os.getpid(), *server_pids(pid)}
     connections = _connections(pipe_directory)
     strangers = [other for other in connections if other not in known and program_name(other) != PROGRAM]
@@ -89,14 +89,14 @@ def _described(pid: int) -> str:
 
 
 def _connections(pipe_directory: str) -> dict[int, int]:
-    """How many connections to the control daemon each process has, by PID, accepted or not."""
+    """The number of connections that each process has to the control daemon, by PID, accepted or not."""
     return holders(set(peers(pipe_directory)))
 
 
 def peers(pipe_directory: str) -> Iterator[int]:
     """The inodes at the other ends of the connections, accepted or not.
 
-    Raises OSError if the kernel does not tell.
+    Raises OSError if the kernel does not support the query.
     """
     # The second is where root's front-ends connect (measured).
     paths = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
@@ -109,7 +109,7 @@ def peers(pipe_directory: str) -> Iterator[int]:
 
 
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """State and attributes of every Unix socket of the network namespace that the kernel is asked about."""
+    """State and attributes of every Unix socket in this network namespace."""
     netlink.settimeout(_TIMEOUT_S)
     any_inode, shown = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
     question = _QUESTION.pack(
@@ -137,7 +137,7 @@ def _records(text: bytes, header: struct.Struct) -> Iterator[tuple[tuple[int, ..
 
 
 def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:
-    """How many of these sockets each process has open, by PID, as far as they are found in time."""
+    """The number of these sockets that each process has open, by PID, as far as found within `search_s`."""
     end_s = time.monotonic() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
     found = {}

@@ -1,12 +1,12 @@
-"""Pipe and log directories below places that other users can write to, as /tmp is.
+"""Pipe and log directories, also below directories that other users can write to, such as /tmp.
 
-Each step of the path is opened from the one before and judged by what was opened, so that nothing can be
-exchanged between the check and the use. Only links that the administrator made are followed (root's, in a
-directory that only root writes). Nothing of another user is used, changed or removed.
+Each component of the path is opened relative to its parent and checked by its descriptor, so that nothing can
+be exchanged between check and use. Only the administrator's symlinks are followed (root's, in a directory
+that only root can write to). Another user's files are never used, changed or removed.
 
-What is used is recorded, a line each, for a purge of the package (packaging/scriptlets/purge.sh):
-`made DIRECTORY`, `used DIRECTORY` for one that was there before us, `theirs FILE` for a file in that whose
-name is like one of ours, and `above DIRECTORY` for one that we made only on the way to another.
+What is used is recorded, one line each, for a purge of the package (packaging/scriptlets/purge.sh):
+`made DIRECTORY`, `used DIRECTORY` for one that existed before, `theirs FILE` for a file in such a directory
+whose name is like one of ours, and `above DIRECTORY` for a parent that we created for another.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from yunion_mps.host.proc import credentials_of, user_name
 
 log = logging.getLogger(__name__)
 
-#: What NVIDIA's programs and we put into pipe and log directories; purge.sh has the same names.
+#: The files of NVIDIA's programs and ours in pipe and log directories; purge.sh has the same names.
 FILES = (
     *("control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"),
     *("control.log", "control.log.1", "server.log", "server.log.1"),
 )
 
 _MODE = 0o755
-#: That of a pipe directory which only one group may enter.
+#: The mode of a pipe directory that only one group may enter.
 _GROUP_MODE = 0o710
 _MAX_RECORDED = 1000
 _UNRECORDED = "%s cannot be %s: %s; a purge leaves what is not recorded there"
@@ -40,33 +40,33 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: The record of this process; empty if none is kept.
+#: The file of the record; empty if none is kept.
 _record = ""
 
 
-def record_in(path: str) -> None:
-    """Keep the record in the file `path` from now on; what it has is never forgotten."""
+def set_record_file(path: str) -> None:
+    """Record directories in the file `path` from now on; its lines are never removed."""
     global _record
     _record = path
 
 
 @contextlib.contextmanager
 def use(path: str) -> Iterator[int]:
-    """A descriptor of the directory while it is used; it and those above it are made if missing (0755).
+    """A descriptor of the directory while it is used; it and its parents are created if missing (0755).
 
-    Raises HostError for any OSError, and if a step is a symlink, belongs to another user, or may be written
-    by others. What is there already keeps its mode.
+    Raises HostError for any OSError, and if a component is a symlink, belongs to another user, or is writable
+    by others. Existing directories keep their modes.
     """
     if ".." in path.split("/"):
         raise HostError(f"{path} contains ..", "write the path without ..")
     try:
         directory = _walk(path, make=True)
     except OSError as error:
-        raise _cannot(error, f"{path} cannot be created or opened") from None
+        raise _host_error(error, f"{path} cannot be created or opened") from None
     try:
         yield directory
     except OSError as error:
-        raise _cannot(error, f"{path} cannot be used") from None
+        raise _host_error(error, f"{path} cannot be used") from None
     finally:
         os.close(directory)
 
@@ -74,7 +74,7 @@ def use(path: str) -> Iterator[int]:
 def set_access(directory: int, path: str, group: str) -> None:
     """Let only root and this group enter the directory, or every user if the group is empty.
 
-    Only a directory that we made is changed. Raises HostError if another one keeps clients out, or lets in
+    Only a directory that we created is changed. Raises HostError if another one excludes clients, or admits
     users outside the group.
     """
     info = os.fstat(directory)
@@ -97,17 +97,17 @@ def set_access(directory: int, path: str, group: str) -> None:
 
 
 def join(group: str) -> None:
-    """Make this process, and so what it starts, a member of the group; raises HostError.
+    """Add this process, and so its children, to the group; raises HostError.
 
-    MPS servers run as their clients' users with the groups of their control daemon (measured), and have to
-    enter the pipe directory.
+    MPS servers run as their clients' users with the groups of their control daemon (measured), and must be
+    able to enter the pipe directory.
     """
     gid = _gid(group)
     try:
         if gid not in os.getgroups():
             os.setgroups([*os.getgroups(), gid])
     except OSError as error:
-        raise _cannot(error, f"the group {group} cannot be joined") from None
+        raise _host_error(error, f"the group {group} cannot be joined") from None
 
 
 def is_member(pid: int, group: str) -> bool:
@@ -127,9 +127,9 @@ def _gid(group: str) -> int:
 
 
 def open_directory(path: str) -> int:
-    """Open a directory that may be another user's, and return a descriptor of it.
+    """Open a directory that may be another user's, and return its descriptor.
 
-    Raises OSError, and HostError if a step is a symlink that is not the administrator's.
+    Raises OSError, and HostError if a component is a symlink that is not the administrator's.
     """
     return _walk(path, make=False)
 
@@ -142,12 +142,12 @@ def _walk(path: str, *, make: bool) -> int:
     try:
         while names:
             name = names.pop()
-            child = _step(directory, name, f"{at}/{name}", last=not names, make=make)
+            child = _open_child(directory, name, f"{at}/{name}", last=not names, make=make)
             if isinstance(child, str):
                 links += 1
                 if links > _MAX_LINKS:
                     raise HostError(f"{at}/{name} is a circular symlink", "remove it")
-                # What was passed so far holds no symlink any more, so a `..` means what it says.
+                # The path so far contains no symlink any more, so `..` can be resolved by text.
                 target = os.path.normpath(os.path.join(at or "/", child))
                 names += [part for part in target.split("/") if part][::-1]
                 root = os.open("/", _OPEN)
@@ -157,7 +157,7 @@ def _walk(path: str, *, make: bool) -> int:
             os.close(directory)
             directory, at = child, f"{at}/{name}"
             if make:
-                _judge(directory, at, last=not names)
+                _check_directory(directory, at, last=not names)
         if make:
             _record_use(directory, at)
     except BaseException:
@@ -166,28 +166,28 @@ def _walk(path: str, *, make: bool) -> int:
     return directory
 
 
-def _step(directory: int, name: str, path: str, *, last: bool, make: bool) -> int | str:
-    """Open the child, made if missing and `make`; or the target of a symlink that may be followed."""
+def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool) -> int | str:
+    """Open the child, created if missing and `make`; or return the target of a symlink to follow."""
     try:
         try:
             return os.open(name, _OPEN, dir_fd=directory)
         except FileNotFoundError:
             if not make:
                 raise
-            _make(directory, name, path, last=last)
+            _mkdir(directory, name, path, last=last)
             child = os.open(name, _OPEN, dir_fd=directory)
             os.fchmod(child, _MODE)  # whatever the umask is
             return child
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            return _link(directory, name, path)
+            return _read_trusted_link(directory, name, path)
         if not make:
             raise
-        raise _cannot(error, f"{path} cannot be created or opened") from None
+        raise _host_error(error, f"{path} cannot be created or opened") from None
 
 
-def _make(directory: int, name: str, path: str, *, last: bool) -> None:
-    """Make the child; recorded first, so that no crash leaves one behind without a record."""
+def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
+    """Create the child, recorded before, so that a crash never leaves one without a record."""
     before = _recorded()
     _write_record(before, [f"{'made' if last else 'above'} {path}"])
     try:
@@ -199,7 +199,7 @@ def _make(directory: int, name: str, path: str, *, last: bool) -> None:
 
 
 def _record_use(directory: int, path: str) -> None:
-    """Record a directory that was there before us, with the files in it that only look like ours."""
+    """Record a directory that existed before, with the files in it that only look like ours."""
     before = _recorded()
     if before is None or {f"made {path}", f"used {path}"} & set(before):
         return
@@ -220,7 +220,7 @@ def _recorded() -> list[str] | None:
 
 
 def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
-    """Add the lines that are not there yet. What cannot be recorded is no reason to stop."""
+    """Add new lines to the record; a failure is only logged."""
     new = [line for line in lines if before is not None and line not in before]
     if not new or len(before or ()) + len(new) > _MAX_RECORDED:
         return
@@ -233,18 +233,18 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
         log.warning(_UNRECORDED, _record, "written", error.strerror)
 
 
-def _link(directory: int, name: str, path: str) -> str:
+def _read_trusted_link(directory: int, name: str, path: str) -> str:
     link = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(link.st_mode):
         raise HostError(f"{path} is not a directory", f"check it (ls -ld {path}), and remove it")
     place = os.fstat(directory)
-    if not {link.st_uid, place.st_uid} <= {*_ours()} or place.st_mode & _OTHERS_WRITE:
+    if not {link.st_uid, place.st_uid} <= {*_trusted_uids()} or place.st_mode & _OTHERS_WRITE:
         hint = f"check its owner (ls -l {path}), and remove it: others can write there"
         raise HostError(f"{path} is a symlink, which is not followed", hint)
     return os.readlink(name, dir_fd=directory)
 
 
-def _judge(directory: int, path: str, *, last: bool) -> None:
+def _check_directory(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
     _check_owner(info, path)
     sticky = info.st_mode & stat.S_ISVTX
@@ -260,23 +260,23 @@ def check_entries(directory: int, path: str) -> None:
             entry = f"{path}/{printable(name)}"
             try:
                 info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            except FileNotFoundError:  # it went meanwhile, as the files of a control daemon that ends do
+            except FileNotFoundError:  # removed meanwhile, perhaps by a control daemon that ends
                 continue
             if stat.S_ISLNK(info.st_mode):
                 raise HostError(f"{entry} is a symlink, which is not followed", f"remove it: rm {entry}")
             _check_owner(info, entry)
     except OSError as error:
-        raise _cannot(error, f"{path} cannot be read") from None
+        raise _host_error(error, f"{path} cannot be read") from None
 
 
 def _check_owner(info: os.stat_result, path: str) -> None:
-    if info.st_uid not in _ours():
+    if info.st_uid not in _trusted_uids():
         hint = f"check it (ls -la {path}); remove it, or choose another directory"
         raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
 
 
 def open_log(directory: int, path: str, name: str) -> int:
-    """Open the log file for appending, made if missing; raises HostError if it is not ours."""
+    """Open the log file for appending, created if missing; raises HostError if it is not ours."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         log = os.open(name, flags, 0o640, dir_fd=directory)
@@ -284,7 +284,7 @@ def open_log(directory: int, path: str, name: str) -> int:
         what = f"{path}/{name} cannot be written: {error.strerror}"
         raise HostError(what, f"check it: ls -l {path}") from None
     info = os.fstat(log)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid not in _ours():
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in _trusted_uids():
         os.close(log)
         raise HostError(
             f"{path}/{name} is not a file of yunion-mps", f"check it (ls -l {path}), and remove it"
@@ -292,7 +292,7 @@ def open_log(directory: int, path: str, name: str) -> int:
     return log
 
 
-def _cannot(error: OSError, what: str) -> HostError:
+def _host_error(error: OSError, what: str) -> HostError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ShortageError(f"{what}: {error.strerror}")
     hint = "run as root; check with df and mount whether the file system is full or read-only"
@@ -304,5 +304,5 @@ def _cannot(error: OSError, what: str) -> HostError:
     return HostError(f"{what}: {error.strerror}", hint)
 
 
-def _ours() -> tuple[int, int]:
+def _trusted_uids() -> tuple[int, int]:
     return 0, os.geteuid()

@@ -1,10 +1,10 @@
-"""One domain as a state machine: it is told the time, does what can be done now, and never waits.
+"""One domain as a state machine: it is given the time, does what is due, and never blocks.
 
 `tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
-state changes in `_change` and nowhere else. Every state that waits for something has a deadline.
+state changes only in `_change`. Every state that waits for something has a deadline.
 
-Limits that are set count for the next MPS server only. So `plan` is what is in effect, which clients get,
-`desired` what they are to get, and if the two differ while it serves, the change is pending.
+New limits apply only to the next MPS server. So `plan` is what is in effect for clients, `desired` is what
+they should get, and if the two differ while it serves, the change is pending.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
-from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown, Startup, Task
-from yunion_mps.mps.conversation import SilentError
+from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, Shutdown, Startup
+from yunion_mps.mps.conversation import UnresponsiveError
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
-from yunion_mps.mps.startup import as_served
+from yunion_mps.mps.startup import in_running_order
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -41,53 +41,53 @@ from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)
 
-#: How long clients have to end after a `quit`, before the control daemon ends their servers.
+#: How long clients have to end after `quit`, before the control daemon shuts down their servers.
 STOP_TIMEOUT_S = 10
 
 
 class Domain(StateMachine):
-    """A control daemon, from its start over its limits to its end."""
+    """A control daemon, from its start through its limits to its end."""
 
     def __init__(
         self,
         plan: DomainPlan,
         program: str,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         changed: Callable[[], None],
         recorded: LimitsInEffect | None = None,
     ) -> None:
-        """`tell` gets every event, and `changed` is called when the status is another.
+        """Every event goes to `emit`, and `changed` is called when the status has changed.
 
-        `recorded` is what was `in_effect` when an earlier daemon recorded it.
+        `recorded` is what an earlier daemon recorded as in effect.
         """
-        super().__init__(plan.name, tell, changed)
+        super().__init__(plan.name, emit, changed)
         self.desired = plan
         self.restarts = 0
         self.stop_timeout_s = STOP_TIMEOUT_S
-        #: How long its control daemon took to answer when it was last asked for a sign of life.
+        #: How long the last probe of its control daemon took.
         self.probe_s: float | None = None
-        #: Whether processes other than servers use its GPUs, as NVML told last; None if that is unknown.
+        #: Whether processes other than servers use its GPUs, as of NVML's last answer; None if unknown.
         self.in_use: bool | None = None
-        #: When that poll of NVML began; and whether another one is wanted at once.
+        #: When that poll of NVML began, and whether another one is requested at once.
         self._polled_s = math.inf
         self._wants_poll = False
-        #: Whether it is to end once no server has jobs: the configuration has no place for it any more.
+        #: Whether it ends once no server has jobs, because the configuration no longer contains it.
         self.retiring = False
-        #: Whether a compute mode of its GPUs is to be restored once no server runs on them.
+        #: Whether a compute mode of its GPUs will be restored once no server runs on them.
         self._holds_modes = False
-        self.control = ControlDaemon(plan, program, tell, is_recorded=recorded is not None)
-        self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, tell, changed)
-        #: What is under way with the control daemon.
-        self._task: Task | None = None
+        self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
+        self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, changed)
+        #: The current operation on the control daemon.
+        self._task: ControlTask | None = None
         self._deadline_s = 0.0
-        #: How often it failed since it served for long.
+        #: The number of failures since it last served for a long time.
         self._failures = 0
 
-    # -- what it is at
+    # -- its state
 
     @property
     def in_effect(self) -> LimitsInEffect:
-        """What its clients get, and the servers that do not have what is desired."""
+        """What its clients get, and the servers with other than the desired limits."""
         return self._rollover.in_effect
 
     @property
@@ -99,12 +99,12 @@ class Domain(StateMachine):
         pending = ""
         if self.state not in (STOPPED, STOPPING):
             pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
-        waits_for = self._rollover.awaited(every=self._ends_all_servers) if pending else ()
+        waits_for = self._rollover.blocking_servers(every=self._ends_all_servers) if pending else ()
         now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
         return DomainStatus(self.plan, *now, pending, waits_for)
 
     def can_serve(self, plan: DomainPlan) -> bool:
-        """Whether it can go on with this plan: its control daemon has just its GPUs, or is to have."""
+        """Whether it can continue with this plan, whose GPUs its control daemon has or should have."""
         order = self.control.order
         if order and not order.can_serve(plan):
             return False
@@ -114,13 +114,13 @@ class Domain(StateMachine):
         return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
     def descriptors(self) -> list[int]:
-        """What to watch for reading: the control daemon's end, and the answers that are awaited."""
-        end = [self.control.process.fileno()] if self.control.runs else []
+        """The descriptors to watch for reading: the control daemon's pidfd, and those of answers."""
+        end = [self.control.process.fileno()] if self.control.has_process else []
         return [*end, *self._task.descriptors()] if self._task else end
 
     @property
     def is_occupied(self) -> bool:
-        """Whether its control daemon cannot be told its limits now, and is asked again."""
+        """Whether its limits cannot be set now, and this is retried."""
         return isinstance(self._task, LimitsSetter) and bool(self._task.note)
 
     def server_pids(self) -> list[int]:
@@ -128,24 +128,24 @@ class Domain(StateMachine):
         return [*self.control.servers(), *self._rollover.orphans.pids]
 
     @property
-    def _ends_all_servers(self) -> bool:  # every server of its control daemon is to end
+    def _ends_all_servers(self) -> bool:
         return self.retiring or self._holds_modes
 
-    # -- what it is told
+    # -- control
 
     def configure(self, program: str, stop_timeout_s: int) -> None:
-        """Use this program, if it is not empty, and this time for clients from now on."""
+        """Use this program, if it is not empty, and this stop timeout from now on."""
         self.control.program = program or self.control.program
         self.stop_timeout_s = stop_timeout_s
 
     def start(self, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
-        """Begin: directories, then the control daemon; the rest is done by ticks.
+        """Start or adopt the control daemon; ticks do the rest.
 
-        `ours` are the MPS processes of ours that run, if the caller has just searched for them.
+        `ours` are our running MPS processes, if the caller has just searched for them.
         """
         self._rollover.control_daemon_started(now_s)
         what = f"asks the running control daemon (PID {self.control.pid}) again"
-        if not self.control.runs:
+        if not self.control.has_process:
             try:
                 what = self.control.adopt_or_start(self.desired, self.plan, ours)
             except HostError as error:
@@ -153,42 +153,42 @@ class Domain(StateMachine):
                 return
             if not self.control.was_adopted:
                 self._rollover.in_effect = LimitsInEffect(self.desired)
-        self._task = Startup(self._free(), now_s)
+        self._task = Startup(self._idle_control(), now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
     def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
-        """Begin to stop; what runs nothing stops at once, the others by ticks.
+        """Begin to stop; a domain without processes stops at once, others by ticks.
 
-        Clients have `timeout_s` to end, or what was configured. With `spare_adopted`, what was running before
-        us is left as it is, with its clients.
+        Clients have `timeout_s` to end, or the configured time. With `spare_adopted`, what was running before
+        this daemon is left running, with its clients.
         """
         if self.state in (STOPPED, STOPPING):
             return
-        self._drop()
+        self._cancel_task()
         if spare_adopted:
-            self._rollover.orphans.leave()
+            self._rollover.orphans.detach()
             if self.control.is_adopted:
-                self.control.leave()
+                self.control.detach()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
-        if self.control.runs:
+        if self.control.has_process:
             self._task = Shutdown(self.control, now_s, timeout_s=wait_s)
         self._rollover.stop(now_s + wait_s)
-        if self.control.runs or self._rollover.orphans.pids:
+        if self.control.has_process or self._rollover.orphans.pids:
             self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
         else:
             self._change(STOPPED, now_s, "stopped")
 
     def change(self, plan: DomainPlan, now_s: float) -> None:
-        """Aim at other limits; a control daemon that serves gets them at once, for its next server."""
+        """Make `plan` the desired one; a serving control daemon gets its limits for its next server."""
         self.retiring = False
         if self.state in (BACKOFF, FAILED):
-            self._deadline_s = now_s  # an operator may have mended what kept it from starting
+            self._deadline_s = now_s  # an operator may have fixed what kept it from starting
         differs, self.desired = plan != self.desired, plan
-        if differs and not self.control.runs:
+        if differs and not self.control.has_process:
             self._rollover.in_effect = LimitsInEffect(plan)
         elif differs:
-            self.control.target = as_served(plan, self.control.target)
-            if self.control.target == self.plan:  # its servers have just that
+            self.control.target = in_running_order(plan, self.control.target)
+            if self.control.target == self.plan:  # its servers have these limits
                 self._rollover.change_withdrawn()
             if self.state in (APPLYING, READY):
                 self._apply(now_s, "the configuration has changed: its limits are being set", set_first=True)
@@ -200,13 +200,13 @@ class Domain(StateMachine):
         self._changed()
 
     def hold_modes(self, *, holds: bool) -> None:
-        """Whether compute modes of its GPUs are to be restored once its servers have ended."""
+        """Set whether compute modes of its GPUs are to be restored once its servers have ended."""
         if holds != self._holds_modes:
             self._holds_modes = holds
             self._changed()
 
     def drain(self, now_s: float, *, force: bool) -> None:
-        """Have the servers that something waits for end: once their clients have, with `force` at once."""
+        """Shut down the servers that a change waits for: after their clients, with `force` at once."""
         self._rollover.request_end(now_s, force=force)
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
@@ -216,16 +216,16 @@ class Domain(StateMachine):
             self._polled_s = polled_s
 
     def take_poll_request(self) -> bool:
-        """Whether NVML is to be polled at once; said only once for each cause."""
+        """Whether NVML is to be polled at once; true only once for each cause."""
         wanted, self._wants_poll = self._wants_poll, False
         return wanted
 
     # -- time
 
     def tick(self, now_s: float, find: FindProcesses = our_processes) -> float | None:
-        """Do what is due; return when to be called again at the latest, None for not before a descriptor.
+        """Do what is due; return when to be called again at the latest, None to wait for a descriptor.
 
-        `find` searches our processes; dozens of domains share one search.
+        `find` lists our processes; dozens of domains share one search.
         """
         due_s = self._step(now_s)
         if self.state != STOPPED:
@@ -248,7 +248,7 @@ class Domain(StateMachine):
         try:
             return step(now_s) if step else None
         except YunionError as error:
-            self._give_up(now_s, error)
+            self._handle_error(now_s, error)
             return self._step(now_s)
 
     def _tick_starting(self, now_s: float) -> float | None:
@@ -260,16 +260,16 @@ class Domain(StateMachine):
         return self._step(now_s)
 
     def _begin_to_apply(self, now_s: float, because: str = "") -> None:
-        """Set the limits of a new control daemon; one that may have them already is asked first."""
+        """Set the limits of a new control daemon; read those of one that may have them already."""
         served = self.control.has_served
         what = "read" if served else "set and read back"
         self._apply(now_s, f"{because}its limits are being {what}", set_first=not served)
 
     def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
         idle = self.in_use is False
-        self._task = LimitsSetter(self._free(), self.in_effect, set_first=set_first, idle=idle)
+        self._task = LimitsSetter(self._idle_control(), self.in_effect, set_first=set_first, idle=idle)
         if self.state == APPLYING:
-            self._explain(Reason(reason, reasons.DOMAIN_APPLYING))
+            self._change_reason(Reason(reason, reasons.DOMAIN_APPLYING))
         else:
             self._change(APPLYING, now_s, reason)
 
@@ -277,11 +277,11 @@ class Domain(StateMachine):
         assert isinstance(self._task, LimitsSetter)
         result = self._task.tick(now_s)
         if isinstance(result, float):
-            self._explain(self._task.note or self.reason)
+            self._change_reason(self._task.note or self.reason)
             return result
         self._rollover.in_effect = result
         self.control.note_served()
-        self._task = HealthMonitor(self._free(), now_s)
+        self._task = HealthMonitor(self._idle_control(), now_s)
         self._change(READY, now_s, "")
         return self._step(now_s)
 
@@ -292,15 +292,15 @@ class Domain(StateMachine):
             self.stop(now_s)
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
-        orders = self._rollover.orders(now_s, every=self._ends_all_servers, in_use=self.in_use)
+        commands = self._rollover.commands(now_s, every=self._ends_all_servers, in_use=self.in_use)
         try:
-            due_s = monitor.tick(now_s, orders)
+            due_s = monitor.tick(now_s, commands)
         except LimitsChangedError as error:
             self._rollover.limits_overwritten(monitor.servers, error.message)
             self._apply(now_s, "another program changed its limits: they are set again", set_first=True)
             return self._step(now_s)
         finally:
-            self._rollover.orders_heard(monitor.heard, now_s)
+            self._rollover.commands_delivered(monitor.delivered, now_s)
         self.probe_s = monitor.probe_s
         polls_servers = self._ends_all_servers or self.in_effect.old_servers
         return min(due_s, now_s + POLL_S) if polls_servers else due_s
@@ -313,9 +313,9 @@ class Domain(StateMachine):
                 self._begin_to_apply(now_s, "it answers again; ")
                 return self._step(now_s)
             if not task.failed:
-                self._explain(task.reason)
+                self._change_reason(task.reason)
                 return due_s
-            self._task = task = Shutdown(self._free(), now_s, timeout_s=None)
+            self._task = task = Shutdown(self._idle_control(), now_s, timeout_s=None)
         assert isinstance(task, Shutdown)
         return task.tick(now_s)
 
@@ -323,8 +323,8 @@ class Domain(StateMachine):
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)
-        if self.retiring and not self.control.runs:
-            return now_s + POLL_S  # only for jobs to end; nothing new is started for that
+        if self.retiring and not self.control.has_process:
+            return now_s + POLL_S  # it only waits for jobs to end
         if now_s < self._deadline_s:
             return self._deadline_s
         self.start(now_s)
@@ -337,44 +337,44 @@ class Domain(StateMachine):
             self._change(STOPPED, now_s, "stopped")
         return None
 
-    # -- what is under way with the control daemon
+    # -- the current operation on the control daemon
 
-    def _drop(self) -> None:
+    def _cancel_task(self) -> None:
         if self._task:
             self._task.close()
             self._task = None
 
-    def _free(self) -> ControlDaemon:
-        """The control daemon, free for another task: what was under way is dropped."""
-        self._drop()
+    def _idle_control(self) -> ControlDaemon:
+        """The control daemon, after canceling its current task."""
+        self._cancel_task()
         return self.control
 
     # -- failures
 
     def _reap(self, now_s: float) -> None:
-        """The control daemon is gone: as it was told to, or on its own."""
+        """The control daemon has ended, as requested or unexpectedly."""
         replaced = isinstance(self._task, Shutdown) and self._task.is_replacement
-        self._drop()
+        self._cancel_task()
         what, servers = self.control.reap(was_replaced=replaced)
         self._rollover.control_daemon_exited(what, servers, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
-            self._deadline_s = now_s  # what was wrong was wrong with this one
+            self._deadline_s = now_s  # a new one may not have the same problem
         elif self.state != STOPPING:
             self._fail(now_s, ControlError(what, log_hint(self.plan), reasons.CONTROL_DAEMON_EXITED))
 
-    def _give_up(self, now_s: float, error: YunionError) -> None:
-        """Treat a silent control daemon with care: it may have jobs. End one that cannot get its limits."""
+    def _handle_error(self, now_s: float, error: YunionError) -> None:
+        """Recover an unresponsive control daemon, which may have jobs; kill one without limits."""
         control = self.control
-        self._drop()
-        if control.runs and isinstance(error, SilentError):
+        self._cancel_task()
+        if control.has_process and isinstance(error, UnresponsiveError):
             self.error = error
             self._task = recovery = Recovery(control, error, now_s)
             self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
-            self._wants_poll = True  # whether jobs are in its way is believed only by a poll from now on
+            self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
             log.error("domain %s: %s. Resuming it. %s", self.plan.name, self.reason, hint)
             return
-        if control.runs and not control.has_served:
+        if control.has_process and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())
         self._fail(now_s, error)
 

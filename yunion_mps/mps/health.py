@@ -1,4 +1,4 @@
-"""Whether a control daemon serves: the monitor of one that does, and the recovery of one that does not."""
+"""Health: monitor a control daemon that serves, and recover one that does not."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.mps import limits
-from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
-from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError, SilentError
-from yunion_mps.mps.diagnosis import why_silent
+from yunion_mps.mps.control_daemon import COMMAND_RETRY_S, ControlDaemon, ControlTask
+from yunion_mps.mps.conversation import PING, Conversation, OccupiedError, UnresponsiveError
+from yunion_mps.mps.diagnosis import diagnose
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, LIMITS_OVERWRITTEN, Reason
 
 log = logging.getLogger(__name__)
 
-#: How often it is asked for a sign of life, and how long that may take: together less than two intervals.
+#: How often it is probed, and how long an answer may take: together less than two intervals.
 PROBE_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 #: How often its limits are read back.
 VERIFY_S = 60.0
-#: How long a wedged control daemon has to answer once it was told to go on, and how often it is probed.
+#: How long a wedged control daemon has to answer after SIGCONT, and how often it is probed.
 RESUME_TIMEOUT_S = 2.0
 _WEDGED_PROBE_S = 0.5
-#: How often it is found out why: all processes are searched for that.
+#: How often the cause is diagnosed, which searches all processes.
 _DIAGNOSE_S = 10.0
 
 
@@ -34,33 +34,33 @@ class LimitsChangedError(ControlError):
     code = LIMITS_OVERWRITTEN
 
 
-class HealthMonitor(Task):
-    """Does it answer, are its limits still ours, is its log small? From when it serves until it does not."""
+class HealthMonitor(ControlTask):
+    """Checks, while it serves, that it answers, that its limits are still ours, and the size of its log."""
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)
         self._probe_at_s = now_s + PROBE_S
         self._verify_at_s = now_s + VERIFY_S
-        self._order_at_s = now_s
-        #: The orders that it is being told, and those that it was found to have heard in this tick.
-        self._telling: Sequence[str] = ()
-        self.heard: Sequence[str] = ()
-        #: How long it took to answer when it was last asked for a sign of life, None before that.
+        self._send_at_s = now_s
+        #: The commands that are being sent, and those that were delivered in this tick.
+        self._sending: Sequence[str] = ()
+        self.delivered: Sequence[str] = ()
+        #: How long the last probe took, None before the first.
         self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
         self.servers = control.servers()
 
-    def tick(self, now_s: float, orders: Sequence[str]) -> float:
-        """Do what is due; return when to be called again. `orders` are commands that answer nothing.
+    def tick(self, now_s: float, commands: Sequence[str]) -> float:
+        """Do what is due; return when to be called again. `commands` are to be sent; they have no answer.
 
-        Raises SilentError when it does not answer, LimitsChangedError when its limits are not ours.
+        Raises UnresponsiveError if it does not answer, LimitsChangedError if its limits are not ours.
         """
-        self.heard = ()
+        self.delivered = ()
         due_s = self._tick_probe(now_s)
         if self._conversation:
             return min(due_s, self._tick_conversation(self._conversation, now_s))
-        talk_s = min(self._verify_at_s, self._order_at_s) if orders else self._verify_at_s
-        return min(due_s, self._talk(now_s, orders) if now_s >= talk_s else talk_s)
+        send_at_s = min(self._verify_at_s, self._send_at_s) if commands else self._verify_at_s
+        return min(due_s, self._start_conversation(now_s, commands) if now_s >= send_at_s else send_at_s)
 
     def _tick_probe(self, now_s: float) -> float:
         probe = self._probe
@@ -68,7 +68,7 @@ class HealthMonitor(Task):
             if now_s < self._probe_at_s:
                 return self._probe_at_s
             self._probe_at_s = now_s + PROBE_S
-            self._control.log.tell()  # before what it says may be cut
+            self._control.log.report()  # before it is truncated
             bound_logs(self._plan)
             try:
                 probe = self._connect(now_s, PROBE_TIMEOUT_S)
@@ -82,16 +82,16 @@ class HealthMonitor(Task):
         self._probe = None
         return self._probe_at_s
 
-    def _talk(self, now_s: float, orders: Sequence[str]) -> float:
-        """Begin a conversation: a question for its limits, which shows that it hears us, then orders."""
-        self._telling = orders
+    def _start_conversation(self, now_s: float, orders: Sequence[str]) -> float:
+        """Read back its limits, whose answer shows that it receives our commands, then send the orders."""
+        self._sending = orders
         self._verify_at_s = now_s + VERIFY_S
         try:
-            commands = ["get_server_list", *limits.get_commands(self._plan), *self._telling]
+            commands = ["get_server_list", *limits.get_commands(self._plan), *self._sending]
             return self._converse(commands, now_s).deadline_s
         except ShortageError as error:
             log.debug("domain %s: %s", self._plan.name, error)
-            return self._not_heard(now_s)
+            return self._retry_commands(now_s)
 
     def _tick_conversation(self, conversation: Conversation, now_s: float) -> float:
         answer = conversation.poll(now_s)
@@ -100,10 +100,10 @@ class HealthMonitor(Task):
         self._conversation = None
         if not answer:
             log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
-            return self._not_heard(now_s)
-        self.heard = self._telling
-        servers = limits.servers_in(answer)
-        limit = len(servers) + len(limits.get_commands(self._plan)) if self._telling else None
+            return self._retry_commands(now_s)
+        self.delivered = self._sending
+        servers = limits.parse_servers(answer)
+        limit = len(servers) + len(limits.get_commands(self._plan)) if self._sending else None
         try:
             limits.check(self._plan, answer[len(servers) : limit])
         except ControlError as error:
@@ -111,28 +111,28 @@ class HealthMonitor(Task):
         self.servers = tuple(servers)
         return self._verify_at_s
 
-    def _not_heard(self, now_s: float) -> float:
-        """Orders are told again soon, and the limits with them; without orders those have time."""
-        self._order_at_s = now_s + ASK_AGAIN_S
-        return self._order_at_s if self._telling else self._verify_at_s
+    def _retry_commands(self, now_s: float) -> float:
+        """Retry commands soon; without any, the limits can be read back later."""
+        self._send_at_s = now_s + COMMAND_RETRY_S
+        return self._send_at_s if self._sending else self._verify_at_s
 
 
-class Recovery(Task):
-    """The way out for a control daemon that runs and does not serve: the safest steps first, jobs above all.
+class Recovery(ControlTask):
+    """Recovers a control daemon that runs but does not serve, with the safest steps first, to protect jobs.
 
-    It and its servers, for which it waits, are told to go on, in case one was only stopped, and it is asked
-    again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced. If
-    other processes keep it from answering, that is done once: they can keep the next one from it as well.
+    It and its servers, which it waits for, get SIGCONT in case one was only stopped, and it is probed
+    repeatedly. It is replaced only if that does not help and none of its servers may have jobs. If other
+    processes keep it from answering, that happens only once, because they can block its replacement too.
     """
 
-    def __init__(self, control: ControlDaemon, error: SilentError, now_s: float) -> None:
+    def __init__(self, control: ControlDaemon, error: UnresponsiveError, now_s: float) -> None:
         super().__init__(control)
         self._error = error
         self._diagnose(now_s)
         self._began_s = now_s
         self._deadline_s = now_s + RESUME_TIMEOUT_S
         self._probe_at_s = now_s
-        #: The servers for whose sake it is not replaced.
+        #: The servers because of which it is not replaced.
         self.spared_for: tuple[int, ...] = ()
         #: Whether it is to be replaced.
         self.failed = False
@@ -146,44 +146,44 @@ class Recovery(Task):
         if self.spared_for:
             until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
-            if self._is_kept_busy:
+            if self._is_busy:
                 sooner = "not to wait: end the processes that keep it busy"
             what = f"{what}; {until} ({sooner})"
         return Reason(what, why.code)
 
     @property
-    def _is_kept_busy(self) -> bool:
+    def _is_busy(self) -> bool:
         return self._why.code == CONTROL_DAEMON_BUSY
 
     def _diagnose(self, now_s: float) -> None:
-        why = why_silent(self._control.process.pid, self._plan.pipe_directory)
+        why = diagnose(self._control.process.pid, self._plan.pipe_directory)
         self._why = why or self._error.reason
         self._diagnose_at_s = now_s + _DIAGNOSE_S
 
     def tick(self, now_s: float, *, in_use: bool | None, polled_s: float) -> float | None:
         """Do what is due; when to be called again, None once it answers.
 
-        `in_use` tells whether other processes than servers used its GPUs when they were polled at `polled_s`,
-        None if that is unknown.
+        `in_use`: whether processes other than servers used its GPUs when they were polled at `polled_s`, None
+        if unknown.
         """
-        due_s = self._ask(now_s)
+        due_s = self._poll(now_s)
         if due_s is None:
             return None
         if now_s >= self._diagnose_at_s:
             self._diagnose(now_s)
         if now_s >= self._deadline_s:
             servers = self._control.servers()
-            # A job may have come since an earlier poll.
+            # A job may have started since an earlier poll.
             is_idle = in_use is False and polled_s >= self._began_s
             self.spared_for = () if is_idle else tuple(servers)
-            self.failed = not self.spared_for and not (self._is_kept_busy and self._control.is_replacement)
+            self.failed = not self.spared_for and not (self._is_busy and self._control.is_replacement)
             if not self.failed:
                 self._wake()
-                self._deadline_s = now_s + ASK_AGAIN_S
+                self._deadline_s = now_s + COMMAND_RETRY_S
         return min(due_s, self._deadline_s)
 
-    def _ask(self, now_s: float) -> float | None:
-        """None once it has answered a probe, and then NVIDIA's front-end, which may look elsewhere for it."""
+    def _poll(self, now_s: float) -> float | None:
+        """None once it has answered a probe and then NVIDIA's front-end, which may use another path."""
         try:
             if self._conversation:
                 return self._conversation.deadline_s if self._conversation.poll(now_s) is None else None
@@ -195,7 +195,7 @@ class Recovery(Task):
             if not self._probe.poll(now_s):
                 return self._probe.deadline_s
             self.close()
-            return self._converse([HEARD], now_s, RESUME_TIMEOUT_S).deadline_s
+            return self._converse([PING], now_s, RESUME_TIMEOUT_S).deadline_s
         except YunionError:
             self.close()
             self._probe_at_s = max(self._probe_at_s, now_s + _WEDGED_PROBE_S)

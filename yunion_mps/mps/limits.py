@@ -1,9 +1,9 @@
-"""The limits of a domain: set, read back, and found out for which servers they are not in effect.
+"""The limits of a domain: set them, read them back, and find the servers for which they are not in effect.
 
-Limits that are set count for the next MPS server only. A control daemon that was adopted is therefore asked
-before it is told anything: what its servers have can be known only from what it says and what was recorded.
+New limits apply only to the next MPS server. So an adopted control daemon is queried before anything is set:
+the limits of its servers are known only from its answers and from what was recorded.
 
-A limit of None is that of a GPU which the control daemon serves and the plan does not: it is left as it is.
+A limit of None belongs to a GPU that the control daemon serves and the plan does not; it is left unchanged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
-from yunion_mps.mps.conversation import Conversation, occupied
+from yunion_mps.mps.control_daemon import COMMAND_RETRY_S, ControlDaemon, ControlTask
+from yunion_mps.mps.conversation import Conversation, occupied_error
 from yunion_mps.mps.processes import PROGRAM, describe_servers
-from yunion_mps.mps.startup import as_served
+from yunion_mps.mps.startup import in_running_order
 from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -26,108 +26,110 @@ _HINT = "no device is served without its limits; check the end of the control da
 
 
 class LimitsInEffect(NamedTuple):
-    """What a control daemon's clients get, and the servers (PIDs) that do not have what is desired."""
+    """The plan that a control daemon's clients get, and the servers (PIDs) that have other limits."""
 
     plan: DomainPlan
     old_servers: tuple[int, ...] = ()
 
 
-class LimitsSetter(Task):
+class LimitsSetter(ControlTask):
     """Brings limits into effect."""
 
     def __init__(self, control: ControlDaemon, known: LimitsInEffect, *, set_first: bool, idle: bool) -> None:
-        """Begin; `known` is what is in effect as far as we know.
+        """`known` is what is in effect as far as we know.
 
-        `set_first`: the limits are set without asking first. `idle`: no job uses its GPUs, so a server with
-        other limits may be asked to end. If what the servers of another program's control daemon have was
-        never recorded, and its answer is not what is desired, they count as ones with other limits. It is
-        asked again without end while another front-end is connected.
+        `set_first`: set the limits without reading them first. `idle`: no job uses its GPUs, so servers with
+        other limits may be shut down. If the limits of another program's servers were never recorded, and the
+        answer is not the desired one, the servers count as having other limits. Commands are retried without
+        end while another front-end is connected.
         """
         super().__init__(control)
         self._known = known
         self._setting = set_first
         self._idle = idle
         self._first: list[str] = []
-        self._again_s = 0.0
+        self._retry_at_s = 0.0
         #: Why it takes longer than usual, empty if it does not.
         self.note = NO_REASON
 
     def tick(self, now_s: float) -> float | LimitsInEffect:
         """What is in effect, once that is read back; before that, when to be called again.
 
-        Raises SilentError if there is no answer, ControlError if the limits are not in effect, or if it is
-        unknown which a running server has; ShortageError if a new one cannot be talked to.
+        Raises UnresponsiveError if there is no answer, ControlError if the limits are not in effect, or if
+        those of a running server are unknown; ShortageError if commands cannot be sent to a new one.
         """
-        if self._conversation is None and now_s < self._again_s:
-            return self._again_s
-        conversation = self._conversation or self._begin(now_s)
+        if self._conversation is None and now_s < self._retry_at_s:
+            return self._retry_at_s
+        conversation = self._conversation or self._start_conversation(now_s)
         if conversation is None:
-            return self._again_s
+            return self._retry_at_s
         answer = conversation.poll(now_s)
         if answer is None:
             return conversation.deadline_s
         self._conversation = None
         if not answer:
-            return self._turned_away(now_s)
-        settled = self._settled(answer)
-        if settled:
-            return settled
+            return self._on_rejected(now_s)
+        result = self._result(answer)
+        if result:
+            return result
         self._setting = True
         return self.tick(now_s)
 
-    def _begin(self, now_s: float) -> Conversation | None:
-        """Talk to it; None if no process can be started for that, and it may have jobs: it is tried again."""
+    def _start_conversation(self, now_s: float) -> Conversation | None:
+        """Send the commands; None if no process can be started now and it may have jobs, to retry later."""
         first = [*self._first, *set_commands(self._plan)] if self._setting else []
-        # The servers are asked for after the limits were set: one that comes in between counts as an old one.
+        # The servers are listed after the limits are set, so one that starts in between counts as old.
         try:
             return self._converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
         except ShortageError as error:
             if not self._control.has_served:
                 raise
-            self._wait(error, now_s)
+            self._retry_later(error, now_s)
             return None
 
-    def _turned_away(self, now_s: float) -> float:
-        return self._wait(None if self.note else occupied(self._plan.pipe_directory), now_s)
+    def _on_rejected(self, now_s: float) -> float:
+        return self._retry_later(None if self.note else occupied_error(self._plan.pipe_directory), now_s)
 
-    def _wait(self, error: YunionError | None, now_s: float) -> float:
+    def _retry_later(self, error: YunionError | None, now_s: float) -> float:
         if error:
             self.note = Reason(f"{error.message}; {error.hint}", error.code)
-        self._again_s = now_s + ASK_AGAIN_S
-        return self._again_s
+        self._retry_at_s = now_s + COMMAND_RETRY_S
+        return self._retry_at_s
 
-    def _settled(self, answer: list[str]) -> LimitsInEffect | None:
-        """What is in effect by the answer, None if the limits have to be set first."""
+    def _result(self, answer: list[str]) -> LimitsInEffect | None:
+        """What is in effect according to the answer, None if the limits have to be set first."""
         target = self._plan
         if self._setting:
             check_percentage(target, answer[0])
             answer = answer[1:]
-        servers = tuple(servers_in(answer))
+        servers = tuple(parse_servers(answer))
         limits = answer[len(servers) :]
-        before = as_served(self._known.plan, target)
+        before = in_running_order(self._known.plan, target)
         old = tuple(pid for pid in self._known.old_servers if pid in servers)
         if self._setting:
             check(target, limits)
             if before != target or not self._control.has_served or self._control.is_unrecorded:
-                old = servers  # of a new control daemon too: a job may have come before the limits did
+                old = servers  # even of a new control daemon: a job may have started before the limits
         elif not match(target, limits):
             if self._control.is_unrecorded:
                 return None
-            if set(servers) - set(self._known.old_servers) and not match(self._asked(before), limits):
+            if set(servers) - set(self._known.old_servers) and not match(
+                self._without_unknown_gpus(before), limits
+            ):
                 self._refuse_unknown_limits(servers)
-            elif before == target:  # a change was taken back: the servers have what is desired
+            elif before == target:  # a change was withdrawn: the servers have the desired limits
                 self._known = LimitsInEffect(self._known.plan)
             return None
         return LimitsInEffect(before, old) if old else LimitsInEffect(target)
 
-    def _asked(self, plan: DomainPlan) -> DomainPlan:
-        """The plan's limits for the GPUs that are asked for: not for one that is not desired any more."""
+    def _without_unknown_gpus(self, plan: DomainPlan) -> DomainPlan:
+        """The plan with limits only for the GPUs that are queried, not for those no longer desired."""
         asked = {gpu.uuid for gpu in self._plan.gpus if gpu.memory_limit_mib is not None}
         gpus = (gpu if gpu.uuid in asked else gpu._replace(memory_limit_mib=None) for gpu in plan.gpus)
         return plan._replace(gpus=tuple(gpus))
 
     def _refuse_unknown_limits(self, servers: tuple[int, ...]) -> None:
-        """Raise ControlError if servers with unknown limits may have jobs; otherwise have them end."""
+        """Raise ControlError if servers with unknown limits may have jobs; otherwise shut them down."""
         if self._idle:
             self._first = [f"shutdown_server {pid}" for pid in servers]
             return
@@ -140,7 +142,7 @@ class LimitsSetter(Task):
         )
 
 
-# -- in the control daemon's own words
+# -- the control daemon's commands and answers
 
 
 def set_commands(plan: DomainPlan) -> list[str]:
@@ -153,10 +155,10 @@ def set_commands(plan: DomainPlan) -> list[str]:
 
 
 def get_commands(plan: DomainPlan) -> list[str]:
-    """The commands that ask for every limit.
+    """The commands that query every limit.
 
-    The percentage is asked for after each memory limit, because a limit that is not set is answered by
-    no line at all: so each answer stays beside its question.
+    The percentage is queried after each memory limit, because a limit that is not set has no answer at all:
+    so every answer can be matched to its command.
     """
     commands = []
     for device, memory_mib in enumerate(plan.memory_limits_mib):
@@ -181,7 +183,7 @@ def check(plan: DomainPlan, answer: Sequence[str]) -> None:
 
 
 def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
-    """Whether `check` finds nothing."""
+    """Whether `check` passes."""
     try:
         check(plan, answer)
     except ControlError:
@@ -190,14 +192,14 @@ def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
 
 
 def check_percentage(plan: DomainPlan, answer: str | None) -> None:
-    """As `check`, for the one line that `set_commands` are answered with."""
+    """As `check`, for the one line that answers `set_commands`."""
     desired = f"{plan.thread_percentage:.1f}"
     if answer != desired:
         raise _not_in_effect("thread percentage", desired, answer)
 
 
-def servers_in(answer: Sequence[str]) -> list[int]:
-    """The PIDs at the beginning of an answer that begins with that to `get_server_list`."""
+def parse_servers(answer: Sequence[str]) -> list[int]:
+    """The PIDs at the beginning of an answer that starts with that to `get_server_list`."""
     pids = []
     for line in answer:
         if not line.isdigit():
@@ -207,7 +209,7 @@ def servers_in(answer: Sequence[str]) -> list[int]:
 
 
 def memory_text(memory_mib: int) -> str:
-    """How the control daemon shows a memory limit: cut to whole G from 1 GiB on, so 5760M is `5G`."""
+    """A memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`."""
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 

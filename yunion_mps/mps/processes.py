@@ -1,10 +1,10 @@
 """The MPS processes of this host: NVIDIA's control daemons and servers, and which of them are ours.
 
-A process is judged by itself, never by its socket: any user can fill a socket's queue, and a socket outlives
-its process. A control daemon of ours carries a mark in its environment, which its servers inherit (measured).
-Its PID and start time are also recorded, because an environment cannot always be read.
+A process is identified by itself, never by its socket: any user can fill a socket's queue, and a socket
+outlives its process. Our control daemons have a mark in their environment, which their servers inherit
+(measured). PID and start time are also recorded, because an environment cannot always be read.
 
-A control daemon that another program started is ours only by an operator's or the package's order
+A control daemon that another program started is ours only by order of an operator or the package
 (`yunion-mps-daemon --adopt PID`). The order is recorded for that one process, by PID and start time,
 where only root can write, and a reboot deletes it.
 """
@@ -44,23 +44,22 @@ PACKAGES = (
 )
 #: Marks a control daemon as ours, in the environment that it was started with.
 MARK = "YUNION_MPS_DOMAIN"
-#: What the kernel keeps of the server's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
+#: The server's name as the kernel truncates it (TASK_COMM_LEN less its NUL), as it does the control daemon's.
 _NAME = SERVER[:15]
 #: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
-#: How long after its fork a process without an environment may still be on its way into its program. That
-#: takes 44 ms on a loaded machine (measured).
+#: How long after its fork a process may have no environment yet, before exec; 44 ms under load (measured).
 _EXEC_S = 2.0
-#: How long a process may take to end beyond its clients' time, and after SIGTERM before it gets SIGKILL.
+#: How long a process may take to end after its clients' timeout, and after SIGTERM before SIGKILL.
 GRACE_S = 2.0
-#: How long after SIGKILL it is said once more that a process does not end.
+#: How long after SIGKILL a process that does not end is reported again.
 UNKILLABLE_S = 60.0
 #: Stands for the PID of a control daemon that is about to be started.
 _STARTING = 0
 
 
 def find_control_program() -> str:
-    """The path of NVIDIA's control program; raises HostError naming the packages that hold it."""
+    """The path of NVIDIA's control program; raises HostError naming the packages that contain it."""
     return find_program(PROGRAM, PACKAGES)
 
 
@@ -68,12 +67,12 @@ def find_control_program() -> str:
 
 
 def client_variables(pipe_directory: str) -> dict[str, str]:
-    """The environment of the front-end, built from nothing, so that ours cannot lead it elsewhere."""
+    """The front-end's environment, built from scratch, so that ours cannot redirect it."""
     return {"CUDA_MPS_PIPE_DIRECTORY": pipe_directory, "LC_ALL": "C", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
 def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
-    """The control daemon's environment, built from nothing: just these GPUs, in NVML's order."""
+    """The control daemon's environment, built from scratch: only these GPUs, in NVML's order."""
     root = Paths.from_environment().root
     return {
         **client_variables(plan.pipe_directory),
@@ -87,7 +86,7 @@ def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
 
 
 def server_path(program: str) -> str:
-    """The control daemon's PATH: it searches for its server there alone, so its own directory comes first."""
+    """The control daemon's PATH, where it searches for its server, so its own directory comes first."""
     usual = client_variables("")["PATH"]
     beside = os.path.dirname(program)
     return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
@@ -110,7 +109,7 @@ class MpsProcess(NamedTuple):
     log_directory: str
     gpu_uuids: tuple[str, ...]
     is_server: bool = False
-    #: The fields of the plan that it was started for, None if they were not recorded.
+    #: The fields of the plan that it was started for, None if not recorded.
     plan: Any = None
 
     def __str__(self) -> str:
@@ -122,9 +121,9 @@ FindProcesses = Callable[[], Sequence[MpsProcess]]
 
 
 def our_processes() -> list[MpsProcess]:
-    """Every control daemon and every MPS server of ours that runs, the lowest PIDs first.
+    """Our running control daemons and MPS servers, the lowest PIDs first.
 
-    Reads of all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
+    It reads all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
     still run a script that executes the program. Raises ShortageError if they cannot be listed.
     """
     records = _records()
@@ -134,19 +133,19 @@ def our_processes() -> list[MpsProcess]:
     for pid in reversed(all_pids()):
         program = program_name(pid)
         if program in (PROGRAM, SERVER) or pid in recorded or (_STARTING in recorded and program):
-            one = _identified(pid, program, recorded.get(pid))
+            one = _identify(pid, program, recorded.get(pid))
             if one:
                 found.append(one._replace(plan=plans.get((one.pipe_directory, one.gpu_uuids))))
     return found
 
 
 def could_be_ours(pid: int) -> bool:
-    """Whether it is NVIDIA's control program, and root's or of our user."""
+    """Whether it is NVIDIA's control program, run by root or our user."""
     return program_name(pid) == PROGRAM and _is_trusted(pid, is_server=False)
 
 
 def _is_trusted(pid: int, *, is_server: bool) -> bool:
-    """Whether only root, or our user, can have started the process; no other can have chosen what it says.
+    """Whether only root, or our user, can have started the process and set its environment.
 
     A server runs as its clients' user, but keeps the group of its control daemon (measured), which that user
     cannot have. A set-user-ID program keeps the real user of the process that started it.
@@ -157,9 +156,9 @@ def _is_trusted(pid: int, *, is_server: bool) -> bool:
     return {0, os.geteuid()}.issuperset(found.uids) or (is_server and {os.getegid()}.issuperset(found.gids))
 
 
-def _identified(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
+def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
     started = started_ticks(pid)
-    # A control daemon's child is its server, also before it has come as far as that program.
+    # A child of a control daemon is its server, even before exec.
     is_server = program == SERVER or program_name(parent_of(pid)) == PROGRAM
     if started is None or not _is_trusted(pid, is_server=is_server):
         return None
@@ -179,7 +178,7 @@ def _identified(pid: int, program: str, recorded: MpsProcess | None) -> MpsProce
 
 
 def _environment_after_exec(pid: int) -> dict[str, str]:
-    """The environment of a process; waits for it, because it is empty while the program is being loaded."""
+    """The environment of a process; waits while it is empty, before exec."""
     while not (environment := environment_of(pid)):
         ticks = started_ticks(pid)
         now_s, forked_s = time.clock_gettime(time.CLOCK_BOOTTIME), (ticks or 0) / os.sysconf("SC_CLK_TCK")
@@ -190,7 +189,7 @@ def _environment_after_exec(pid: int) -> dict[str, str]:
 
 
 def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:
-    """Whether a daemon with our root started it: not one of another test, and not one in a container."""
+    """Whether a daemon with our root directory started it, not one of another test or in a container."""
     if environment.get(ROOT_VARIABLE, "/") != Paths.from_environment().root:
         return False
     try:
@@ -205,7 +204,7 @@ def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:
 class AdoptionOrder(NamedTuple):
     """The order to adopt a control daemon that another program started, and the GPUs (UUIDs) that it serves.
 
-    `in_order`: it is certain that it numbers its GPUs in this order; limits name a GPU by its number.
+    `in_order`: it certainly numbers its GPUs in this order; limits refer to GPUs by number.
     """
 
     pid: int
@@ -215,7 +214,7 @@ class AdoptionOrder(NamedTuple):
     pipe_directory: str
 
     def can_serve(self, plan: DomainPlan) -> bool:
-        """Whether each limit of the plan can be set for the GPU that it is meant for."""
+        """Whether each limit of the plan can be set for the right GPU."""
         return self.in_order or len(set(plan.memory_limits_mib)) <= 1
 
 
@@ -234,7 +233,7 @@ def _order_of_server(started: int, environment: Mapping[str, str]) -> AdoptionOr
 
 
 def record_order(order: AdoptionOrder) -> None:
-    """Make the process ours; raises HostError if that cannot be written."""
+    """Record the order to adopt the process; raises HostError if it cannot be written."""
     path = Paths.from_environment().adopted
     try:
         write_atomically(path, json.dumps(order._asdict()))
@@ -243,7 +242,7 @@ def record_order(order: AdoptionOrder) -> None:
 
 
 def record(plan: DomainPlan, pid: int = _STARTING) -> None:
-    """Record that a control daemon of ours is about to be started, and then which process it is.
+    """Record that a control daemon of ours is about to start, and then its PID.
 
     If that cannot be written, its mark still identifies it.
     """
@@ -258,7 +257,7 @@ def forget(plan: DomainPlan) -> None:
     path = _record_path(plan)
     with contextlib.suppress(OSError):
         os.unlink(path)
-        os.rmdir(os.path.dirname(path))  # unless it has others
+        os.rmdir(os.path.dirname(path))  # unless it contains other records
 
 
 def _record_path(plan: DomainPlan) -> str:
@@ -284,18 +283,18 @@ def _read_order() -> AdoptionOrder | None:
 
 
 def _read_record(path: str) -> Any:
-    """The values of a record, None if it is not root's or ours, or cannot be understood."""
+    """The values of a record, None if it is not root's or ours, or invalid."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
             return json.load(file)
     return None
 
 
-# -- servers, found without asking the control daemon: they are its children
+# -- servers, which are children of the control daemon
 
 
 def server_pids(control_pid: int) -> list[int]:
-    """The PIDs of the control daemon's servers, also of one that is about to start; empty if it is gone.
+    """The PIDs of the control daemon's servers, including one before exec; empty if it has ended.
 
     Raises ShortageError if they cannot be read.
     """
@@ -303,19 +302,19 @@ def server_pids(control_pid: int) -> list[int]:
 
 
 def is_server(pid: int) -> bool:
-    """Whether the process is an MPS server, also one that has not come as far as its program."""
+    """Whether the process is an MPS server, even before exec."""
     return name_of(pid) == _NAME
 
 
 def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
-    """Those of the PIDs that are still those of MPS servers; takes no descriptor, so it never lacks one."""
+    """The PIDs that are still those of MPS servers; works without free descriptors."""
     return tuple(pid for pid in pids if program_name(pid) == SERVER)
 
 
 def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -> list[int]:
-    """The PIDs of the servers of ours on the directory whose control daemon is gone.
+    """The PIDs of our servers in the directory whose control daemon has ended.
 
-    `find` reads of every process. Raises ShortageError if they cannot be listed.
+    `find` reads every process. Raises ShortageError if they cannot be listed.
     """
     return [
         one.pid
@@ -329,7 +328,7 @@ def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -
 def signal_server(pid: int, number: signal.Signals) -> bool:
     """Send a signal if this is still an MPS server; returns whether it is.
 
-    Raises ShortageError if there is no descriptor to hold it by: by its number another process could get it.
+    Raises ShortageError if no pidfd can be opened: by its PID, another process could get the signal.
     """
     process = Process.adopt(pid)
     if process is None:

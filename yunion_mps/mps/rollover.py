@@ -1,6 +1,6 @@
-"""Which MPS servers a domain has, and which of them must end before what is desired counts for every job.
+"""Rollover: replace MPS servers with old limits, and end orphaned servers, without ending their jobs.
 
-A server keeps the limits that it was started with, stays when its last client is gone, and may outlive its
+A server keeps the limits that it was started with, stays after its last client has ended, and may outlive its
 control daemon. So a change of limits is in effect only when the servers from before it have ended.
 """
 
@@ -27,29 +27,29 @@ from yunion_mps.mps.processes import (
 
 log = logging.getLogger(__name__)
 
-#: How soon after a start all processes are searched for orphans; at once, it would delay the start.
+#: How soon after a start all processes are searched for orphans; an immediate search would delay the start.
 SEARCH_AFTER_S = 1.0
-#: How often at most it is polled which servers there are, and whether those ended that something waits for.
+#: How often the servers are polled at most, and whether awaited ones have ended.
 POLL_S = 1.0
 _STOP = "its jobs did not end in time"
-#: How often servers without clients are asked to end, if something waits for that.
-_ASK_AGAIN_S = 10.0
-#: For how long servers are to end with their jobs, if the control daemon does not hear it at once.
+#: How often awaited servers without clients are asked to shut down.
+_END_REQUEST_INTERVAL_S = 10.0
+#: How long a forced shutdown is attempted, if the control daemon does not receive it at once.
 FORCE_WITHIN_S = 60.0
 
-#: For how long no job must have been seen: a job that has attached uses the GPU only some time later.
+#: How long no job must have been seen, because a job uses the GPU some time after it has attached.
 IDLE_S = 15.0
 _POLL_SOON_S = 0.05
 
 
 class Rollover:
-    """The servers of one domain; nothing here waits."""
+    """The servers of one domain; nothing here blocks."""
 
     def __init__(
         self,
         in_effect: LimitsInEffect,
         servers: Callable[[], tuple[int, ...]],
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
         """`in_effect` is what an earlier daemon recorded, or what is desired.
@@ -58,23 +58,23 @@ class Rollover:
         """
         self.in_effect = in_effect
         self._servers = servers
-        self.orphans = OrphanedServers(in_effect.plan.name, tell)
-        self._tell = tell
+        self.orphans = OrphanedServers(in_effect.plan.name, emit)
+        self._emit = emit
         self._changed = changed
         self._poll_at_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
-        self._ask_s = self._asked_s = 0.0
-        #: The servers that are to be asked to end if something waits for it, and whether also with clients.
-        self._to_ask: dict[int, bool] = {}
+        self._next_request_s = self._end_requested_s = 0.0
+        #: The servers to shut down if a change waits for them, and whether to force that despite clients.
+        self._end_requests: dict[int, bool] = {}
 
     def control_daemon_started(self, now_s: float) -> None:
-        """One is being started or adopted: there may be servers of an earlier one."""
+        """A control daemon is being started or adopted; servers of an earlier one may still run."""
         self._search_s = now_s + SEARCH_AFTER_S
         self._stop_s = None
 
     def control_daemon_exited(self, cause: str, servers: Iterable[int], end_s: float | None = None) -> None:
-        """It is gone; its servers may not be: those without jobs are ended at `end_s`."""
+        """The control daemon has ended; its running servers are orphans, to be ended at `end_s` if given."""
         why = "it has no jobs"
         if self._stop_s is not None:
             end_s, why = self._stop_s, _STOP
@@ -82,14 +82,14 @@ class Rollover:
         self._changed()
 
     def stop(self, at_s: float) -> None:
-        """Everything is to stop: orphans have as long as clients, also those that there will be."""
+        """Stop: current and future orphans have until `at_s`, like clients."""
         self._stop_s = at_s
         self.orphans.end(at_s, _STOP)
 
     def tick(self, now_s: float, *, in_use: bool | None, find: FindProcesses = our_processes) -> float | None:
-        """Note servers that came and ended; when to be called again. `find` searches our processes."""
+        """Note servers that started or ended; returns when to be called again. `find` lists our processes."""
         before = self.orphans.pids
-        if now_s >= self._poll_at_s:  # not at every tick: there are many while dozens of domains start
+        if now_s >= self._poll_at_s:  # not at every tick, because dozens of starting domains tick often
             self._poll_at_s = now_s + POLL_S
             self._servers()
         if self._search_s is not None and now_s >= self._search_s:
@@ -112,24 +112,24 @@ class Rollover:
     # -- limits
 
     def note_ended(self, target: DomainPlan) -> None:
-        """Note the end of servers with older limits; `target` is what the next ones have."""
+        """Note the end of servers with older limits; `target` is the plan of the next ones."""
         old = self.in_effect.old_servers
         left = running_servers(old)
         if left == old:
             return
         self.in_effect = LimitsInEffect(self.in_effect.plan, left) if left else LimitsInEffect(target)
         if not left:
-            self._tell_limits("the new limits are in effect", f"{describe_servers(old)} has ended")
+            self._emit_limit_event("the new limits are in effect", f"{describe_servers(old)} has ended")
         self._changed()
 
     def change_withdrawn(self) -> None:
-        """What is desired is what its servers have after all."""
+        """The pending change was withdrawn: its servers have the desired limits."""
         if self.in_effect.old_servers:
-            self._tell_limits("the pending change was withdrawn", "the configuration was reloaded")
+            self._emit_limit_event("the pending change was withdrawn", "the configuration was reloaded")
         self.in_effect = LimitsInEffect(self.in_effect.plan)
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
-        """Another program changed the limits; the `known` servers are from when they were last right."""
+        """Another program changed the limits; the `known` servers ran when they were last correct."""
         wrong = [pid for pid in self._servers() if pid not in known]
         means = "they are set again"
         if wrong:
@@ -137,55 +137,57 @@ class Rollover:
             old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
             self.in_effect = self.in_effect._replace(old_servers=old)
         what = "another program changed its limits"
-        self._tell_limits(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
+        self._emit_limit_event(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
 
-    def _tell_limits(
+    def _emit_limit_event(
         self, what: str, cause: str, means: str = "", severity: str = "info", code: str = ""
     ) -> None:
-        self._tell(Event(severity, "limit", self.in_effect.plan.name, what, cause, means, code))
+        self._emit(Event(severity, "limit", self.in_effect.plan.name, what, cause, means, code))
 
-    # -- servers that are to end
+    # -- servers that must end
 
-    def awaited(self, *, every: bool) -> tuple[int, ...]:
-        """The servers whose end something waits for, orphans among them; `every` includes all its own."""
+    def blocking_servers(self, *, every: bool) -> tuple[int, ...]:
+        """The servers that a pending change waits for, including orphans; `every` includes all its own."""
         own = self._servers() if every else self.in_effect.old_servers
         return (*own, *self.orphans.pids)
 
     def request_end(self, now_s: float, *, force: bool) -> None:
-        """Have the awaited servers asked to end: once their clients have, with `force` at once.
+        """Request the shutdown of blocking servers: after their clients have ended, with `force` at once.
 
-        Orphans can only be forced. The others are asked when their control daemon hears us, with `force`
-        within a minute: later, it would come as a surprise that jobs end.
+        Orphans can only be forced. For the others the control daemon gets a command when it is reachable, but
+        with `force` only within a minute, because nobody would expect jobs to be ended later.
         """
         if force:
             self.orphans.end(now_s, "it was asked to end")
-        self._asked_s = now_s
-        self._to_ask = dict.fromkeys(self._servers(), force)
+        self._end_requested_s = now_s
+        self._end_requests = dict.fromkeys(self._servers(), force)
 
-    def orders(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
-        """What the control daemon is to be told until it has heard it; whether `every` server is to end."""
+    def commands(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
+        """The commands to send to the control daemon until delivered; `every`: all servers must end."""
         awaited = self._servers() if every else self.in_effect.old_servers
-        late = now_s > self._asked_s + FORCE_WITHIN_S
-        self._to_ask = {
-            pid: force for pid, force in self._to_ask.items() if pid in awaited and not (force and late)
+        late = now_s > self._end_requested_s + FORCE_WITHIN_S
+        self._end_requests = {
+            pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
         }
-        to_ask = self._to_ask
-        # Without -f, because a job may have come since NVML was polled: a server with clients goes on with
-        # them (535 ends it after them, 550 asks it again and again), and one without ends at once.
-        if not to_ask and in_use is False and now_s >= self._ask_s:
-            to_ask = dict.fromkeys(awaited, False)
-        return [_order(pid, force=force) for pid, force in to_ask.items()]
+        requests = self._end_requests
+        # Without -f, because a job may have started since NVML was polled: a server with clients continues
+        # (535 ends it after them, with 550 the command is repeated), and one without ends at once.
+        if not requests and in_use is False and now_s >= self._next_request_s:
+            requests = dict.fromkeys(awaited, False)
+        return [_shutdown_command(pid, force=force) for pid, force in requests.items()]
 
-    def orders_heard(self, orders: Collection[str], now_s: float) -> None:
-        """Forget requests for which these orders were heard; without requests, they are given again later."""
-        if orders and not self._to_ask:
-            self._ask_s = now_s + _ASK_AGAIN_S
-        self._to_ask = {
-            pid: force for pid, force in self._to_ask.items() if _order(pid, force=force) not in orders
+    def commands_delivered(self, commands: Collection[str], now_s: float) -> None:
+        """Forget requests whose commands were delivered; without requests, they are sent again later."""
+        if commands and not self._end_requests:
+            self._next_request_s = now_s + _END_REQUEST_INTERVAL_S
+        self._end_requests = {
+            pid: force
+            for pid, force in self._end_requests.items()
+            if _shutdown_command(pid, force=force) not in commands
         }
 
     def pending(self, *, retiring: bool, holds_modes: bool) -> str:
-        """What is to become of the domain, and what that waits for; empty for nothing."""
+        """The pending changes of the domain, and what they wait for; empty if there are none."""
         waits = []
         if retiring:
             waits.append("it ends when its MPS servers have ended, because the configuration has changed")
@@ -203,12 +205,12 @@ class Rollover:
         return "; ".join(waits)
 
 
-def _order(pid: int, *, force: bool) -> str:
+def _shutdown_command(pid: int, *, force: bool) -> str:
     return f"shutdown_server {pid}{' -f' if force else ''}"
 
 
 class _Orphan:
-    """One orphaned server: since when it has no jobs, when and why it is to end, and whether it was told."""
+    """One orphaned server: since when it is idle, when and why it will be ended, and if it was signalled."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -231,16 +233,16 @@ class _Orphan:
 
 
 class OrphanedServers:
-    """MPS servers whose control daemon is gone: they go on with their jobs and the limits of their start.
+    """MPS servers whose control daemon has ended: they continue with their jobs and their original limits.
 
-    No job comes to them any more, they cannot be asked anything, and they keep their GPUs, which no other
-    server can use meanwhile in exclusive-process mode. So each is told of, waited for, and ended once no job
-    uses its GPUs any more, or the time of a stop is over. Nothing here waits.
+    They get no new jobs, cannot be controlled, and keep their GPUs, which no other server can use meanwhile
+    in exclusive-process mode. So each is reported, and ended once no job uses its GPUs any more, or at the
+    deadline of a stop. Nothing here blocks.
     """
 
-    def __init__(self, domain: str, tell: Callable[[Event], None]) -> None:
+    def __init__(self, domain: str, emit: Callable[[Event], None]) -> None:
         self._domain = domain
-        self._tell = tell
+        self._emit = emit
         self._orphans: list[_Orphan] = []
 
     @property
@@ -248,7 +250,7 @@ class OrphanedServers:
         return tuple(orphan.pid for orphan in self._orphans)
 
     def add(self, pids: Iterable[int], cause: str, end_s: float | None = None, why: str = "") -> None:
-        """Take on those that still run and are not known yet; the caller knows that they are our servers.
+        """Add those that still run and are not known yet; the caller knows that they are our servers.
 
         They are ended at `end_s` if that is given.
         """
@@ -260,7 +262,7 @@ class OrphanedServers:
                     orphan.end(end_s, why)
             self._orphans += orphans
             means = "its jobs continue with their limits; new ones may have to wait for its end"
-            self._say(
+            self._report(
                 "warning",
                 f"{describe_servers(new)} is still running without its control daemon",
                 cause,
@@ -268,12 +270,12 @@ class OrphanedServers:
             )
 
     def end(self, at_s: float, why: str) -> None:
-        """Have those that there are now ended at this time, also with jobs."""
+        """End the current ones at this time, even with jobs."""
         for orphan in self._orphans:
             orphan.end(at_s, why)
 
-    def leave(self) -> None:
-        """Forget them, and log that they go on."""
+    def detach(self) -> None:
+        """Forget them, and log that they are left running."""
         if self._orphans:
             log.warning("domain %s: %s is left running", self._domain, describe_servers(self.pids))
             self._orphans = []
@@ -281,13 +283,13 @@ class OrphanedServers:
     def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
         """Do what is due; when to be called again, None if there are none.
 
-        `in_use` tells whether other processes than servers use their GPUs, None if that is unknown.
+        `in_use`: whether processes other than servers use their GPUs, None if unknown.
         """
         left = running_servers(self.pids)
         for orphan in [orphan for orphan in self._orphans if orphan.pid not in left]:
             self._orphans.remove(orphan)
             what = f"{describe_servers([orphan.pid])}, left without a control daemon, has ended"
-            self._say("info", what, orphan.why)
+            self._report("info", what, orphan.why)
         return min((self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans), default=None)
 
     def _tick(self, orphan: _Orphan, now_s: float, *, in_use: bool | None) -> float:
@@ -303,11 +305,11 @@ class OrphanedServers:
         try:
             if signal_server(orphan.pid, number):
                 what = f"{describe_servers([orphan.pid])}, left without a control daemon, gets {number.name}"
-                self._say("warning", what, orphan.why)
+                self._report("warning", what, orphan.why)
         except ShortageError as error:
             log.warning("domain %s: %s", self._domain, error)
 
-    def _say(self, severity: str, what: str, cause: str, means: str = "") -> None:
+    def _report(self, severity: str, what: str, cause: str, means: str = "") -> None:
         log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
         code = "" if severity == "info" else reasons.SERVERS_ORPHANED
-        self._tell(Event(severity, "client", self._domain, what, cause, means, code))
+        self._emit(Event(severity, "client", self._domain, what, cause, means, code))

@@ -1,6 +1,6 @@
-"""How a domain gets its control daemon: one of ours that runs already is adopted, otherwise one is started.
+"""Startup of a domain's control daemon: a running one of ours is adopted, otherwise a new one is started.
 
-Another program's control daemon is left alone, except for one that we were ordered to adopt.
+Another program's control daemon is left alone, unless an operator ordered its adoption.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from yunion_mps.mps.processes import (
     server_path,
 )
 
-#: Has the control daemon give all users one server; before 570 it is not known.
+#: Makes the control daemon serve all users with one server; unknown before 570.
 MULTIUSER = "-multiuser-server"
 
-#: How long a control program is tried: it serves after some milliseconds, or later on a machine under load.
+#: How long a trial of a control program may take: it serves within milliseconds, or later under load.
 _TRIAL_S = 2.0
 _TRIAL_POLL_MS = 5
 
-#: What was found out, by a program's path, time of change and size.
+#: The results of trials, by a program's path, modification time and size.
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
 
 
-def obstacle(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
-    """What would keep a control daemon from being started or adopted; `ours` as `find` takes it."""
+def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
+    """The error that would keep a control daemon from being started or adopted; `ours` as in `find`."""
     try:
         found = find(plan, ours)
         if found:
@@ -63,9 +63,9 @@ def obstacle(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> Host
 
 
 class RunningDaemon(NamedTuple):
-    """A control daemon of ours that runs already, and the domain as it serves it.
+    """A running control daemon of ours, and the plan that it serves.
 
-    `order` is the one to adopt it, if another program has started it.
+    `order` is the order to adopt it, if another program started it.
     """
 
     process: Process
@@ -74,11 +74,11 @@ class RunningDaemon(NamedTuple):
 
 
 def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningDaemon | None:
-    """The control daemon that serves the domain's directory already, None if none does.
+    """The control daemon that already serves the domain's directory, None if none does.
 
     `ours` are our processes if the caller knows them. One of ours is found whether it answers or not; it may
-    serve other GPUs than are planned, if one was lost or came back since. Raises HostError, and does nothing
-    to it, if it is not one that we would have started, or serves no GPU of the plan.
+    serve other GPUs than planned, if one was lost or has returned since. Raises HostError, and leaves it
+    alone, if it is not one that we would have started, or serves no GPU of the plan.
     """
     place = plan.pipe_directory
     known = our_processes() if ours is None else ours
@@ -105,79 +105,79 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     process = Process.adopt(one.pid)
     if process is None:
         return None
-    if started_ticks(one.pid) != one.started_ticks:  # it has ended, and its PID is another's
+    if started_ticks(one.pid) != one.started_ticks:  # it has ended, and its PID was reused
         process.close()
         return None
     log_directory = one.log_directory or plan.log_directory
-    # Its servers have its groups (measured), so one without the group cannot serve in a closed directory.
+    # Its servers have its groups (measured), so without the group they cannot enter a restricted directory.
     group = plan.pipe_group if directories.is_member(one.pid, plan.pipe_group) else ""
     served = plan._replace(log_directory=log_directory, pipe_group=group).for_gpus(one.gpu_uuids)
     return RunningDaemon(process, served, order)
 
 
-def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
-    """The plan with the GPUs in the running control daemon's own order, by which limits are named."""
+def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
+    """The plan with the GPUs in the running control daemon's order, which its limits refer to."""
     return plan._replace(
         pipe_directory=running.pipe_directory,
         log_directory=running.log_directory,
-        pipe_group=running.pipe_group,  # as the running one has it from its start
+        pipe_group=running.pipe_group,  # fixed at its start
     ).for_gpus(running.gpu_uuids)
 
 
-def with_recorded(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
-    """The plan, with what is recorded of GPUs that it has no limit for: of one that is lost for now."""
+def with_recorded_limits(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
+    """The plan, with the recorded limits of GPUs for which it has none, such as a lost one."""
     before = recorded.for_gpus(plan.gpu_uuids).gpus
     gpus = (was if now.memory_limit_mib is None else now for now, was in zip(plan.gpus, before))
     return plan._replace(gpus=tuple(gpus))
 
 
-def order_to_adopt(
+def create_adoption_order(
     pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None], plan: DomainPlan
 ) -> AdoptionOrder:
-    """What is to be recorded of another program's control daemon; raises HostError if it cannot be adopted.
+    """The order to adopt another program's control daemon; raises HostError if it cannot be adopted.
 
-    `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None for one that is unknown. The caller
-    knows that the process is NVIDIA's control program and listens in the directory of `plan`.
+    `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None if unknown. The caller knows that the
+    process is NVIDIA's control program and listens in the directory of `plan`.
     """
     place = pipe_directory_in(environment)
     if place != plan.pipe_directory:
         why = f"it was started for {printable(place)}"
-        raise _refusal(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
+        raise _adoption_error(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
     if plan.multiuser:
-        raise _refusal(pid, "it was started with another value of cuda_mps_multiuser")
-    gpu_uuids, in_order = _served(pid, environment, host_gpus)
+        raise _adoption_error(pid, "it was started with another value of cuda_mps_multiuser")
+    gpu_uuids, in_order = _served_gpus(pid, environment, host_gpus)
     if set(gpu_uuids) != set(plan.gpu_uuids):
-        raise _refusal(pid, "the GPUs that it serves are not those that the configuration divides")
+        raise _adoption_error(pid, "the GPUs that it serves are not those that the configuration divides")
     order = AdoptionOrder(pid, started_ticks(pid) or 0, gpu_uuids, in_order, plan.pipe_directory)
     if not order.can_serve(plan):
         why = "its CUDA_DEVICE_ORDER is not PCI_BUS_ID, so its numbering of the GPUs is unknown"
-        raise _refusal(pid, f"{why}, and their memory limits differ")
+        raise _adoption_error(pid, f"{why}, and their memory limits differ")
     if not order.started_ticks:
-        raise _refusal(pid, "it has ended")
+        raise _adoption_error(pid, "it has ended")
     return order
 
 
-def _served(
+def _served_gpus(
     pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None]
 ) -> tuple[tuple[str, ...], bool]:
     """The UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
 
-    CUDA_VISIBLE_DEVICES numbers them as it names them; without it CUDA's own order counts, which is that of
-    PCI only if CUDA_DEVICE_ORDER says so.
+    CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own, which is that of PCI only if
+    CUDA_DEVICE_ORDER says so.
     """
     known = tuple(uuid for uuid in host_gpus if uuid is not None)
     if len(known) < len(host_gpus):
-        raise _refusal(pid, "a GPU of this host has no known UUID")
+        raise _adoption_error(pid, "a GPU of this host has no known UUID")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return known, len(known) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     uuids = tuple(word.strip() for word in named.split(","))
     if not set(uuids) <= set(known):
-        raise _refusal(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs identify GPUs")
+        raise _adoption_error(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs identify GPUs")
     return uuids, True
 
 
-def _refusal(pid: int, why: str) -> HostError:
+def _adoption_error(pid: int, why: str) -> HostError:
     hint = "it was left alone; end it when its jobs are done, and yunion-mps starts its own"
     what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
     return HostError(what, hint, reasons.ADOPTION_REFUSED)
@@ -187,7 +187,7 @@ def _refusal(pid: int, why: str) -> HostError:
 
 
 def start(program: str, plan: DomainPlan) -> Process:
-    """Start NVIDIA's control daemon in the foreground, its log behind what is there; raises HostError."""
+    """Start NVIDIA's control daemon in the foreground, appending to its log; raises HostError."""
     _prepare(plan)
     with directories.use(plan.log_directory) as directory:
         output = directories.open_log(directory, plan.log_directory, LOG_NAME)
@@ -208,7 +208,7 @@ def start(program: str, plan: DomainPlan) -> Process:
 
 
 def _prepare(plan: DomainPlan) -> None:
-    """Make both directories; raises HostError if another user's files lie there, or that is not known."""
+    """Create both directories; raises HostError if they contain another user's files, or cannot be read."""
     set_access(plan)
     for path in (plan.log_directory, plan.pipe_directory):
         with directories.use(path) as directory:
@@ -216,7 +216,7 @@ def _prepare(plan: DomainPlan) -> None:
 
 
 def set_access(plan: DomainPlan) -> None:
-    """Make the pipe directory, and set who may enter it as planned; raises HostError."""
+    """Create the pipe directory, and set its permissions as planned; raises HostError."""
     with directories.use(plan.pipe_directory) as directory:
         directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
 
@@ -225,12 +225,12 @@ def set_access(plan: DomainPlan) -> None:
 
 
 def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL_S) -> bool:
-    """Whether the program can serve all users at once; may wait until the deadline, so it is for threads.
+    """Whether the program can serve all users at once; may block until the deadline, so call it on a thread.
 
-    Programs before 570 turn into a front-end at a flag that they do not know, and versions alone mislead:
-    vendors carry changes back. So it is tried in a directory of its own below `run_directory`, whose path
-    must be short, because it holds a socket. What was found out is remembered until the program changes.
-    Raises HostError if it cannot be tried.
+    Programs before 570 start as a front-end if they get an unknown flag, and versions are unreliable because
+    vendors backport changes. So the program is tried in a temporary directory below `run_directory`, whose
+    path must be short, because it holds a socket. The result is cached until the program changes. Raises
+    HostError if it cannot be tried.
     """
     try:
         info = os.stat(program)
@@ -246,7 +246,7 @@ def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL
 
 
 def _try_multiuser(program: str, run_directory: str, deadline_s: float) -> bool | None:
-    # Not above: the daemon's start would pay several milliseconds for what few hosts ask for.
+    # Imported here, because they take several milliseconds and few hosts need them.
     import shutil
     import tempfile
 
@@ -262,15 +262,15 @@ def _try_multiuser(program: str, run_directory: str, deadline_s: float) -> bool 
             output = null.fileno()
             process = spawn([program, "-f", MULTIUSER], variables, stdin=None, stdout=output, stderr=output)
         try:
-            return _serves(process, place, deadline_s)
+            return _wait_until_serving(process, place, deadline_s)
         finally:
             process.kill()
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _serves(process: Process, place: str, deadline_s: float) -> bool | None:
-    """Whether it serves there; None if it does neither that nor end, until the deadline."""
+def _wait_until_serving(process: Process, place: str, deadline_s: float) -> bool | None:
+    """Whether it serves there; None if it neither serves nor exits before the deadline."""
     end_s = time.monotonic() + deadline_s
     poll = select.poll()
     poll.register(process.fileno(), select.POLLIN)

@@ -1,4 +1,4 @@
-"""The states of a domain, which may follow which, and when a failed start is tried again."""
+"""The states of a domain, the legal changes between them, and when a failed start is retried."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from yunion_mps.reasons import NO_REASON, Reason
 log = logging.getLogger(__name__)
 
 STOPPED = "stopped"
-STARTING = "starting"  # the control daemon was started (or adopted) and does not answer yet
+STARTING = "starting"  # the control daemon was started or adopted, and does not answer yet
 APPLYING = "applying"  # its limits are being set and read back
 READY = "ready"  # every limit was read back: clients are served within their budgets
-WEDGED = "wedged"  # it runs and does not answer, or cannot be reached
-BACKOFF = "backoff"  # it ended or failed; the next start is due at a time
-FAILED = "failed"  # no start helps before an operator has done something; tried again slowly
+WEDGED = "wedged"  # it runs but does not answer, or cannot be reached
+BACKOFF = "backoff"  # it ended or failed; the next start is scheduled
+FAILED = "failed"  # an operator must act before a start can succeed; retried slowly
 STOPPING = "stopping"  # it was asked to quit
 
 LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
     STOPPING: (STOPPED,),
 }
 
-#: How bad it is, and what it means for devices and jobs: both for the event log.
+#: The severity, and the consequence for devices and jobs, for the event log.
 MEANINGS: dict[str, tuple[str, str]] = {
     STOPPED: ("info", "its devices are not served"),
     STARTING: ("info", "its devices are served once every limit has been read back"),
@@ -44,7 +44,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     STOPPING: ("info", "its devices are not served; running jobs have time to end"),
 }
 
-#: The reason codes of the states that pass by themselves; other states have that of an error.
+#: The reason codes of transient states; other states have the code of an error.
 _CODES = {
     STOPPED: reasons.DOMAIN_STOPPED,
     STARTING: reasons.DOMAIN_STARTING,
@@ -53,31 +53,31 @@ _CODES = {
     STOPPING: reasons.DOMAIN_STOPPING,
 }
 
-#: The wait before each new start; the first death may be an accident, and costs no time.
-WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-#: Once those are used up, an operator has to act; it is still tried this often.
+#: The wait before each restart; the first failure may be an accident, so it has none.
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+#: The interval of retries after those, while an operator has to act.
 RETRY_S = 60.0
-#: After this long in service, earlier failures count no more.
+#: After serving this long, earlier failures no longer count.
 STABLE_S = 60.0
 
 
 class StateMachine:
-    """Is in one of the states, changes it in one place, and tells of every change."""
+    """Has one of the states, changes it in one place, and emits an event for every change."""
 
-    def __init__(self, name: str, tell: Callable[[Event], None], changed: Callable[[], None]) -> None:
+    def __init__(self, name: str, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.state = STOPPED
         self.reason = Reason("not started yet", reasons.DOMAIN_STOPPED)
-        #: What is wrong, None if nothing is.
+        #: The current error, None if there is none.
         self.error: YunionError | None = None
         self.since_s = 0.0
-        #: For how long it served when it did last.
+        #: How long it served the last time.
         self.served_s = 0.0
         self._name = name
-        self._tell = tell
+        self._emit = emit
         self._changed = changed
 
     def _change(self, state: str, now_s: float, text: str, code: str = "") -> None:
-        """The one place that changes the state; without a `code`, the reason has the state's."""
+        """The only place that changes the state; without a `code`, the reason has the state's."""
         reason = Reason(text, code or _CODES[state]) if text else NO_REASON
         if state not in LEGAL_CHANGES[self.state]:
             raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")
@@ -89,27 +89,27 @@ class StateMachine:
         if state == READY:
             self.error = None
         severity, means = MEANINGS[state]
-        if not again:  # what fails every minute for the same reason is one event
-            self._tell(
+        if not again:  # repeated failures with the same reason are one event
+            self._emit(
                 Event(severity, "domain", self._name, f"{before} -> {state}", reason, means, reason.code)
             )
         self._changed()
 
-    def _explain(self, reason: Reason) -> None:
-        """Give another reason for the state that it is in."""
+    def _change_reason(self, reason: Reason) -> None:
+        """Change the reason for the current state."""
         if reason != self.reason:
             self.reason = reason
             log.warning("domain %s: %s", self._name, reason)
             still = f"still {self.state}"
-            self._tell(Event("warning", "domain", self._name, still, reason, code=reason.code))
+            self._emit(Event("warning", "domain", self._name, still, reason, code=reason.code))
             self._changed()
 
 
 def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str, float]:
-    """The state after so many failures, and the wait before the next start: at once, later and later, slowly.
+    """The state after `count` failures, and the wait before the next start, with exponential backoff.
 
-    What is `lasting` no new start mends by itself; it is tried slowly, unless it is a shortage, which passes.
+    A restart does not fix a `lasting` error, so it is retried slowly, unless it is a shortage, which passes.
     """
-    exhausted = count > len(WAITS_S)
+    exhausted = count > len(BACKOFF_S)
     slow = exhausted or (lasting and not isinstance(error, ShortageError))
-    return FAILED if lasting or exhausted else BACKOFF, RETRY_S if slow else WAITS_S[count - 1]
+    return FAILED if lasting or exhausted else BACKOFF, RETRY_S if slow else BACKOFF_S[count - 1]

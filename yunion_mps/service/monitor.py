@@ -98,10 +98,10 @@ class Monitor:
                 self._last_error = error.message
                 self._answering = frozenset()
                 self._usage.forget()
-                supervisor.lose_driver(error, loop.time())
+                supervisor.driver_failed(error, loop.time())
                 return
             self._last_error = ""
-            supervisor.remark("polling", NO_REASON)
+            supervisor.set_warning("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
@@ -145,7 +145,7 @@ class Monitor:
         if self._last_error != what:
             log.error("%s. %s", what, error.hint)
         self._last_error = what
-        self._supervisor.remark("polling", Reason(what, error.code))
+        self._supervisor.set_warning("polling", Reason(what, error.code))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:
         if event:

@@ -26,7 +26,7 @@ from yunion_mps.mps.processes import (
     record_order,
 )
 from yunion_mps.mps.rollover import OrphanedServers
-from yunion_mps.mps.startup import order_to_adopt
+from yunion_mps.mps.startup import create_adoption_order
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
@@ -181,4 +181,4 @@ def _adoption_order(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrd
             f"the control daemon (PID {pid}) is already managed by yunion-mps", "nothing needs to be done"
         )
     gpus = [gpu.uuid for gpu in preflight.inventory.gpus]
-    return order_to_adopt(pid, environment, gpus, domain)
+    return create_adoption_order(pid, environment, gpus, domain)

@@ -23,7 +23,7 @@ from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
-from yunion_mps.supervisor.recovery import AFTERWARDS, Leftovers, find_leftovers, gpus_of, left_running
+from yunion_mps.supervisor.recovery import RESTORED_LATER, Leftovers, find_leftovers, gpus_of, left_running
 from yunion_mps.supervisor.status import notice, statuses
 
 __all__ = ["Change", "Supervisor"]
@@ -53,7 +53,7 @@ class Supervisor:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
         self._leftovers_notice = ""
-        self._remarked: dict[str, Reason] = {}
+        self._warnings: dict[str, Reason] = {}
         self._snapshot: Snapshot | None = None
 
     # -- from start to stop
@@ -75,7 +75,7 @@ class Supervisor:
         if work.changes:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self.desired.plan)
-        self._plan_again()
+        self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
         self._changed()
@@ -127,7 +127,7 @@ class Supervisor:
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for one in left:
-            log.warning("%s is left running in %s; %s", one, one.pipe_directory, AFTERWARDS)
+            log.warning("%s is left running in %s; %s", one, one.pipe_directory, RESTORED_LATER)
         self.release()
 
     def release(self) -> None:
@@ -157,26 +157,26 @@ class Supervisor:
         """The current state; the same object as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
-            remarks = [reason for reason in self._remarked.values() if reason]
+            warnings = [reason for reason in self._warnings.values() if reason]
             if self.event_log.write_error:
                 means = "events are kept elsewhere for now, and changes are refused"
                 what = f"{self.event_log.write_error}; {means}"
-                remarks.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
+                warnings.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
             self._snapshot = Snapshot(
                 self._version,
                 self.config.enable_cuda_mps,
                 notice(self.config, self.desired.plan, self._paths.host_conf, self._leftovers_notice),
                 self.desired.in_effect(),
                 self._gpus.inventory,
-                statuses(self.domains, self.fleet.awaited, self._gpus.inventory.gpus),
-                (*self.desired.remarks, *remarks),
+                statuses(self.domains, self.fleet.blocked, self._gpus.inventory.gpus),
+                (*self.desired.warnings, *warnings),
             )
         return self._snapshot
 
-    def remark(self, about: str, reason: Reason) -> None:
+    def set_warning(self, about: str, reason: Reason) -> None:
         """Add a warning to the status; an empty reason removes it."""
-        if self._remarked.get(about, NO_REASON) != reason:
-            self._remarked[about] = reason
+        if self._warnings.get(about, NO_REASON) != reason:
+            self._warnings[about] = reason
             self._changed()
 
     # -- GPUs
@@ -187,19 +187,19 @@ class Supervisor:
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
         modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
-        self._modes.tell_of_others(modes, self.desired.plan)
+        self._modes.record_external_changes(modes, self.desired.plan)
         if self._gpus.inventory is before:
             return
         self._changed()
         planned = self.desired.plan.domains
-        self.desired.plan_again()
+        self.desired.replan()
         if self.desired.plan.domains != planned:
             try:
                 self.apply(now_s)
             except HostError as error:
                 log.error("%s. %s", error.message, error.hint)
 
-    def lose_driver(self, error: DriverError, now_s: float) -> None:
+    def driver_failed(self, error: DriverError, now_s: float) -> None:
         """Record that the driver as a whole has stopped answering."""
         for domain in self.domains:
             domain.note_use(in_use=None)  # nothing is known of jobs any more
@@ -258,7 +258,7 @@ class Supervisor:
 
     def apply(self, now_s: float) -> None:
         """Bring the accepted configuration into effect, as far as running jobs allow."""
-        self._plan_again()
+        self._replan()
         domains = self.desired.domains()
         program = find_control_program() if domains else ""
         self.fleet.apply(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
@@ -275,9 +275,9 @@ class Supervisor:
     def _changed(self) -> None:
         self._snapshot = None
 
-    def _plan_again(self) -> None:
+    def _replan(self) -> None:
         """Plan for the GPUs as they are known now, and remember which serve."""
-        self.desired.plan_again()
+        self.desired.replan()
         self._gpus.remember(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:

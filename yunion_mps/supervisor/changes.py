@@ -93,7 +93,7 @@ class DesiredState:
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
         #: The settings that are configured but ignored.
-        self.remarks = preflight.remarks
+        self.warnings = preflight.warnings
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
         """The plan's domains, with their directories below our root directory."""
@@ -125,10 +125,10 @@ class DesiredState:
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
         differs = (preflight.config, plan) != (self.config, self.plan)
-        self.config, self.plan, self.remarks = preflight.config, plan, preflight.remarks
+        self.config, self.plan, self.warnings = preflight.config, plan, preflight.warnings
         return differs
 
-    def plan_again(self) -> None:
+    def replan(self) -> None:
         """Plan for the GPUs as they are known now; if that cannot be done, the plan stays."""
         try:
             self.plan = self._make_plan(self.config, self._gpus.inventory)

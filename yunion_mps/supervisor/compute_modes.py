@@ -98,10 +98,10 @@ def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> Mo
 class ComputeModes:
     """Decides which compute modes to set and restore; the caller chooses the thread that does so."""
 
-    def __init__(self, gpus: Gpus, fleet: Fleet, tell: Callable[[Event], None]) -> None:
+    def __init__(self, gpus: Gpus, fleet: Fleet, emit: Callable[[Event], None]) -> None:
         self._gpus = gpus
         self._fleet = fleet
-        self._tell = tell
+        self._emit = emit
         self._lock = threading.Lock()
         self._ended = False
 
@@ -118,7 +118,7 @@ class ComputeModes:
             domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.plan.gpu_uuids))
         restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
         if restore:
-            left = gpus_of(left_running(store, self._fleet.watched()))
+            left = gpus_of(left_running(store, self._fleet.known_directories()))
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
         return ModeWork(changes, restore)
 
@@ -140,13 +140,13 @@ class ComputeModes:
         for gpu in self._gpus.inventory.gpus:
             after = result.modes.get(gpu.uuid or "")
             if after and after != gpu.compute_mode:
-                self._tell(_event("info", gpu, f"{gpu.compute_mode} -> {after}", why))
+                self._emit(_event("info", gpu, f"{gpu.compute_mode} -> {after}", why))
         if result.modes or result.errors:
             self._gpus.note_modes(result.modes, result.errors)
             return True
         return False
 
-    def tell_of_others(self, before: Mapping[str | None, str | None], target: Plan) -> None:
+    def record_external_changes(self, before: Mapping[str | None, str | None], target: Plan) -> None:
         """Record modes that were as planned `before` (by GPU UUID) and that another program changed."""
         for gpu in self._gpus.inventory.gpus:
             planned = target.compute_modes.get(gpu.uuid or "")
@@ -154,7 +154,7 @@ class ComputeModes:
                 what = f"{planned} -> {gpu.compute_mode}"
                 event = _event("warning", gpu, what, "another program changed it")
                 means = f"it is set to {planned} again"
-                self._tell(event._replace(consequence=means, code=reasons.COMPUTE_MODE_CHANGED))
+                self._emit(event._replace(consequence=means, code=reasons.COMPUTE_MODE_CHANGED))
 
     def refuse_if_none_can_be_set(self, target: Plan) -> None:
         """Raise DriverError if every GPU has refused."""

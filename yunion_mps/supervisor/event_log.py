@@ -79,7 +79,7 @@ class EventLog:
         if not self._without_id and not self._unwritten:
             return
         try:
-            self._give_ids()
+            self._assign_ids()
             store = self._store()
             EventTable(store).add(list(self._unwritten))
         except HostError as error:
@@ -89,7 +89,7 @@ class EventLog:
         self._note_write_error("")
         if store.set_aside != self._set_aside:
             self._set_aside = store.set_aside
-            self._fill_again(store)
+            self._refill(store)
         for listener in self._listeners:
             listener()
 
@@ -138,7 +138,7 @@ class EventLog:
             if one.id > last and one.time_s >= since_s and kind in ("", one.event.kind)
         ]
 
-    def _give_ids(self) -> None:
+    def _assign_ids(self) -> None:
         """Give an id to each event that has none, and copy it; raises HostError if no id is known."""
         first = self.last_id() + 1
         new = [EventRecord(number, *one) for number, one in enumerate(self._without_id, first)]
@@ -147,7 +147,7 @@ class EventLog:
         self._unwritten += new
         self._copy.add(new)
 
-    def _fill_again(self, store: Store) -> None:
+    def _refill(self, store: Store) -> None:
         """Refill a state file that was damaged and created again with the events from the copy."""
         what = f"the state file could not be read and was set aside as {store.set_aside}"
         log.error("%s; it is rebuilt from copies", what)

@@ -21,7 +21,7 @@ from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess, our_processes
-from yunion_mps.mps.startup import obstacle
+from yunion_mps.mps.startup import start_error
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.supervisor.gpus import Gpus
@@ -42,14 +42,14 @@ class Fleet:
         self,
         store: Callable[[], Store],
         gpus: Gpus,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
         self.domains: list[Domain] = []
-        self.awaited: list[DomainPlan] = []
+        self.blocked: list[DomainPlan] = []
         self._records = LimitRecords(store)
         self._gpus = gpus
-        self._tell = tell
+        self._emit = emit
         self._changed = changed
         self._program = ""
         self._stop_timeout_s = 0
@@ -67,8 +67,8 @@ class Fleet:
         self.domains = [self._new(one.plan) for one in left]
         for domain in self.domains:
             domain.retire()
-        self.awaited = [plan for plan in plans if self._is_blocked(plan)]
-        self.domains += [self._new(plan) for plan in plans if plan not in self.awaited]
+        self.blocked = [plan for plan in plans if self._is_blocked(plan)]
+        self.domains += [self._new(plan) for plan in plans if plan not in self.blocked]
 
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
         """Start every domain, or adopt its control daemon if one is among `ours`, which run already."""
@@ -91,14 +91,14 @@ class Fleet:
                 left.remove(plan)
                 self._records.write_before_change(domain, plan)
                 domain.change(plan, now_s)
-        self.awaited = left
-        self._go_on(now_s)
+        self.blocked = left
+        self._advance(now_s)
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
         find = functools.lru_cache(our_processes)
         times = [due_s for domain in self.domains if (due_s := domain.tick(now_s, find)) is not None]
-        if self._go_on(now_s):
+        if self._advance(now_s):
             return now_s
         self._records.write(self.domains)
         return min(times, default=None)
@@ -106,7 +106,7 @@ class Fleet:
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
         """Begin to stop every domain, and start no more."""
         self._stopping = True
-        self.awaited = []
+        self.blocked = []
         for domain in self.domains:
             domain.stop(now_s, spare_adopted=spare_adopted)
 
@@ -114,9 +114,9 @@ class Fleet:
         """Raise the first HostError if something keeps every one of them from starting."""
         by_directory = _by_directory(ours)
         plans = [domain.desired for domain in self.domains]
-        obstacles = [error for plan in plans if (error := obstacle(plan, by_directory[plan.pipe_directory]))]
-        if obstacles and len(obstacles) == len(self.domains):
-            raise obstacles[0]
+        errors = [error for plan in plans if (error := start_error(plan, by_directory[plan.pipe_directory]))]
+        if errors and len(errors) == len(self.domains):
+            raise errors[0]
 
     def refuse_if_any_cannot_start(self, plans: Iterable[DomainPlan]) -> None:
         """Raise HostError if something keeps a domain that is not there yet from starting.
@@ -128,12 +128,12 @@ class Fleet:
             refuse_if_no_process_can_start()
         places = {domain.plan.pipe_directory for domain in self.domains}
         for plan in plans:
-            if plan.pipe_directory not in places and (error := obstacle(plan)):
+            if plan.pipe_directory not in places and (error := start_error(plan)):
                 raise error
 
     def refuse_if_not_recorded(self) -> None:
         """Raise HostError if the limits in effect cannot be recorded, because then nothing may change."""
-        self._records.write_again(self.domains)
+        self._records.rewrite(self.domains)
 
     @property
     def started(self) -> bool:
@@ -149,13 +149,13 @@ class Fleet:
     def stopped(self) -> bool:
         return all(domain.state == STOPPED for domain in self.domains)
 
-    def error_of_all(self) -> YunionError | None:
+    def common_error(self) -> YunionError | None:
         """Why no domain can serve; None if one does, or has a control daemon that is waited for."""
-        if any(domain.control.runs for domain in self.domains):
+        if any(domain.control.has_process for domain in self.domains):
             return None
         return next((domain.error for domain in self.domains if domain.error), None)
 
-    def watched(self) -> set[str]:
+    def known_directories(self) -> set[str]:
         """The pipe directories of the control daemons that run and are known."""
         return {domain.plan.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
@@ -175,19 +175,19 @@ class Fleet:
         busy = [domain for domain in self.domains if domain.server_pids()]
         return {uuid for domain in busy for uuid in domain.plan.gpu_uuids}
 
-    def _go_on(self, now_s: float) -> bool:
+    def _advance(self, now_s: float) -> bool:
         """Drop the domains that have ended and start those that waited; return whether there were any."""
         for domain in self.domains:
             if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
-                self.awaited.append(domain.desired)
+                self.blocked.append(domain.desired)
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
         for domain in ended:
             self.domains.remove(domain)
             self._records.forget(domain)
-        begun = [plan for plan in self.awaited if not self._is_blocked(plan)]
+        begun = [plan for plan in self.blocked if not self._is_blocked(plan)]
         for plan in begun:
-            self.awaited.remove(plan)
+            self.blocked.remove(plan)
             domain = self._new(plan)
             self.domains.append(domain)
             domain.start(now_s)
@@ -216,7 +216,7 @@ class Fleet:
 
     def _new(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
-        domain = Domain(plan, self._program, self._tell, self._changed, recorded)
+        domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
 

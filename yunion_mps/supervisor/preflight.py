@@ -17,13 +17,13 @@ from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 
 #: The consequence of a problem with something that no job needs.
-WITHOUT_IT = "the daemon ignores this setting"
+IGNORED_SETTING = "the daemon ignores this setting"
 
 
 class Preflight(NamedTuple):
     """The result. `nvml` is open if MPS is enabled and the driver answers; the caller closes it.
 
-    `remarks` name the settings that are configured but ignored.
+    `warnings` name the settings that are configured but ignored.
     """
 
     config: Config
@@ -33,7 +33,7 @@ class Preflight(NamedTuple):
     machine_id: str
     nvml: Nvml | None
     driver_error: DriverError | None
-    remarks: tuple[Reason, ...] = ()
+    warnings: tuple[Reason, ...] = ()
 
     def check(self) -> None:
         """Raise ConfigError with every problem, or DriverError if there is no driver to work with."""
@@ -43,13 +43,14 @@ class Preflight(NamedTuple):
             raise self.driver_error
 
     def for_start(self) -> Preflight:
-        """The same, with minor problems (metrics, the web page) turned into remarks if all are minor."""
+        """The same, with minor problems (metrics, the web page) turned into warnings if all are minor."""
         if not all(problem.is_minor for problem in self.problems):
             return self
         said = (
-            Reason(f"{problem}; {WITHOUT_IT}", reasons.CONFIGURATION_IGNORED) for problem in self.problems
+            Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
+            for problem in self.problems
         )
-        return self._replace(problems=(), remarks=(*self.remarks, *said))
+        return self._replace(problems=(), warnings=(*self.warnings, *said))
 
     def close(self) -> None:
         if self.nvml:
@@ -63,7 +64,7 @@ def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
     """
     host = machine_id(paths)
     config, problems = load(paths)
-    config, remarks = _without_multiuser(config, paths)
+    config, warnings = _without_multiuser(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     gone: set[str] = set()
     if config.enable_cuda_mps:
@@ -81,7 +82,7 @@ def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
     found = (*problems, *host_problems)
-    return Preflight(config, found, inventory, plan, host, nvml, driver_error, remarks)
+    return Preflight(config, found, inventory, plan, host, nvml, driver_error, warnings)
 
 
 def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
@@ -107,7 +108,7 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
             return config, ()
     except HostError:  # the start reports this with a hint
         return config, ()
-    remark = (
+    warning = (
         f"cuda_mps_multiuser is true, but {program} does not support it: users wait for each other's jobs"
     )
-    return config._replace(cuda_mps_multiuser=False), (Reason(remark, reasons.MULTIUSER_UNSUPPORTED),)
+    return config._replace(cuda_mps_multiuser=False), (Reason(warning, reasons.MULTIUSER_UNSUPPORTED),)

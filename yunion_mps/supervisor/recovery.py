@@ -20,7 +20,7 @@ from yunion_mps.mps.states import READY
 
 log = logging.getLogger(__name__)
 
-AFTERWARDS = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
+RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
 
 
 class LimitRecords:
@@ -40,7 +40,7 @@ class LimitRecords:
             if domain.state == READY:
                 self._write(domain.plan.pipe_directory, domain.in_effect)
 
-    def write_again(self, domains: Iterable[Domain]) -> None:
+    def rewrite(self, domains: Iterable[Domain]) -> None:
         """Record the limits again; raises HostError if that fails, because then nothing may change."""
         for domain in domains:
             if domain.state == READY:
@@ -134,7 +134,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
             continue
         what = f"a control daemon (PID {one.pid}) from an earlier run still serves {place}"
         hint = (
-            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; {AFTERWARDS}"
+            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; "
+            f"{RESTORED_LATER}"
         )
         if needed & set(one.gpu_uuids):
             raise HostError(what, hint)

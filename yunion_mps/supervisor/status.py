@@ -30,12 +30,12 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
 
 
 def statuses(
-    domains: Sequence[Domain], awaited: Iterable[DomainPlan], gpus: Sequence[Gpu]
+    domains: Sequence[Domain], blocked: Iterable[DomainPlan], gpus: Sequence[Gpu]
 ) -> tuple[DomainStatus, ...]:
     """The status of each domain, and of those that wait for the end of another, in the GPUs' order."""
     found = [domain.status() for domain in domains]
     names = {status.plan.name for status in found}
-    waiting = (plan for plan in awaited if plan.name not in names)
+    waiting = (plan for plan in blocked if plan.name not in names)
     found += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
     order = _order(gpus)
     return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
@@ -57,7 +57,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
 
 def warnings(snapshot: Snapshot) -> Sequence[Reason]:
     """What an operator must know although everything runs, such as budgets that are not enforced."""
-    found = list(snapshot.remarks)
+    found = list(snapshot.warnings)
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:
         if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
-from yunion_mps.mps.startup import find, obstacle
+from yunion_mps.mps.startup import find, start_error
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
 from .driving import Bench
@@ -40,7 +40,7 @@ def test_a_survivor_is_adopted_even_if_no_other_could_be_started(bench: Bench) -
     survivor = bench.control()
     bench.block_log_directory()
     run = bench.domain()
-    assert obstacle(bench.plan) is None
+    assert start_error(bench.plan) is None
     assert run.start().until(READY).pid == survivor.pid
 
 

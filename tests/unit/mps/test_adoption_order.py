@@ -18,7 +18,7 @@ from yunion_mps.mps.processes import (
     orphaned_servers,
     record_order,
 )
-from yunion_mps.mps.startup import find, order_to_adopt
+from yunion_mps.mps.startup import create_adoption_order, find
 from yunion_mps.mps.states import READY, STOPPED
 
 from .driving import Bench
@@ -36,7 +36,7 @@ def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
 
 
 def order_for(plan: DomainPlan, process: Process) -> AdoptionOrder:
-    return order_to_adopt(process.pid, environment_of(process.pid), plan.gpu_uuids, plan)
+    return create_adoption_order(process.pid, environment_of(process.pid), plan.gpu_uuids, plan)
 
 
 def adopt(plan: DomainPlan, process: Process) -> None:
@@ -133,7 +133,7 @@ def test_one_whose_gpu_order_is_certain_is_adopted(
     bench: Bench, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
 ) -> None:
     plan = bench.planned(limits)
-    found = order_to_adopt(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
+    found = create_adoption_order(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
     assert found.gpu_uuids == order
     assert found.can_serve(bench.planned((5760, 2048)[: len(limits)])) == (limits != (5760, 5760))
 
@@ -155,13 +155,13 @@ def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
 ) -> None:
     plan = bench.planned((5760, 1024))
     with pytest.raises(HostError, match=why) as raised:
-        order_to_adopt(os.getpid(), theirs(plan, **environment), gpus, plan)
+        create_adoption_order(os.getpid(), theirs(plan, **environment), gpus, plan)
     assert "cannot be adopted: " in raised.value.message
 
 
 def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> None:
     with pytest.raises(HostError, match="cuda_mps_multiuser"):
-        order_to_adopt(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
+        create_adoption_order(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
 
 
 def test_an_uncertain_order_refuses_unequal_limits_later_too(bench: Bench) -> None:

@@ -15,8 +15,8 @@ from yunion_mps.mps.clients import (
     ClientRow,
     WaitingClient,
     clients_of,
-    pending_in,
-    rows_in,
+    parse_clients,
+    parse_waiting,
     server_state,
     terminate,
     waiting_clients,
@@ -40,20 +40,20 @@ PID       ID        SERVER         DEVICE                    NAMESPACE      STAT
 
 def test_the_lists_of_all_releases_are_read_by_their_headers() -> None:
     gpu = "GPU-7374616e-642d-696e"
-    assert rows_in(OF_535) == [ClientRow(28353, 28354, gpu), ClientRow(28777, 28354, gpu)]
-    assert rows_in(WITH_STATUS) == [ClientRow(28353, 28354, gpu)]
+    assert parse_clients(OF_535) == [ClientRow(28353, 28354, gpu), ClientRow(28777, 28354, gpu)]
+    assert parse_clients(WITH_STATUS) == [ClientRow(28353, 28354, gpu)]
 
 
 @pytest.mark.parametrize(
     "answer", [[], ["Server not found"], ["Server 1 not found", "Server 1 not found", ""]]
 )
 def test_an_answer_without_a_header_is_one_without_clients(answer: list[str]) -> None:
-    assert rows_in(answer) == []
+    assert parse_clients(answer) == []
 
 
 def test_an_unknown_header_is_an_error_and_no_empty_list() -> None:
     with pytest.raises(ControlError, match="its list of clients cannot be read: 'PID WHO'"):
-        rows_in(["PID  WHO", "1  2"])
+        parse_clients(["PID  WHO", "1  2"])
 
 
 def test_clients_are_listed_with_their_servers(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
@@ -120,7 +120,7 @@ START, IS_READY = b"Starting new server 558 for user 1234", b"NEW SERVER 558: Re
 
 
 def pending(log: bytes) -> dict[int, tuple[int, float]]:
-    return pending_in(log, timestamp_parser(2e9))
+    return parse_waiting(log, timestamp_parser(2e9))
 
 
 def log_of(*lines: bytes) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import diagnosis
-from yunion_mps.mps.diagnosis import front_end_at, why_silent
+from yunion_mps.mps.diagnosis import diagnose, front_end_at
 
 from .driving import Bench
 from .front_ends import silent_process, stop_process, wait_for
@@ -33,12 +33,12 @@ def other(plan: DomainPlan, control_pid: int) -> Iterator[int]:
 
 
 def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: int) -> None:
-    assert why_silent(control_pid, plan.pipe_directory) == ""
-    assert why_silent(1 << 22, "/no/such/place") == ""
+    assert diagnose(control_pid, plan.pipe_directory) == ""
+    assert diagnose(1 << 22, "/no/such/place") == ""
 
 
 def test_a_process_that_is_connected_and_silent_is_named(bench: Bench, control_pid: int, other: int) -> None:
-    assert why_silent(control_pid, bench.plan.pipe_directory) == (
+    assert diagnose(control_pid, bench.plan.pipe_directory) == (
         f"PID {other} ({name_of(other)}, root) is connected to it but sends nothing, "
         "so all others wait for that process"
     )
@@ -48,21 +48,21 @@ def test_a_process_that_is_connected_and_stopped_is_named_so(
     bench: Bench, control_pid: int, other: int
 ) -> None:
     stop_process(other)
-    assert why_silent(control_pid, bench.plan.pipe_directory).startswith(
+    assert diagnose(control_pid, bench.plan.pipe_directory).startswith(
         f"PID {other} ({name_of(other)}, root) is connected to it and was stopped"
     )
 
 
 def test_a_stopped_control_daemon_is_its_own_cause(plan: DomainPlan, control_pid: int, other: int) -> None:
     stop_process(control_pid)
-    why = why_silent(control_pid, plan.pipe_directory)
+    why = diagnose(control_pid, plan.pipe_directory)
     assert why == "it was stopped by a signal (SIGSTOP) or a debugger"
 
 
 def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, control_pid: int) -> None:
     leave = bench.hold_front_end()
     assert front_end_at(bench.plan.pipe_directory).endswith("(nvidia-cuda-mps, root)")
-    assert why_silent(control_pid, bench.plan.pipe_directory) == ""
+    assert diagnose(control_pid, bench.plan.pipe_directory) == ""
     leave()
     wait_for(lambda: front_end_at(bench.plan.pipe_directory) == "")
 
@@ -79,7 +79,7 @@ def test_the_search_is_given_up_in_time(plan: DomainPlan, control_pid: int, othe
 
 def test_a_kernel_that_cannot_be_asked_is_no_error(plan: DomainPlan, control_pid: int, other: int) -> None:
     def look() -> tuple[str, str]:
-        return why_silent(control_pid, plan.pipe_directory), front_end_at(plan.pipe_directory)
+        return diagnose(control_pid, plan.pipe_directory), front_end_at(plan.pipe_directory)
 
     assert look()[0]
     assert refusing(SOCKET, errno.EPROTONOSUPPORT, look, first_argument=socket.AF_NETLINK) == ("", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import FILES, record_in, set_access, use
+from yunion_mps.mps.directories import FILES, set_access, set_record_file, use
 
 PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
 
@@ -19,9 +19,9 @@ PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
 @pytest.fixture
 def record(tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "state/directories"
-    record_in(str(file))
+    set_record_file(str(file))
     yield file
-    record_in("")
+    set_record_file("")
 
 
 @pytest.fixture

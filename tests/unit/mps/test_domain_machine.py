@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from yunion_mps.host.proc import all_pids, environment_of, is_stopped, parent_of, program_of
 from yunion_mps.mps import limits
-from yunion_mps.mps.conversation import Conversation, SilentError
+from yunion_mps.mps.conversation import Conversation, UnresponsiveError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 
 from simhost.mps import Client
@@ -191,8 +191,8 @@ class Faults(RuleBasedStateMachine):
     @rule()
     def lose_the_daemon(self) -> None:
         """Ours dies, and the next one begins with what was recorded."""
-        self.run.domain._drop()
-        if self.run.domain.control.runs:
+        self.run.domain._cancel_task()
+        if self.run.domain.control.has_process:
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
@@ -226,7 +226,7 @@ class Faults(RuleBasedStateMachine):
         try:
             while (answer := conversation.poll(time.monotonic())) is None:
                 time.sleep(0.001)
-        except SilentError:
+        except UnresponsiveError:
             return []
         return answer
 

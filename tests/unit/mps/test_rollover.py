@@ -111,14 +111,14 @@ def test_a_server_asked_to_end_while_it_had_jobs_ends_without_them(
 def test_a_request_outlives_the_hearing_of_an_earlier_one(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5,)), lambda: (5,), lambda _: None, lambda: None)
     rollover.request_end(0.0, force=False)
-    orders = rollover.orders(0.0, every=False, in_use=None)
+    orders = rollover.commands(0.0, every=False, in_use=None)
     assert orders == ["shutdown_server 5"]
     rollover.request_end(0.0, force=True)
-    rollover.orders_heard(orders, 0.0)
-    forced = rollover.orders(0.0, every=False, in_use=None)
+    rollover.commands_delivered(orders, 0.0)
+    forced = rollover.commands(0.0, every=False, in_use=None)
     assert forced == ["shutdown_server 5 -f"]
-    rollover.orders_heard(forced, 0.0)
-    assert rollover.orders(0.0, every=False, in_use=None) == []
+    rollover.commands_delivered(forced, 0.0)
+    assert rollover.commands(0.0, every=False, in_use=None) == []
 
 
 def test_nothing_is_asked_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:

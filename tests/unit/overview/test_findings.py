@@ -23,7 +23,7 @@ from unit.http import snapshots
 
 
 def test_a_warning_of_the_daemon_keeps_its_code_and_hint() -> None:
-    found = snapshots.troubled()._replace(remarks=(Reason("no room", EVENTS_NOT_WRITTEN),))
+    found = snapshots.troubled()._replace(warnings=(Reason("no room", EVENTS_NOT_WRITTEN),))
     status: Any = Queries(lambda: found, 0.0, 1).status()
     told = [(one.code, one.what, one.hint) for one in of_status(status, []) if one.kind == "Warning"]
     assert told[0] == (EVENTS_NOT_WRITTEN, "no room", CODES[EVENTS_NOT_WRITTEN].hint)

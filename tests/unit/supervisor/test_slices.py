@@ -7,7 +7,7 @@ import time
 
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.startup import as_served, with_recorded
+from yunion_mps.mps.startup import in_running_order, with_recorded_limits
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.recovery import from_json, to_json
 
@@ -50,18 +50,18 @@ def test_what_is_recorded_of_slices_and_pools_is_read_as_it_was() -> None:
 
 def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
     running = PLAN.for_gpus((B, A))
-    served = as_served(PLAN, running)
+    served = in_running_order(PLAN, running)
     assert [(gpu.memory_limit_mib, gpu.device_count) for gpu in served.gpus] == [(16384, 0), (8192, 2)]
-    assert as_served(served, PLAN) == PLAN
-    assert as_served(PLAN, PLAN.for_gpus((B,))).gpus == PLAN.gpus[1:]
+    assert in_running_order(served, PLAN) == PLAN
+    assert in_running_order(PLAN, PLAN.for_gpus((B,))).gpus == PLAN.gpus[1:]
 
 
 def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
     for lost in (A, B):
-        left = as_served(PLAN, PLAN.for_gpus({A, B} - {lost}))
-        known = as_served(left, PLAN)
+        left = in_running_order(PLAN, PLAN.for_gpus({A, B} - {lost}))
+        known = in_running_order(left, PLAN)
         assert None in known.memory_limits_mib
-        assert with_recorded(known, PLAN) == PLAN
+        assert with_recorded_limits(known, PLAN) == PLAN
 
 
 def test_slices_take_effect_with_the_largest_as_the_limit(begin: Begin) -> None:

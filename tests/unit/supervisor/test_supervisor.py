@@ -49,7 +49,7 @@ def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(begin: Be
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     with pytest.raises(DriverError) as caught:
         made.rescan()
-    made.supervisor.lose_driver(caught.value, time.monotonic())
+    made.supervisor.driver_failed(caught.value, time.monotonic())
     assert made.available == 0
     assert {device["reason"] for device in devices_json(made.snapshot)} == {
         "the NVIDIA driver's kernel module is not loaded"
@@ -128,7 +128,7 @@ def test_whether_jobs_run_is_believed_only_if_nvml_lists_the_servers(begin: Begi
         made.supervisor.jobs.update(processes, time.monotonic())
         assert domain.in_use is in_use
     made.supervisor.jobs.update({uuid: {}}, time.monotonic())
-    made.supervisor.lose_driver(DriverError("gone"), time.monotonic())
+    made.supervisor.driver_failed(DriverError("gone"), time.monotonic())
     assert domain.in_use is None
 
 
