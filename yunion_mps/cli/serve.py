@@ -82,7 +82,7 @@ def _checked(address: str, *, allow_public: bool) -> str:
 async def _serve(address: str) -> None:
     import asyncio
 
-    from yunion_mps.gateway.server import LIMITS, Web, listen
+    from yunion_mps.gateway.server import LIMITS, WebPage, listen
     from yunion_mps.http.server import Server
 
     try:
@@ -90,7 +90,7 @@ async def _serve(address: str) -> None:
     except OSError as error:
         hint = "choose another port: --listen 127.0.0.1:PORT"
         raise YunionError(f"cannot listen on {address}: {error.strerror}", hint) from None
-    server: Any = Server(Web(Paths.from_environment()), LIMITS)
+    server: Any = Server(WebPage(Paths.from_environment()), LIMITS)
     await server.open(listener)
     click.echo(f"Serving at http://{address}/ (press Ctrl-C to stop)")
     try:

@@ -7,4 +7,4 @@ github.com/cncf-tags/container-device-interface.
 """
 
 #: Tells the hook that the container has nothing of the device but its name.
-UNSERVED = "--unserved"
+UNSERVED_ARGUMENT = "--unserved"

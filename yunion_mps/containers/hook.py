@@ -1,11 +1,11 @@
-"""What an engine calls before a container starts: the device becomes the container's, or it does not start.
+"""The OCI hook that engines call before a container starts: it binds the device, or the start fails.
 
 Called as `yunion-mps cdi-hook DEVICE` on the host, with the container's state on standard input (the OCI
-runtime specification, "createRuntime"). Every such container waits for it, so it imports little: of us only
-the daemon's client.
+runtime specification, "createRuntime"). Every such container waits for it, so it imports little of this
+package: only the daemon's client.
 
-What it prints is shown in runc's error, but not in crun's, which gives hooks /dev/null and reports their exit
-status alone (github.com/containers/crun, issue 353). So it goes to the system's log as well.
+Its output is shown in runc's error, but not in crun's, which gives hooks /dev/null and reports only their
+exit status (github.com/containers/crun, issue 353). So it is also written to the system's log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from yunion_mps.containers import UNSERVED
+from yunion_mps.containers import UNSERVED_ARGUMENT
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.client import DaemonClient
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
 
 
-#: How long the daemon may take to answer, and how long one that is being restarted is waited for, in s. Both
-#: together are less than the engine waits for us.
+#: The timeout of each request, and how long to retry while the daemon restarts, in s. Their sum is less than
+#: the engine's timeout of the hook.
 _ANSWER_S = 15.0
-_AWAY_S = 5.0
-_BETWEEN_S = 0.1
-#: That of a UUID, a lease's id; no address is so long.
+_RESTART_TIMEOUT_S = 5.0
+_RETRY_INTERVAL_S = 0.1
+#: The length of a lease's id, a UUID; addresses are shorter.
 _ID_LENGTH = 36
 #: Where syslog(3) writes to, and the head of a line there: a warning of the facility user (RFC 3164).
 _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
-#: So much of a container's id engines show, and of a command line its owner may fill a log with.
-_SHORT = 12
-_LONGEST = 1000
+#: How much of a container's id engines show, and how much of a message is logged.
+_SHORT_ID = 12
+_MAX_LENGTH = 1000
 
 
-def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
-    """The exit status; what is wrong is one line, which some engines show in theirs."""
+def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_S) -> int:
+    """Run the hook; returns the exit status. An error is one line, which some engines include in theirs."""
     paths = Paths.from_environment()
     container: Mapping[str, Any] = {}
     try:
-        if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
+        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT]:
             raise HostError("cdi-hook is called by container engines only", "see: yunion-mps run --help")
-        container, name = _state(state), arguments[0]
-        environment = _environment(container)
+        container, name = _read_state(state), arguments[0]
+        environment = _read_environment(container)
         _refuse_several(name, environment)
-        lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), away_s)
-        if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
+        lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
+        if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
             raise HostError(f"device {name} has just become available again", "start the container again")
         needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
-        # The engine has read a file from before a change: with another pipe directory, CUDA would find no
-        # control daemon, and run without limits.
+        # The engine has read an outdated file: with another pipe directory, CUDA would find no control
+        # daemon, and run without limits.
         if environment and any(environment.get(key) != value for key, value in needed.items()):
             raise HostError(f"device {name} has just been redefined", "start the container again")
         if lease["unenforced_gpus"]:
@@ -76,13 +76,13 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     return 0
 
 
-def _bind(name: str, pid: int, daemon: DaemonClient, away_s: float) -> LeaseRecord:
+def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRecord:
     """Bind the device, or the lease, to the container; returns the lease.
 
-    An answer may be lost with a daemon that ends, so the next one is asked the same again.
+    The request is retried if the daemon restarts, because its answer may have been lost.
     """
     key = os.urandom(16).hex()
-    end_s = time.monotonic() + away_s
+    end_s = time.monotonic() + retry_s
     while True:
         try:
             if len(name) == _ID_LENGTH:
@@ -91,15 +91,15 @@ def _bind(name: str, pid: int, daemon: DaemonClient, away_s: float) -> LeaseReco
                 TAKE_LEASE, devices=[name], holder={"kind": "container", "pid": pid}, idempotency_key=key
             )
         except NothingFreeError as error:
-            raise _taken(name, daemon) or error from None
+            raise _taken_error(name, daemon) or error from None
         except UnreachableError:
             if time.monotonic() > end_s:
                 raise
-            time.sleep(_BETWEEN_S)
+            time.sleep(_RETRY_INTERVAL_S)
 
 
-def _state(file: TextIO) -> Mapping[str, Any]:
-    """The container's state; raises HostError if it is none."""
+def _read_state(file: TextIO) -> Mapping[str, Any]:
+    """The container's state; raises HostError if it is invalid."""
     try:
         state = json.load(file)
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
@@ -113,7 +113,7 @@ def _state(file: TextIO) -> Mapping[str, Any]:
 
 
 def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
-    """Of several devices only the last one's environment would be the container's; raises HostError."""
+    """Raise HostError for several devices: the container would have only the last one's environment."""
     device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get(LEASE_VARIABLE)
     if environment and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
@@ -121,7 +121,7 @@ def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
         raise HostError(what, "to combine several into one budget: yunion-mps run --count")
 
 
-def _environment(state: Mapping[str, Any]) -> dict[str, str]:
+def _read_environment(state: Mapping[str, Any]) -> dict[str, str]:
     """The container's environment, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
@@ -132,20 +132,20 @@ def _environment(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _one_line(text: str) -> str:
     """The text, shortened and escaped, because it may quote a command line of any user."""
-    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
+    return printable(text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…")
 
 
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
-    """Write it to the system's log, if there is one."""
-    container = _one_line(str(state.get("id", ""))[:_SHORT])
+    """Write the line to the system's log, if there is one."""
+    container = _one_line(str(state.get("id", ""))[:_SHORT_ID])
     text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
-        log.settimeout(0)  # a log that is full must not hold up a container
+        log.settimeout(0)  # a full log must not delay a container
         log.connect(paths.under(_LOG))
         log.send(text.encode())
 
 
-def _taken(name: str, daemon: DaemonClient) -> YunionError | None:
+def _taken_error(name: str, daemon: DaemonClient) -> YunionError | None:
     """The error that names the lease of the device, None if there is none or it cannot be found."""
     with contextlib.suppress(YunionError):
         for lease in daemon.call(GET_LEASES)["leases"]:

@@ -1,8 +1,8 @@
-"""Which container a process is in: its cgroup has the id, and files that engines leave have the name.
+"""Find the container of a process: its cgroup has the id, and files of the engine have the name.
 
-No engine is asked: that would wait for another daemon, and needs its socket. What cannot be read leaves a
-container without a name, never without its id. A name may change (`podman rename`, `docker rename`), so a
-file of names is read again when it has changed.
+No engine is queried, because that needs its socket and may block. If a file cannot be read, the container has
+no name, but always its id. A name may change (`podman rename`, `docker rename`), so a file of names is read
+again when it has changed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from yunion_mps.escaping import printable
 from yunion_mps.host.files import read_beginning
 from yunion_mps.paths import Paths
 
-#: What engines call a container's cgroup: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
+#: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
 #: `crio-ID.scope`; with the cgroupfs driver the bare id; nested, `SLICE:cri-containerd:ID`.
 _CGROUP = re.compile(r"(?:^|[/:])(?:(?P<engine>[a-z][a-z-]*?)[-:])?(?P<id>[0-9a-f]{64})(?:\.scope)?(?=/|$)")
-#: The cgroups of monitors, which are beside the container and not in it.
-_BESIDE = ("libpod-conmon", "crio-conmon")
+#: The cgroups of monitors, which are not in the container.
+_MONITORS = ("libpod-conmon", "crio-conmon")
 #: A pod's uid, as the kubelet names its cgroup; systemd's names have `_` for `-`.
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
-#: So much of an id is shown if there is no name, as by the engines themselves.
-_SHORT = 12
-#: So much of a name is of use; any user may call a process conmon, and a container by a name of megabytes.
-_LONGEST = 100
-_MAX_KNOWN = 1024
-#: A process has its engine's monitor among its ancestors, which nest no deeper than this.
+#: How much of an id is shown if there is no name, as engines do.
+_SHORT_ID = 12
+#: The longest name: any user may start a process called conmon with a container name of megabytes.
+_MAX_LENGTH = 100
+_MAX_CACHED = 1024
+#: How many ancestors of a process are searched for its engine's monitor.
 _MAX_ANCESTORS = 32
 _CONTAINERS_JSON = (
     "/var/lib/containers/storage/overlay-containers/containers.json",
@@ -38,52 +38,52 @@ _DOCKER_CONFIG = "/var/lib/docker/containers/{id}/config.v2.json"
 
 
 class Container(NamedTuple):
-    """A container: its whole id, and its name."""
+    """A container: its full id, and its name."""
 
     id: str
     name: str
 
 
-class _Found(NamedTuple):
+class _CgroupMatch(NamedTuple):
     id: str
     engine: str
     pod: str
 
 
-#: What tells whether a file is still the same: inode, size and time of the last change in ns.
-_Mark = tuple[int, int, int]
+#: Identifies the version of a file: inode, size and modification time in ns.
+_FileVersion = tuple[int, int, int]
 
 
 class Containers:
-    """Finds containers, and remembers their names."""
+    """Finds containers, and caches their names."""
 
     def __init__(self, paths: Paths, proc: str = "/proc") -> None:
-        """`proc` is proc(5), as it is mounted."""
+        """`proc` is where proc(5) is mounted."""
         self._paths = paths
         self._proc = proc
-        #: By id: as the engine's files or its monitor last had it, empty if none of them has.
+        #: By id, the latest name in the engine's files or its monitor; empty if there is none.
         self._names: dict[str, str] = {}
-        #: By path: the names by id in a file, as they were when it had this mark.
-        self._files: dict[str, tuple[_Mark, dict[str, str]]] = {}
+        #: By path, the version of a file, and its names by id.
+        self._files: dict[str, tuple[_FileVersion, dict[str, str]]] = {}
 
     def of(self, pid: int) -> Container | None:
-        """The container that the process is in; None if it is in none, or is gone."""
+        """The container of the process; None if it is in none, or has ended."""
         found = container_in(read_beginning(f"{self._proc}/{pid}/cgroup"))
         return Container(found.id, self._name(pid, found)) if found else None
 
-    def _name(self, pid: int, found: _Found) -> str:
+    def _name(self, pid: int, found: _CgroupMatch) -> str:
         if found.pod:
-            return f"pod {found.pod}/{found.id[:_SHORT]}"
-        name = self._written(found)
+            return f"pod {found.pod}/{found.id[:_SHORT_ID]}"
+        name = self._name_in_files(found)
         if name or found.id not in self._names:
-            if len(self._names) >= _MAX_KNOWN:
+            if len(self._names) >= _MAX_CACHED:
                 self._names.clear()
-            monitor_name = "" if name or found.engine == "docker" else self._by_monitor(pid, found.id)
-            self._names[found.id] = printable(name or monitor_name)[:_LONGEST]
-        return self._names[found.id] or found.id[:_SHORT]
+            monitor_name = "" if name or found.engine == "docker" else self._name_from_monitor(pid, found.id)
+            self._names[found.id] = printable(name or monitor_name)[:_MAX_LENGTH]
+        return self._names[found.id] or found.id[:_SHORT_ID]
 
-    def _written(self, found: _Found) -> str:
-        """The name in the engine's files, which have a changed one."""
+    def _name_in_files(self, found: _CgroupMatch) -> str:
+        """The current name in the engine's files, empty if there is none."""
         files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=found.id), dict)]
         if found.engine != "docker":
             files[:0] = [(path, list) for path in _CONTAINERS_JSON]
@@ -92,22 +92,22 @@ class Containers:
     def _names_in(self, name: str, kind: type) -> dict[str, str]:
         """By id, the names in a file: a list of podman's containers, or docker's configuration of one."""
         path = self._paths.under(name)
-        mark = _mark(path)
-        if mark is None:
+        version = _file_version(path)
+        if version is None:
             self._files.pop(path, None)
             return {}
         known = self._files.get(path)
-        if known is None or known[0] != mark:
-            if len(self._files) >= _MAX_KNOWN:
+        if known is None or known[0] != version:
+            if len(self._files) >= _MAX_CACHED:
                 self._files.clear()
-            known = mark, _names_of(_json(path, kind))
+            known = version, _names_of(_json(path, kind))
             self._files[path] = known
         return known[1]
 
-    def _by_monitor(self, pid: int, container_id: str) -> str:
-        """The name by the command line of conmon, the parent of podman's and CRI-O's containers.
+    def _name_from_monitor(self, pid: int, container_id: str) -> str:
+        """The name in the command line of conmon, the parent of podman's and CRI-O's containers.
 
-        It is there for every user's storage, wherever that lies.
+        This works for every user's storage, wherever it is.
         """
         for _ in range(_MAX_ANCESTORS):
             fields = read_beginning(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
@@ -120,18 +120,18 @@ class Containers:
         return ""
 
 
-def container_in(cgroups: str) -> _Found | None:
-    """The innermost container of a /proc/PID/cgroup (cgroups(7), v1 and v2), None if it names none."""
+def container_in(cgroups: str) -> _CgroupMatch | None:
+    """The innermost container in a /proc/PID/cgroup (cgroups(7), v1 and v2), None if there is none."""
     for line in cgroups.splitlines():
         path = line.split(":", 2)[-1]
-        inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _BESIDE]
+        inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _MONITORS]
         if inside:
             pod = (_POD.findall(path) or [""])[-1].replace("_", "-")
-            return _Found(inside[-1]["id"], inside[-1]["engine"] or "", pod)
+            return _CgroupMatch(inside[-1]["id"], inside[-1]["engine"] or "", pod)
     return None
 
 
-def _mark(path: str) -> _Mark | None:
+def _file_version(path: str) -> _FileVersion | None:
     try:
         about = os.stat(path)
     except OSError:
@@ -151,7 +151,7 @@ def _names_of(found: Any) -> dict[str, str]:
 
 
 def _json(path: str, kind: type) -> Any:
-    """What a file holds, empty if that is not of the kind."""
+    """The content of a file, empty if it has another type."""
     try:
         found = json.loads(read_beginning(path) or "null")
     except (ValueError, RecursionError):

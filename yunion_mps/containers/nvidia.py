@@ -1,4 +1,4 @@
-"""What the driver offers to containers: device nodes, and NVIDIA's own CDI specification of its toolkit."""
+"""The driver's files for containers: device nodes, and the CDI specification of NVIDIA's toolkit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from yunion_mps.paths import Paths
 
 _DRIVER_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
-#: What nvidia-ctk and its service call the file; a file in /run counts before one in /etc, as for engines.
+#: The file names that nvidia-ctk and its service use; /run has precedence over /etc, as for engines.
 _NAMES = ("nvidia.yaml", "nvidia.json", "nvidia.yml")
 _KIND = "nvidia.com/gpu"
-#: That of a host with 64 GPUs has some 200 kB.
+#: On a host with 64 GPUs it has about 200 kB.
 _MAX_BYTES = 8 << 20
 
 #: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
 
-#: What tells whether a file is still the same: path, device, inode, size and time of the last change in ns.
-Mark = tuple[str, int, int, int, int]
+#: Identifies the version of a file: path, device, inode, size and modification time in ns.
+FileVersion = tuple[str, int, int, int, int]
 
 
 def driver_nodes(paths: Paths) -> tuple[Node, ...]:
-    """The driver's nodes that exist; an engine refuses a container for one that does not."""
+    """The driver's nodes that exist; an engine refuses to start a container with a missing one."""
     return _existing(paths, _DRIVER_NODES)
 
 
@@ -55,8 +55,8 @@ def _is_device(path: str) -> bool:
         return False
 
 
-def find(paths: Paths) -> Mark | None:
-    """NVIDIA's file that counts, None if there is none. Takes microseconds."""
+def find(paths: Paths) -> FileVersion | None:
+    """The version of NVIDIA's file that has precedence, None if there is none. Takes microseconds."""
     for directory in (paths.cdi_directory, paths.under("/etc/cdi")):
         for name in _NAMES:
             path = os.path.join(directory, name)
@@ -69,12 +69,12 @@ def find(paths: Paths) -> Mark | None:
 
 
 def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
-    """What the file says of the GPUs; raises OSError, and ValueError with the reason why it is of no use.
+    """Read the GPUs' edits from the file; raises OSError, and ValueError with the reason if it is unusable.
 
     Takes half a second if YAML has no C part and the file has hundreds of lines.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is not a file")  # reading from a pipe would wait for good
+        raise ValueError("it is not a file")  # reading from a pipe could block forever
     with open(path, "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
@@ -83,7 +83,7 @@ def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
 
 
 def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
-    """What a specification of NVIDIA's says of the GPUs; raises ValueError with the reason."""
+    """Parse the GPUs' edits of NVIDIA's specification; raises ValueError with the reason."""
     if not isinstance(found, dict) or found.get("kind") != _KIND:
         raise ValueError(f"its kind is not {_KIND}")
     devices = {
@@ -98,7 +98,7 @@ def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
 
 
 def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The GPU's edits: under its UUID, else the device that has its node and no other GPU's."""
+    """The GPU's edits: of the device with its UUID, or otherwise of the one with only its node."""
     if gpu.uuid and gpu.uuid in devices:
         return devices[gpu.uuid]
     node = f"/dev/nvidia{gpu.minor}"
@@ -110,7 +110,7 @@ def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]
 
 
 def _edits(found: Any) -> Mapping[str, Any]:
-    """Edits as the format has them, without parts and fields that we do not know; raises ValueError."""
+    """The edits, without unknown parts and fields; raises ValueError."""
     edits = {} if found is None else found
     if not isinstance(edits, dict):
         raise _not_understood()
@@ -183,7 +183,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def _refuse_too_large(edits: Mapping[str, Any]) -> None:
-    """A small file of YAML may repeat its own parts until they fill all memory; raises ValueError."""
+    """Raise ValueError if the edits are too large: a small YAML file can expand to fill all memory."""
     size = 0
     for piece in json.JSONEncoder().iterencode(edits):
         size += len(piece)

@@ -1,4 +1,4 @@
-"""The CDI files of devices and leases: kept where container engines look for as long as the daemon serves."""
+"""Publish the CDI files of devices and leases to container engines while the daemon serves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 DEVICES_FILE = "yunion-mps.json"
 _LEASE, _END = "yunion-mps-lease-", ".json"
 #: How often the files are compared with what was written: a handful of system calls.
-_COMPARE_S = 10.0
+_CHECK_INTERVAL_S = 10.0
 _PROGRAM = "/usr/bin/yunion-mps"
 
 
@@ -53,24 +53,24 @@ class SpecDirectory:
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
             os.chmod(self.path, 0o755)  # noqa: S103 - for engines of every user, whatever our umask is
-        self._written[name] = _mark(write_atomically(os.path.join(self.path, name), text))
+        self._written[name] = _file_version(write_atomically(os.path.join(self.path, name), text))
 
-    def is_as_written(self, name: str) -> bool:
-        """Whether the file is there, and nothing else has changed it."""
+    def is_unchanged(self, name: str) -> bool:
+        """Whether the file exists, and no other program has changed it."""
         try:
-            found = _mark(os.lstat(os.path.join(self.path, name)))
+            found = _file_version(os.lstat(os.path.join(self.path, name)))
         except OSError:
             return False
         return self._written.get(name) == found
 
     def remove(self, name: str) -> None:
-        """Remove a file; that this fails does not matter, because the hook refuses its device."""
+        """Remove a file; a failure is ignored, because the hook refuses its device."""
         self._written.pop(name, None)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.path, name))
 
     def names(self) -> list[str]:
-        """The names of our files, the unfinished ones among them."""
+        """The names of our files, including unfinished ones."""
         try:
             found = os.listdir(self.path)
         except OSError:
@@ -80,12 +80,12 @@ class SpecDirectory:
         ]
 
 
-def _mark(about: os.stat_result) -> tuple[int, int, int]:
+def _file_version(about: os.stat_result) -> tuple[int, int, int]:
     return (about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 class _Inputs(NamedTuple):
-    """All that the devices' file is made of."""
+    """Everything that the devices' file depends on."""
 
     devices: tuple[Device, ...]
     domains: tuple[DomainPlan, ...]
@@ -93,7 +93,7 @@ class _Inputs(NamedTuple):
     gpus: tuple[Gpu, ...]
     nodes: tuple[Node, ...]
     gpu_nodes: dict[str, tuple[Node, ...]]
-    nvidia: nvidia.Mark | None
+    nvidia: nvidia.FileVersion | None
 
 
 class CdiPublisher:
@@ -105,11 +105,11 @@ class CdiPublisher:
         self._files = SpecDirectory(paths.cdi_directory)
         self._hook = _hook_program()
         self._snapshot: Snapshot | None = None
-        self._compare_s = 0.0
+        self._next_check_s = 0.0
         self._inputs: _Inputs | None = None
         self._host: HostFiles | None = None
         self._leases: dict[str, Lease] = {}
-        self._trouble = NO_REASON
+        self._last_error = NO_REASON
         self._work: asyncio.Task[None] | None = None
         self._is_closed = False
         #: Held while the devices' file is written, so that none is written after `remove`.
@@ -122,18 +122,18 @@ class CdiPublisher:
             if name != DEVICES_FILE and name not in wanted:
                 self._files.remove(name)
         for lease in wanted.values():
-            self.add(lease, or_warn=True)
+            self.add(lease, warn_only=True)
 
-    def add(self, lease: Lease, *, or_warn: bool) -> None:
-        """Write a lease's file at once; if that fails, warn if `or_warn`, else raise HostError."""
+    def add(self, lease: Lease, *, warn_only: bool) -> None:
+        """Write a lease's file at once; if that fails, warn if `warn_only`, otherwise raise HostError."""
         if self._host is None:
-            self._host, _ = self._host_of(self._inputs_of(self._supervisor.snapshot()))
+            self._host, _ = self._read_host(self._inputs_of(self._supervisor.snapshot()))
         try:
             self._write_leases([lease], self._host)
         except OSError as error:
             path = f"{self._files.path}/{lease_file(lease.id)}"
             what = f"containers cannot find the lease: {path}: {error.strerror}"
-            if not or_warn:
+            if not warn_only:
                 hint = f"make {self._files.path} a directory that root can write to"
                 raise HostError(what, hint) from None
             log.warning("%s", what)
@@ -145,30 +145,30 @@ class CdiPublisher:
             self._files.write(lease_file(lease.id), lease_spec(lease, planned, host))
 
     def forget(self, lease: Lease) -> None:
-        """The lease has ended."""
+        """Remove the file of a lease that has ended."""
         self._leases.pop(lease.id, None)
         if lease.cdi:
             self._files.remove(lease_file(lease.id))
 
     def refresh(self) -> None:
-        """Have the files written soon if they are not as they should be; costs nothing if nothing changed."""
+        """Schedule a write of the files if they are outdated; cheap if nothing has changed."""
         snapshot, now_s = self._supervisor.snapshot(), asyncio.get_running_loop().time()
-        if self._is_closed or (snapshot is self._snapshot and now_s < self._compare_s):
+        if self._is_closed or (snapshot is self._snapshot and now_s < self._next_check_s):
             return
         if self._work and not self._work.done():
             return
-        self._snapshot, self._compare_s = snapshot, now_s + _COMPARE_S
+        self._snapshot, self._next_check_s = snapshot, now_s + _CHECK_INTERVAL_S
         inputs = self._inputs_of(snapshot)
-        is_there = not inputs.devices or self._files.is_as_written(DEVICES_FILE)
-        if inputs != self._inputs or not is_there or self._spoilt():
+        is_written = not inputs.devices or self._files.is_unchanged(DEVICES_FILE)
+        if inputs != self._inputs or not is_written or self._leases_to_rewrite():
             self._work = asyncio.ensure_future(self._write(inputs))
 
     def close(self) -> None:
-        """Change nothing any more: the next program goes on with the files."""
+        """Stop writing, and leave the files to the next program."""
         self._is_closed = True
 
     def remove(self) -> None:
-        """The daemon has stopped: no container finds a device of ours."""
+        """Remove all files, because the daemon has stopped."""
         self.close()
         with self._writing:
             for name in self._files.names():
@@ -186,47 +186,49 @@ class CdiPublisher:
             nvidia.find(self._paths),
         )
 
-    def _spoilt(self) -> list[Lease]:
-        """The leases whose files are gone, or were changed by another program."""
+    def _leases_to_rewrite(self) -> list[Lease]:
+        """The leases whose files were removed or changed by another program."""
         return [
-            lease for lease in self._leases.values() if not self._files.is_as_written(lease_file(lease.id))
+            lease for lease in self._leases.values() if not self._files.is_unchanged(lease_file(lease.id))
         ]
 
     async def _write(self, inputs: _Inputs) -> None:
-        """Off the loop: thousands of devices, and NVIDIA's file, take longer than a turn of it may."""
+        """Write the files on a thread: thousands of devices would block the event loop."""
 
         def work() -> tuple[HostFiles, Reason]:
-            host, trouble = self._host_of(inputs)
+            host, failure = self._read_host(inputs)
             spec = devices_spec(inputs.devices, inputs.domains, host, inputs.parked)
             with self._writing:
                 if spec is None:
                     self._files.remove(DEVICES_FILE)
                 elif not self._is_closed:
                     self._files.write(DEVICES_FILE, spec)
-            return host, trouble
+            return host, failure
 
         before, path = self._host, f"{self._files.path}/{DEVICES_FILE}"
         try:
-            host, trouble = await on_thread(work)
-            if not self._is_closed:  # a lease's containers are started for months, maybe after a new driver
-                self._write_leases(self._leases.values() if host != before else self._spoilt(), host)
+            host, failure = await on_thread(work)
+            if not self._is_closed:  # containers may be started with an old lease after a driver update
+                self._write_leases(
+                    self._leases.values() if host != before else self._leases_to_rewrite(), host
+                )
             self._host, self._inputs = host, inputs
         except (OSError, HostError) as error:
             why = error.strerror if isinstance(error, OSError) else error.message
-            trouble = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
+            failure = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is tried again, and reported where operators look
             what = f"containers find no devices: {path} cannot be created: {error!r}"
-            trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)
+            failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
-        if trouble != self._trouble:
-            self._report(trouble)
-        self._trouble = trouble
+        if failure != self._last_error:
+            self._report(failure)
+        self._last_error = failure
 
-    def _host_of(self, inputs: _Inputs) -> tuple[HostFiles, Reason]:
-        """What containers need of the host, and what is wrong with NVIDIA's specification of it."""
+    def _read_host(self, inputs: _Inputs) -> tuple[HostFiles, Reason]:
+        """What containers need from the host, and the error in NVIDIA's specification, if any."""
         theirs: Nvidia | None = None
-        trouble = NO_REASON
+        failure = NO_REASON
         if inputs.nvidia:
             path = inputs.nvidia[0]
             try:
@@ -234,26 +236,26 @@ class CdiPublisher:
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
                 what = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"
-                trouble = Reason(what, reasons.CDI_DRIVER_FAILED)
+                failure = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
-        return HostFiles(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), trouble
+        return HostFiles(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), failure
 
-    def _report(self, trouble: Reason) -> None:
-        """Once for each trouble: in the log, as an event, and among the warnings of `status`."""
-        self._supervisor.set_warning("containers", trouble)
+    def _report(self, failure: Reason) -> None:
+        """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""
+        self._supervisor.set_warning("containers", failure)
         event = Event("info", "daemon", "containers", "containers find the devices again")
-        if trouble:
+        if failure:
             means = "everything else continues, and the write is retried"
-            event = Event("warning", "daemon", "containers", trouble, "", means, trouble.code)
-            log.warning("%s; %s", trouble, means)
+            event = Event("warning", "daemon", "containers", failure, "", means, failure.code)
+            log.warning("%s; %s", failure, means)
         else:
             log.info("%s", event.what)
         self._supervisor.event_log.record(event)
 
 
 def _hook_program() -> str:
-    """The command line's program beside the daemon's own, where engines can call it."""
+    """The path of the command line's program, for engines to call; preferably beside the daemon's."""
     beside = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "yunion-mps")
     if os.access(beside, os.X_OK):
         return beside

@@ -1,4 +1,4 @@
-"""What a container gets with a device: a CDI specification, made from values alone.
+"""The CDI specification of devices and leases, created from values alone.
 
 Version 0.5.0 of the format is the first whose names may begin with a digit, as our addresses do; every podman
 since 4.1 and docker since 25 reads it. What NVIDIA's own specification adds may need a later one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import UNSERVED
+from yunion_mps.containers import UNSERVED_ARGUMENT
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Lease
 from yunion_mps.planning.environment import client_environment, whole_environment
 
@@ -17,14 +17,14 @@ Json = dict[str, Any]
 
 VERSION = (0, 5, 0)
 HOOK_COMMAND = "cdi-hook"
-#: How long the start of a container may wait for the daemon, in s: the hook itself gives up before.
+#: How long the hook may delay the start of a container, in s; its own timeouts are shorter.
 _HOOK_TIMEOUT_S = 30
-#: MPS hands data over in shared memory: client and server need the same, and a container has its own.
+#: MPS clients and servers share memory here, but a container has its own by default.
 _SHARED_MEMORY = "/dev/shm"
 
 
 class Nvidia(NamedTuple):
-    """What NVIDIA's own specification says: for every GPU, and for each one by its UUID."""
+    """The edits of NVIDIA's own specification: common ones, and those of each GPU by its UUID."""
 
     #: The first of the format that knows of all its parts, whatever it says itself.
     version: tuple[int, ...] = VERSION
@@ -73,7 +73,7 @@ def devices_spec(
             edits = _edits(client_environment([device], plans[device.domain]), device.addr, host)
         elif device.domain in lost:
             edits = _base_edits(
-                client_environment([device], lost[device.domain]), host, device.addr, UNSERVED
+                client_environment([device], lost[device.domain]), host, device.addr, UNSERVED_ARGUMENT
             )
         else:
             continue
@@ -96,9 +96,9 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> Json:
     return _spec([{"name": name, "containerEdits": edits} for name in names], host)
 
 
-def _edits(environment: Mapping[str, str], hooked: str, host: HostFiles) -> Json:
-    """What one device changes in a container; `hooked` is what the hook is told."""
-    edits = _base_edits(environment, host, hooked)
+def _edits(environment: Mapping[str, str], hook_argument: str, host: HostFiles) -> Json:
+    """The edits of one device; `hook_argument` is the argument of the hook."""
+    edits = _base_edits(environment, host, hook_argument)
     edits["mounts"] = [_mount(environment["CUDA_MPS_PIPE_DIRECTORY"])]
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     known = host.nvidia.by_gpu if host.nvidia else {}
@@ -107,19 +107,19 @@ def _edits(environment: Mapping[str, str], hooked: str, host: HostFiles) -> Json
     return _with_nodes(edits, [node for gpu in gpus for node in host.gpu_nodes.get(gpu, ())])
 
 
-def _base_edits(environment: Mapping[str, str], host: HostFiles, *hooked: str) -> Json:
-    """The environment and the hook, without anything that an engine might not find."""
+def _base_edits(environment: Mapping[str, str], host: HostFiles, *hook_argument: str) -> Json:
+    """The environment and the hook, without files that may be missing."""
     hook: Json = {
         "hookName": "createRuntime",
         "path": host.hook,
-        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, *hooked],
+        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, *hook_argument],
         "timeout": _HOOK_TIMEOUT_S,
     }
     if host.hook_environment:
         hook["env"] = [f"{name}={value}" for name, value in host.hook_environment.items()]
     # An empty id for a device without a lease: an engine may hand on the environment of a job that has one.
-    told = {LEASE_VARIABLE: "", **environment}
-    return {"env": [f"{name}={value}" for name, value in told.items()], "hooks": [hook]}
+    variables = {LEASE_VARIABLE: "", **environment}
+    return {"env": [f"{name}={value}" for name, value in variables.items()], "hooks": [hook]}
 
 
 def _spec(devices: list[Json], host: HostFiles) -> Json:

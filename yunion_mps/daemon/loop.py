@@ -34,10 +34,10 @@ from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: A tick that is overdue by so much keeps the watchdog from its sign of life.
+#: How overdue a tick may be before systemd's watchdog is no longer notified.
 _LATE_S = 10.0
-#: How soon a task that goes on after its cancellation is cancelled again.
-_CANCEL_AGAIN_S = 0.1
+#: How soon a task that continues after its cancellation is cancelled again.
+_CANCEL_RETRY_S = 0.1
 
 
 def serve(
@@ -48,12 +48,12 @@ def serve(
     notifier: Notifier,
     signals: Signals,
 ) -> bool:
-    """Run until the domains have stopped after a signal, or a re-exec is requested; returns whether it is."""
+    """Run until the domains have stopped, or a re-exec is requested; returns whether it was."""
 
     async def work() -> bool:
         return await _Loop(paths, listener, supervisor, queries, notifier, signals).run()
 
-    gc.freeze()  # what was imported stays for good; the collector need not look at it
+    gc.freeze()  # imported modules are never freed, so the collector need not visit them
     return asyncio.run(work())
 
 
@@ -76,15 +76,15 @@ class _Loop:
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[bool] = self._loop.create_future()
         self._background: list[asyncio.Future[None]] = []
-        #: Watches the descriptors of all domains at a fifth of what the event loop takes for each.
+        #: Watches the descriptors of all domains, at a fifth of the cost of the event loop's own readers.
         self._watch = select.epoll()
         self._watched: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
-        self._ticks_soon = False
-        self._announced = supervisor.config
-        #: Of the status that systemd was told last.
-        self._told_version = -1
+        self._is_tick_scheduled = False
+        self._published_config = supervisor.config
+        #: The version of the status that was last sent to systemd.
+        self._notified_version = -1
         self._poll_now = asyncio.Event()
         self._cdi = CdiPublisher(paths, supervisor)
         self._leases = LeaseService(paths, supervisor, queries, self._cdi)
@@ -95,7 +95,7 @@ class _Loop:
             self._leases.ledger,
             program(),
             self._poll_now,
-            self._tick_soon,
+            self._schedule_tick,
             self._request_reexec,
         )
         clients = ClientService(paths, supervisor, queries.usage)
@@ -107,7 +107,7 @@ class _Loop:
             XidAnalyzer(paths, supervisor, clients),
             UsageSampler(supervisor, devices, queries.usage, self._leases.peaks),
             self._poll_now,
-            self._tick_soon,
+            self._schedule_tick,
         )
         ledger, queue = self._leases.ledger, self._leases.queue
         metrics = MetricsCollector(
@@ -125,9 +125,9 @@ class _Loop:
     async def run(self) -> bool:
         self._loop.set_exception_handler(_report)
         self._leases.restore()
-        # Not loop.add_signal_handler: at its end a second signal would cut the stop short.
+        # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
         self._loop.add_reader(self._signals.fileno(), self._guarded, self._handle_signals)
-        self._loop.add_reader(self._watch.fileno(), self._tick_soon)
+        self._loop.add_reader(self._watch.fileno(), self._schedule_tick)
         await self._server.open(self._listener.socket)
         tasks = [asyncio.create_task(one.run()) for one in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
@@ -151,16 +151,16 @@ class _Loop:
             self._textfile.remove()
             if not is_reexec:
                 addresses.remove(self._paths)
-            self._leases.close()  # before the end of its connections is noticed
+            self._leases.close()  # before the closed connections end their leases
             self._cdi.close()
-        if not is_reexec:  # and not after a fault of ours: then the next daemon finds them as they are
+        if not is_reexec:  # and not after a crash: then the next daemon takes the files as they are
             self._cdi.remove()
         return is_reexec
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do `work`; a fault of ours ends the loop, and the daemon, which systemd then starts again.
+        """Do `work`; an unexpected exception ends the loop and the daemon, which systemd restarts.
 
-        The control daemons live on and are adopted; going on without supervision would be worse.
+        The control daemons keep running and are adopted; continuing without supervision would be worse.
         """
         try:
             work()
@@ -202,15 +202,15 @@ class _Loop:
         if not self._end.done() and not self._supervisor.stopping:
             self._end.set_result(True)
 
-    def _tick_soon(self) -> None:
-        """Tick once for all that has happened by then: dozens of control daemons may answer at a time."""
-        if not self._ticks_soon:
-            self._ticks_soon = True
+    def _schedule_tick(self) -> None:
+        """Schedule one tick for everything that happens until then: dozens of control daemons may answer."""
+        if not self._is_tick_scheduled:
+            self._is_tick_scheduled = True
             self._loop.call_soon(self._guarded, self._tick)
 
     def _tick(self) -> None:
-        """Let the supervisor do what is due, then watch for what it waits for now."""
-        self._ticks_soon = False
+        """Tick the supervisor, then watch the descriptors and the time that it waits for."""
+        self._is_tick_scheduled = False
         self._unwatch()
         if self._end.done():
             return
@@ -225,28 +225,28 @@ class _Loop:
             self._watch.register(descriptor, select.EPOLLIN)
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self._guarded, self._tick)
-        self._leases.serve()  # what has come or changed may be just what a queued request waits for
-        self._announce()
+        self._leases.serve()  # the change may satisfy a queued request
+        self._publish_config()
         self._cdi.refresh()
         self._queries.changes.notify()
-        if not self._supervisor.stopping and self._queries.version != self._told_version:
-            self._told_version = self._queries.version
+        if not self._supervisor.stopping and self._queries.version != self._notified_version:
+            self._notified_version = self._queries.version
             self._notifier.status(one_line(self._queries.status()))
 
-    def _announce(self) -> None:
-        """Tell the gateway and the textfile what the configuration says, if that may have changed."""
-        if self._supervisor.config is not self._announced:
-            self._announced = self._supervisor.config
+    def _publish_config(self) -> None:
+        """Pass a changed configuration on to the gateway and the textfile."""
+        if self._supervisor.config is not self._published_config:
+            self._published_config = self._supervisor.config
             self._textfile.soon()
-            addresses.publish(self._paths, self._announced)
+            addresses.publish(self._paths, self._published_config)
 
     def _lateness(self) -> str:
-        """By how much the next tick is overdue, in words; empty if it is not."""
+        """How overdue the next tick is, as text; empty if it is in time."""
         late_s = 0.0 if self._due_s is None else self._loop.time() - self._due_s
         return f"supervision is {late_s:.0f} s late" if late_s > _LATE_S else ""
 
     def _unwatch(self) -> None:
-        """Forget every descriptor: the supervisor may close one, and the next of its number be another's."""
+        """Unregister every descriptor: the supervisor may close one, whose number may then be reused."""
         for descriptor in self._watched:
             with contextlib.suppress(OSError):  # it was closed
                 self._watch.unregister(descriptor)
@@ -257,20 +257,20 @@ class _Loop:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel the tasks until each has ended; what they raised stays with them.
+    """Cancel the tasks until each has ended, ignoring their exceptions.
 
-    To cancel once is not enough: before Python 3.12, asyncio.wait_for forgets it if what it waits for
-    comes at the same moment (github.com/python/cpython/issues/86296), and a stop would never end.
+    Canceling once is not enough: before Python 3.12, asyncio.wait_for loses a cancellation that coincides
+    with its result (github.com/python/cpython/issues/86296), and a stop would never end.
     """
     left = set(tasks)
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
+        _, left = await asyncio.wait(left, timeout=_CANCEL_RETRY_S)
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
-    """Log an error that asyncio could raise nowhere: in one line if the system refused something."""
+    """Log an unhandled error in asyncio, without a traceback if it is an OSError."""
     del loop
     error = context.get("exception")
     trace = error if isinstance(error, BaseException) and not isinstance(error, OSError) else None

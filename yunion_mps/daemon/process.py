@@ -1,4 +1,4 @@
-"""The daemon's process: the lock that makes it the only one, its signals, and the re-exec of its program."""
+"""The daemon's process: the lock that ensures a single instance, its signals, and the re-exec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.processes import reap_forgotten
 from yunion_mps.paths import Paths
 
-#: How long the last child of a daemon that is gone may take to load its program.
+#: How long the last child of a daemon that has ended may take until exec.
 _LOAD_TIMEOUT_S = 2.0
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP, signal.SIGHUP)
@@ -27,8 +27,8 @@ _VARIABLE = "YUNION_MPS_REEXEC"
 def take_lock(paths: Paths) -> int:
     """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon.
 
-    A daemon that was killed while it started a program leaves the lock to that child until it has loaded the
-    program (execve(2), FD_CLOEXEC); this waits for it.
+    If a daemon was killed while it started a program, that child holds the lock until exec (execve(2),
+    FD_CLOEXEC), which this function waits for.
     """
     descriptor = _open(paths)
     end_s = time.monotonic() + _LOAD_TIMEOUT_S
@@ -56,7 +56,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _open(paths: Paths) -> int:
-    """Open the file for ourselves alone: any process that can open it can keep us from starting."""
+    """Open the file with access only for us: any process that can open it can keep us from starting."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
@@ -77,7 +77,7 @@ class Signals:
     """SIGTERM and SIGINT ask for a stop, SIGHUP for a reload."""
 
     def __init__(self) -> None:
-        #: The name of the signal that asked for a stop, empty before that.
+        #: The name of the signal that requested for a stop, empty before that.
         self.stop = ""
         self._reload = False
         self._wake, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,14 +93,14 @@ class Signals:
         return self._wake
 
     def clear(self) -> None:
-        """Empty the descriptor; what was asked for is not forgotten."""
+        """Empty the descriptor; what was requested for is not forgotten."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
 
     def take_reload(self) -> bool:
-        """Whether a reload was asked for since the last call."""
-        asked, self._reload = self._reload, False
-        return asked
+        """Whether a reload was requested for since the last call."""
+        requested, self._reload = self._reload, False
+        return requested
 
     def close(self) -> None:
         """Go back to the system's own handling."""
@@ -126,8 +126,8 @@ class ReexecState(NamedTuple):
     started_s: float
 
 
-def inherited() -> ReexecState | None:
-    """What the program before handed over; None if this is not a re-exec."""
+def inherited_state() -> ReexecState | None:
+    """The state that the previous program handed over; None if this is not a re-exec."""
     text = os.environ.pop(_VARIABLE, "")
     if not text:
         return None
@@ -160,7 +160,7 @@ def reexec(state: ReexecState) -> None:
 
 
 def program() -> list[str]:
-    """The command of the daemon: the file that was started, or its module if that was none."""
+    """The command of the daemon: the file that was started, or the module if it was run with -m."""
     file = os.path.abspath(sys.argv[0])
     if os.access(file, os.X_OK) and not file.endswith(".py"):
         return [file]

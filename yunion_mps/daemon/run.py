@@ -1,4 +1,4 @@
-"""The daemon's life: preflight, start the domains, say READY, serve, stop, restore the compute modes."""
+"""The daemon's life cycle: preflight, start the domains, READY, serve, stop, restore the compute modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
-from yunion_mps.daemon.process import ReexecState, Signals, inherited, reexec, take_lock
+from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec, take_lock
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
@@ -33,23 +33,23 @@ from yunion_mps.supervisor.status import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
 
-#: Imported where they are used, because few hosts and few clients use them.
-_LOADED_LATER = ("yunion_mps.http.openapi",)
+#: Modules that are imported lazily elsewhere, but before an upgrade can replace them.
+_LAZY_MODULES = ("yunion_mps.http.openapi",)
 
 
 class _LoadError(Exception):
-    """A module could not be read, because descriptors are short."""
+    """A module could not be read in a shortage of descriptors."""
 
 
 def run(options: Options) -> int:
-    """Run until a signal says to stop; returns the exit status."""
+    """Run until a signal requests a stop; returns the exit status."""
     logs.set_up(options.log_level)
     paths = Paths.from_environment()
     try:
         if options.is_offline:
             logs.begin_with(PROGRAM)
             return _run_offline(paths, options)
-        state = inherited()
+        state = inherited_state()
         lock = state.lock if state else take_lock(paths)
         try:
             signals = Signals()
@@ -121,22 +121,22 @@ class _Daemon:
         self._state = state
 
     def start(self) -> Listener | None:
-        """Start the domains and wait for each to be ready or to say why not; return the listening socket.
+        """Start the domains, wait until each is ready or has failed, and return the listening socket.
 
-        None if a signal came first. Raises YunionError if nothing is ready, after stopping what was started.
+        None if a signal arrived first. Raises YunionError if nothing is ready, after stopping everything.
         """
         try:
-            return self._started()
+            return self._start_domains()
         except (YunionError, OSError) as error:
             self.stop(spare_adopted=True)
             if isinstance(error, OSError):
                 raise ShortageError(f"the system refused a request: {error}") from None
             raise
 
-    def _started(self) -> Listener | None:
-        """Listen also if none is ready but an adopted control daemon may have jobs: it is looked after."""
-        gc.freeze()  # what was imported stays for good
-        gc.enable()  # a start may have to wait for long
+    def _start_domains(self) -> Listener | None:
+        """Listen even if no domain is ready, if an adopted control daemon may have jobs to supervise."""
+        gc.freeze()  # imported modules are never freed
+        gc.enable()  # a start may take long
         supervisor, fleet = self._supervisor, self._supervisor.fleet
         supervisor.start(time.monotonic())
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
@@ -150,7 +150,7 @@ class _Daemon:
         return Listener(self._paths)
 
     def serve(self, listener: Listener) -> None:
-        """Serve until a stop; with memory short, the stop that follows does without the event loop."""
+        """Serve until a stop; in a shortage of memory, the stop does not use the event loop."""
         try:
             self._serve(listener)
         except MemoryError:
@@ -159,10 +159,9 @@ class _Daemon:
             log.error("stopping without the event loop, because memory is short")
 
     def _serve(self, listener: Listener) -> None:
-        """Say READY, because every limit was read back and the socket listens, then load the event loop.
+        """Notify READY, because every limit was read back and the socket listens, then load the event loop.
 
-        What it needs (asyncio, h11) takes some 20 ms of imports; until then the kernel keeps the connections
-        of the first clients.
+        Its imports (asyncio, h11) take about 20 ms, while the first connections wait in the backlog.
         """
         supervisor, notifier = self._supervisor, self._notifier
         service = Queries(supervisor.snapshot, self._started_s, os.getpid())
@@ -189,8 +188,8 @@ class _Daemon:
     def stop(self, *, spare_adopted: bool = False) -> None:
         """Stop the control daemons and restore the compute modes.
 
-        Not called if a fault of our own ends the daemon: then, as after SIGKILL, the control daemons and
-        their clients live on, and the next daemon adopts them.
+        Not called if the daemon crashes: then, as after SIGKILL, the control daemons and their clients keep
+        running, and the next daemon adopts them.
         """
         status = "stopping the control daemons and restoring the compute modes"
         self._notifier.stopping(status, self._supervisor.stop_within_s)
@@ -199,7 +198,7 @@ class _Daemon:
         self._supervisor.close()
 
     def _reexec(self, state: ReexecState) -> None:
-        """Run the program again in this process; if that fails, go on with this one."""
+        """Run the program again in this process; if that fails, continue with this one."""
         log.info("re-executing the program; control daemons, socket and lock are kept")
         self._notifier.reloading("re-executing the program")
         self._supervisor.release()
@@ -219,16 +218,16 @@ class _Daemon:
 
 
 def _load_event_loop() -> Callable[..., bool]:
-    """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket.
+    """Import asyncio, without ssl, which would take 4 MiB, and all modules that are needed later.
 
-    And everything else that is needed later: after an upgrade, its files are those of another version.
+    After an upgrade, their files would be of another version.
     """
-    absent: Any = None  # makes an import of the name fail, which asyncio is written for
+    absent: Any = None  # makes the import fail, which asyncio handles
     sys.modules.setdefault("ssl", absent)
     try:
         from yunion_mps.daemon.loop import serve
 
-        for name in _LOADED_LATER:
+        for name in _LAZY_MODULES:
             importlib.import_module(name)
     except OSError as error:
         raise _LoadError(str(error)) from None

@@ -1,4 +1,4 @@
-"""The watchdog: systemd gets its sign of life only while the daemon is healthy."""
+"""The watchdog: notifies systemd only while the daemon is healthy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: How often the daemon is checked if systemd has no watchdog for it.
+#: How often the daemon is checked if systemd's watchdog is not enabled.
 _INTERVAL_S = 15.0
-#: How long our own answer may take.
+#: How long the daemon's own answer may take.
 _ANSWER_S = 5.0
-_QUESTION = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+_REQUEST = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 class Watchdog:
-    """Checks that ticks are in time, and asks the daemon's own socket as a client would."""
+    """Checks that ticks are in time, and that the daemon's own socket answers."""
 
     def __init__(
         self, paths: Paths, listener: Listener, server: Server, notifier: Notifier, late: Callable[[], str]
     ) -> None:
-        """`late` says by how much ticks are overdue, empty if they are in time."""
+        """`late` returns how overdue ticks are, as text; empty if they are in time."""
         self._paths = paths
         self._listener = listener
         self._server = server
@@ -38,21 +38,21 @@ class Watchdog:
         self._logged = ""
 
     async def run(self) -> None:
-        """Check until the task is cancelled, and send the sign of life while nothing is wrong."""
+        """Check until the task is cancelled, and notify systemd while the daemon is healthy."""
         interval_s = watchdog_interval_s()
         if interval_s:
             self._notifier.alive()
         while True:
             await asyncio.sleep(interval_s or _INTERVAL_S)
-            trouble = self._late() or await self._silent()
-            if not trouble and interval_s:
+            error_text = self._late() or await self._socket_error()
+            if not error_text and interval_s:
                 self._notifier.alive()
-            if trouble and trouble != self._logged:
-                log.error("unhealthy: %s; not notifying systemd's watchdog until this is over", trouble)
-            self._logged = trouble
+            if error_text and error_text != self._logged:
+                log.error("unhealthy: %s; not notifying systemd's watchdog until this is over", error_text)
+            self._logged = error_text
 
-    async def _silent(self) -> str:
-        """Why our own socket does not answer, empty if it does; a name that was removed is made again."""
+    async def _socket_error(self) -> str:
+        """Why the daemon's socket does not answer, empty if it does; a removed socket is created again."""
         if not self._listener.is_reachable:
             try:
                 await self._server.reopen(self._listener)
@@ -60,20 +60,20 @@ class Watchdog:
             except HostError as error:
                 return error.message
         try:
-            answer = await asyncio.wait_for(_ask(self._paths.socket), _ANSWER_S)
+            answer = await asyncio.wait_for(_request_status(self._paths.socket), _ANSWER_S)
         except asyncio.TimeoutError:
             return f"the daemon's own socket does not answer within {_ANSWER_S:g} s"
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                return ""  # that passes when clients go, and a new start would not help
+                return ""  # this passes when clients disconnect, and a restart would not help
             return f"the daemon's own socket cannot be reached: {error.strerror or error}"
         return "" if answer.startswith(b"HTTP/1.1 ") else "the daemon's own socket gives no answer"
 
 
-async def _ask(path: str) -> bytes:
+async def _request_status(path: str) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
-        writer.write(_QUESTION)
+        writer.write(_REQUEST)
         return await reader.readline()
     finally:
         writer.close()

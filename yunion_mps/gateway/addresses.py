@@ -1,4 +1,4 @@
-"""The addresses to be served over TCP: a file that the daemon writes and the gateway reads."""
+"""The TCP addresses to serve: a file that the daemon writes and the gateway reads."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def publish(paths: Paths, config: Config) -> None:
 
 
 def remove(paths: Paths) -> None:
-    """Have nothing served, which also ends the gateway."""
+    """Remove the file, which makes the gateway exit."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(paths.gateway)
 
 
 def read(paths: Paths) -> dict[str, str]:
-    """The addresses by key, empty if nothing is to be served."""
+    """The addresses by key, empty if there are none."""
     try:
         with open(paths.gateway, encoding="utf-8") as file:
             found = json.load(file)

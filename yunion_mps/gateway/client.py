@@ -1,4 +1,4 @@
-"""The gateway asks the daemon: one question without keeping others waiting, and the page's overview."""
+"""The gateway's requests to the daemon, and its cache of the page's overview."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Json = dict[str, Any]
 
-#: An overview is shown to all readers for so long.
-_FRESH_S = 1.0
-#: The shortest time from one overview to the next.
-_REST_S = 0.1
-#: What no event tells of devices is asked again after so long.
-_STALE_S = 30.0
-#: Waking many GPUs takes the driver tens of seconds; the page does without after the first of these.
+#: How long a cached overview is fresh.
+_MAX_AGE_S = 1.0
+#: The shortest time between two overviews.
+_MIN_INTERVAL_S = 0.1
+#: When devices are queried again even without an event.
+_DEVICES_MAX_AGE_S = 30.0
+#: How long the page waits for the clients, and how long the query may take: waking many GPUs is slow.
 _CLIENTS_S = 2.0
 _CLIENTS_TIMEOUT_S = 150.0
 
 
-async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0) -> Response:
+async def get_from_daemon(
+    paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0
+) -> Response:
     """The daemon's answer to a GET, whatever its status; raises UnreachableError if there is none."""
     try:
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
@@ -53,37 +55,37 @@ async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float =
     raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
 
 
-class Overview:
-    """The page's picture, once for all readers; devices are asked for again after an event."""
+class OverviewCache:
+    """Caches the page's overview for all readers; devices are queried again after an event."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._picture: Json = {}
         self._taken_s = 0.0
         self._failure: UnreachableError | None = None
         self._last_event = 0
-        self._seen: tuple[Any, ...] = ()
+        self._devices_key: tuple[Any, ...] = ()
         self._listed_s = 0.0
         self._devices: list[Device] = []
         self._clients = NO_CLIENTS
         self._pending_clients: asyncio.Task[ClientList] | None = None
 
     async def picture(self, event: int = 0) -> Json:
-        """The current picture, with a `mark` that changes when the picture does; raises UnreachableError.
+        """The current overview, with a `mark` that changes when it does; raises UnreachableError.
 
-        A picture that was taken before the `event` (its id) is not current, however fresh. A reader that came
-        while a daemon that hangs was asked in vain gets that failure, and does not wait as long once more.
+        An overview from before the `event` (its id) is not current, however fresh. A reader that arrived
+        during a failed query gets the same failure, and does not wait for another timeout.
         """
-        came_s = time.monotonic()
-        async with self._one_at_a_time:
-            if self._failure and came_s < self._taken_s:
+        arrived_s = time.monotonic()
+        async with self._lock:
+            if self._failure and arrived_s < self._taken_s:
                 raise self._failure
             age_s = time.monotonic() - self._taken_s
-            if self._failure or age_s > _FRESH_S or event > self._last_event:
-                await asyncio.sleep(_REST_S - age_s)  # a reader that asks without end costs no more than this
+            if self._failure or age_s > _MAX_AGE_S or event > self._last_event:
+                await asyncio.sleep(_MIN_INTERVAL_S - age_s)  # limits the load of a reader in a loop
                 try:
-                    shown = page(HostOverview.of(await self._ask_all()))
+                    shown = page(HostOverview.of(await self._query_all()))
                 except UnreachableError as error:
                     self._failure, self._taken_s = error, time.monotonic()
                     raise
@@ -93,25 +95,25 @@ class Overview:
                 self._taken_s = time.monotonic()
             return self._picture
 
-    async def _ask_all(self) -> Answers:
+    async def _query_all(self) -> Answers:
         last = self._last_event = (await self._call(GET_EVENTS, limit=1))["last"]
         status = await self._call(GET_STATUS)
         leases = await self._call(GET_LEASES)
         seen = (last, status["devices"], status["gpus"], status["started"])
-        if seen != self._seen or time.monotonic() - self._listed_s > _STALE_S:
+        if seen != self._devices_key or time.monotonic() - self._listed_s > _DEVICES_MAX_AGE_S:
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
-            self._seen, self._listed_s = seen, time.monotonic()
+            self._devices_key, self._listed_s = seen, time.monotonic()
         gpus = (await self._call(GET_GPUS))["gpus"]
-        errors = await self._ask_clients() if status["domains"] else []
+        errors = await self._query_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
         clients = {**clients, "errors": [*clients["errors"], *errors]}
         return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
-    async def _ask_clients(self) -> Sequence[str]:
-        """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
+    async def _query_clients(self) -> Sequence[str]:
+        """Query which processes use the GPUs according to the driver; returns why that is unknown."""
         if self._pending_clients is None:
-            question = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
-            self._pending_clients = asyncio.ensure_future(question)
+            request = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
+            self._pending_clients = asyncio.ensure_future(request)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():
             return ["the driver is slow to answer, so the list of clients is out of date"]
@@ -123,7 +125,7 @@ class Overview:
         return []
 
     async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
-        answer = await ask(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)
+        answer = await get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)
         try:
             result: T = result_of(answer)
         except YunionError as error:

@@ -1,8 +1,8 @@
-"""The listeners over TCP and what they answer, read-only: the metrics for Prometheus and the web page.
+"""The read-only listeners over TCP: the metrics for Prometheus and the web page.
 
-Both answer only under names of this host. A page of another origin must not read what is served here:
-browsers enforce that, unless the owner of a name lets it point to this host (DNS rebinding). So only names
-that no other party can own are answered.
+Both answer only to names of this host. A page of another origin must not read them, which browsers enforce
+unless the owner of a name makes it point to this host (DNS rebinding). So only names that nobody else can own
+are accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import addresses
-from yunion_mps.gateway.client import Overview, ask
+from yunion_mps.gateway.client import OverviewCache, get_from_daemon
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
@@ -32,7 +32,7 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: Less than the 10 s that Prometheus waits by default, so that a daemon that hangs is told from the gateway.
+#: Less than Prometheus's default timeout of 10 s, so that a hung daemon can be told from a hung gateway.
 _METRICS_S = 7.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS_DOWN = b"""\
@@ -41,7 +41,7 @@ _METRICS_DOWN = b"""\
 yunion_mps_up 0
 """
 
-#: A proxy on the way may give up sooner than the daemon's own 60 s.
+#: A proxy may have a shorter timeout than the daemon's 60 s.
 _MAX_WAIT_S = 25
 _ANSWER_S = 10.0
 _MAX_EVENTS = 200
@@ -67,12 +67,12 @@ _HEADERS = (
 
 
 def _limited(operation: Operation[Any], **maximum: int) -> tuple[Parameter, ...]:
-    """The operation's parameters of these names, with these bounds and no defaults."""
+    """The named parameters of the operation, with these maximums and no defaults."""
     parameters = {one.name: one for one in operation.query_parameters}
     return tuple(parameters[name]._replace(maximum=most, default=None) for name, most in maximum.items())
 
 
-#: What the page may ask the daemon: by path, the operation and the parameters that are handed on.
+#: The requests that are relayed to the daemon: by path, the operation and the allowed parameters.
 _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     GET_EVENTS.path: (
         GET_EVENTS,
@@ -98,7 +98,7 @@ class HostNames:
         self._names = {"localhost", node, node.partition(".")[0]}
 
     def refusal(self, host: str, what: str) -> Response | None:
-        """The answer to a request with this Host header for `what`, None if the name is one of ours."""
+        """The error for a request for `what` with this Host header, None if the name is one of ours."""
         name = re.sub(r":[0-9]{1,5}$", "", host).lower()
         if _is_address(name) or name in self._names or name in self._aliases():
             return None
@@ -107,7 +107,7 @@ class HostNames:
         return problem(421, f"{what} not served under that name", hint)
 
     def _aliases(self) -> set[str]:
-        """All names in the lines of /etc/hosts that hold one of ours; read again for each unknown name."""
+        """All names in the lines of /etc/hosts that contain one of ours; read for each unknown name."""
         found: set[str] = set()
         try:
             with open(self._hosts_file, encoding="utf-8", errors="replace") as file:
@@ -116,7 +116,7 @@ class HostNames:
                     if not self._names.isdisjoint(names):
                         found.update(names)
         except OSError:
-            pass  # then there are no other names
+            pass  # no other names
         return found
 
 
@@ -126,8 +126,8 @@ def _is_address(name: str) -> bool:
     return re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", name) is not None
 
 
-class _ReadOnly:
-    """Answers GET under a name of this host; a subclass knows the paths."""
+class ReadOnlyHandler:
+    """Answers GET requests to a name of this host; a subclass routes them."""
 
     subject: str
 
@@ -153,11 +153,11 @@ class _ReadOnly:
         raise NotImplementedError
 
 
-class MetricsHandler(_ReadOnly):
-    """The daemon's own metrics, or that it does not answer."""
+class MetricsHandler(ReadOnlyHandler):
+    """Serves the daemon's metrics, or `yunion_mps_up 0` if it does not answer."""
 
     subject = "the metrics are"
-    _trouble = ""
+    _last_error = ""
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path != GET_METRICS.path:
@@ -166,36 +166,36 @@ class MetricsHandler(_ReadOnly):
 
     async def _metrics(self, accept: str) -> Response:
         try:
-            answer = await ask(self._paths, GET_METRICS.path, accept, _METRICS_S)
+            answer = await get_from_daemon(self._paths, GET_METRICS.path, accept, _METRICS_S)
         except UnreachableError as error:
-            self._log(f"yunion_mps_up is 0: {error.message}; {error.hint}")
+            self._log_change(f"yunion_mps_up is 0: {error.message}; {error.hint}")
             return Response(200, _METRICS_TYPE, _METRICS_DOWN)
-        self._log("")
+        self._log_change("")
         return answer
 
-    def _log(self, trouble: str) -> None:
-        """Once for each trouble, and once when it is over."""
-        if trouble != self._trouble:
-            log.warning("%s", trouble or "yunion_mps_up is 1 again: the daemon answers")
-        self._trouble = trouble
+    def _log_change(self, error: str) -> None:
+        """Log each error once, and its end."""
+        if error != self._last_error:
+            log.warning("%s", error or "yunion_mps_up is 1 again: the daemon answers")
+        self._last_error = error
 
 
-class Web(_ReadOnly):
-    """The page's files, its overview, and the requests that are relayed to the daemon."""
+class WebPage(ReadOnlyHandler):
+    """Serves the page's files and its overview, and relays requests to the daemon."""
 
     subject = "this page is"
 
     def __init__(self, paths: Paths) -> None:
         super().__init__(paths)
-        self._overview = Overview(paths)
+        self._overview = OverviewCache(paths)
         self._files = _files()
-        #: Changes with an upgrade: a page that is open then loads itself again.
+        #: Changes with an upgrade, after which an open page reloads itself.
         self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
 
     def answer(self, request: Request) -> Answer:
         """The response to a request, or what becomes it later; never raises."""
         answer = super().answer(request)
-        return _guarded(answer) if isinstance(answer, Response) else self._run_async(answer)
+        return _with_security_headers(answer) if isinstance(answer, Response) else self._run_async(answer)
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path in self._files:
@@ -208,16 +208,16 @@ class Web(_ReadOnly):
 
     async def _run_async(self, answer: Awaitable[Response]) -> Response:
         try:
-            return _guarded(await answer)
+            return _with_security_headers(await answer)
         except UnreachableError as error:
-            return _guarded(problem(503, error.message, error.hint))
+            return _with_security_headers(problem(503, error.message, error.hint))
         except Exception:
             log.exception("the web page's request has failed")
             hint = "see: journalctl -u yunion-mps-gateway"
-            return _guarded(problem(500, "internal error in the gateway", hint))
+            return _with_security_headers(problem(500, "internal error in the gateway", hint))
 
     async def _picture(self, mark: Any, event: Any) -> Response:
-        """The whole picture after this event, or only when it was taken if the page has it by its mark."""
+        """The overview after this event, or only its time if the page already has the one with this mark."""
         shown = await self._overview.picture(event)
         if mark == shown["mark"]:
             shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
@@ -231,11 +231,11 @@ class Web(_ReadOnly):
         wait_s = int(str(arguments.get("wait_s") or 0))
         if wait_s:
             request.await_event()
-        return ask(self._paths, operation.encode(arguments).target, timeout_s=wait_s + _ANSWER_S)
+        return get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=wait_s + _ANSWER_S)
 
 
 def _files() -> dict[str, Response]:
-    """By path; all of them are read at the start, so that an upgrade cannot mix two versions."""
+    """The page's files by path, all read at the start, so that an upgrade cannot mix two versions."""
     found = {}
     for file in (files("yunion_mps.gateway") / "page").iterdir():
         kind = _KINDS.get(file.name.rpartition(".")[2])
@@ -244,21 +244,21 @@ def _files() -> dict[str, Response]:
     return found
 
 
-def _guarded(response: Response) -> Response:
+def _with_security_headers(response: Response) -> Response:
     return response._replace(headers=(*response.headers, *_HEADERS))
 
 
-#: Any local user reaches a port of 127.0.0.1, and all of them are one client there.
+#: Every local user can connect to a port of 127.0.0.1, and all of them count as one client.
 LIMITS = Limits(first_request_timeout_s=2.0, waiting=512)
 _POLL_S = 2.0
 
 
 async def serve(paths: Paths) -> None:
     """Serve at the addresses that the daemon has published, until there are none."""
-    listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": Web(paths)})
+    listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": WebPage(paths)})
     while True:
         wanted = addresses.read(paths)
-        await listeners.follow(wanted)
+        await listeners.update(wanted)
         if not wanted:
             return
         await asyncio.sleep(_POLL_S)
@@ -273,7 +273,7 @@ class Listeners:
         self._open: dict[str, tuple[str, Server]] = {}
         self._logged: dict[str, str] = {}
 
-    async def follow(self, wanted: Mapping[str, str]) -> None:
+    async def update(self, wanted: Mapping[str, str]) -> None:
         """Listen at these addresses (by key) and nowhere else."""
         for key, (address, server) in list(self._open.items()):
             if wanted.get(key) != address:
@@ -282,9 +282,9 @@ class Listeners:
                 log.info("%s: stopped serving at http://%s/", key, address)
         for key, address in wanted.items():
             if key not in self._open and key in self._handlers:
-                await self._try(key, address)
+                await self._open_listener(key, address)
 
-    async def _try(self, key: str, address: str) -> None:
+    async def _open_listener(self, key: str, address: str) -> None:
         try:
             listener = listen(address)
         except OSError as error:

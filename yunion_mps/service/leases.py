@@ -334,7 +334,7 @@ class LeaseService:
         try:
             self._storage.write(lease)
             if is_device:
-                self._publisher.add(lease, or_warn=not queued.cdi)
+                self._publisher.add(lease, warn_only=not queued.cdi)
         except HostError:
             self._holders.forget(lease_id)
             with contextlib.suppress(HostError):

@@ -236,7 +236,7 @@ def test_by_hand_it_says_what_it_is_for() -> None:
 def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with short_root() as paths:
         monkeypatch.setenv("YUNION_MPS_ROOT", paths.root)
-        assert refused("00:06.0-1", away_s=0.3, exit_code=3).startswith("the daemon is not running")
+        assert refused("00:06.0-1", retry_s=0.3, exit_code=3).startswith("the daemon is not running")
 
 
 def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:

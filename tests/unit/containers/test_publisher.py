@@ -78,16 +78,16 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_file_that_another_program_changed_or_removed_is_noticed(tmp_path: Path) -> None:
     files = SpecDirectory(str(tmp_path))
-    assert not files.is_as_written(DEVICES_FILE)
+    assert not files.is_unchanged(DEVICES_FILE)
     files.write(DEVICES_FILE, {"a": "b"})
-    assert files.is_as_written(DEVICES_FILE)
+    assert files.is_unchanged(DEVICES_FILE)
     SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": "b"})
-    assert not files.is_as_written(DEVICES_FILE)
+    assert not files.is_unchanged(DEVICES_FILE)
     files.write(DEVICES_FILE, {"a": "b"})
     (tmp_path / DEVICES_FILE).write_text("{")
-    assert not files.is_as_written(DEVICES_FILE)
+    assert not files.is_unchanged(DEVICES_FILE)
     (tmp_path / DEVICES_FILE).unlink()
-    assert not files.is_as_written(DEVICES_FILE)
+    assert not files.is_unchanged(DEVICES_FILE)
 
 
 def test_only_our_files_are_ours(tmp_path: Path) -> None:

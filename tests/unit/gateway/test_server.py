@@ -39,10 +39,10 @@ def test_an_address_in_use_is_said_once_and_tried_until_it_is_free(caplog: pytes
             taken = f"127.0.0.1:{other.getsockname()[1]}"
             # No host has the second address (RFC 5737), and no handler is for the other key.
             for address in (taken, taken, "192.0.2.1:9434", taken):
-                await listeners.follow({"metrics_listen": address, "web_listen": taken})
-        await listeners.follow({"metrics_listen": taken})
+                await listeners.update({"metrics_listen": address, "web_listen": taken})
+        await listeners.update({"metrics_listen": taken})
         is_open = await asyncio.get_running_loop().run_in_executor(None, answers, taken)
-        await listeners.follow({})
+        await listeners.update({})
         return is_open
 
     assert asyncio.run(follow())
@@ -66,7 +66,7 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
     async def open_and_close() -> None:
         listeners = Listeners({"metrics_listen": Nothing()})
         for wanted in ({"metrics_listen": address}, {"metrics_listen": address}, {}):
-            await listeners.follow(wanted)
+            await listeners.update(wanted)
             seen.append(await asyncio.get_running_loop().run_in_executor(None, answers, address))
             for _ in range(5):  # the turns that asyncio takes to begin a connection, which it forgets else
                 await asyncio.sleep(0)
@@ -82,7 +82,7 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
     async def crowd() -> list[bytes]:
         port = free_port()
         listeners = Listeners({"web_listen": Nothing()})
-        await listeners.follow({"web_listen": f"127.0.0.1:{port}"})
+        await listeners.update({"web_listen": f"127.0.0.1:{port}"})
         writers, lines = [], []
         for number in range(LIMITS.per_user + 20):
             is_served = number >= LIMITS.per_user
@@ -93,7 +93,7 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
             writers.append(writer)
         for writer in writers:
             writer.close()
-        await listeners.follow({})
+        await listeners.update({})
         return lines
 
     assert asyncio.run(crowd()) == [b"HTTP/1.1 200 \r\n"] * 20
@@ -102,9 +102,9 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
 def test_over_tcp_a_first_request_must_come_within_two_seconds() -> None:
     async def limits() -> Limits:
         listeners, key = Listeners({"web_listen": Nothing()}), "web_listen"
-        await listeners.follow({key: f"127.0.0.1:{free_port()}"})
+        await listeners.update({key: f"127.0.0.1:{free_port()}"})
         found = listeners._open[key][1].pool.limits
-        await listeners.follow({})
+        await listeners.update({})
         return found
 
     assert asyncio.run(limits()).first_request_timeout_s == 2.0
