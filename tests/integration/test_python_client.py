@@ -214,7 +214,7 @@ def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, clie
 
 def test_a_lease_stays_in_its_process_and_its_record_travels(client: Client) -> None:
     with client.lease() as lease:
-        with pytest.raises(TypeError, match="a Lease stays in its process: pass its record"):
+        with pytest.raises(TypeError, match="a Lease cannot be passed to another process: pass its record"):
             pickle.dumps(lease)
         assert pickle.loads(pickle.dumps(lease.record)) == lease.record
 
@@ -282,7 +282,7 @@ def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
     ready_daemon.socket_path.chmod(0o666)
     ready_daemon.pipe_directory.chmod(0o700)
     as_nobody()
-    with pytest.raises(HostError, match="cannot be reached as this user"):
+    with pytest.raises(HostError, match="cannot be reached by this user"):
         client.lease(name="a", ttl_s=600)
     assert given(client) == []
 

@@ -44,7 +44,7 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
             f"yunion-mps: use it anyway: {ways}",
         ]
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
-    said = "budgets are not enforced on GPU 00:06.0, older than Volta: a job can use all of its memory"
+    said = "budgets are not enforced on GPU 00:06.0, which is older than Volta: a job can use all of its memory"
     done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
     status, lease = daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
@@ -56,7 +56,7 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
 def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon) -> None:
     request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across"]
     done = ready_daemon.host.run(["yunion-mps", *request])
-    said = "budgets are not enforced on GPU 00:08.0, older than Volta: a job can use all of its memory"
+    said = "budgets are not enforced on GPU 00:08.0, which is older than Volta: a job can use all of its memory"
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
 
 
@@ -132,11 +132,11 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         ("lease renew ''", "LEASE must not be empty."),
         (
             "lease take 'a b' --ttl 5",
-            "NAME may have letters, digits and ._:/@-, must begin with a letter or digit",
+            "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit",
         ),
         (
             "lease take '' --ttl 5",
-            "NAME may have letters, digits and ._:/@-, must begin with a letter or digit",
+            "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit",
         ),
     ],
 )

@@ -237,7 +237,7 @@ def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon
         lines = [f"cannot listen on {taken}: Address already in use"]
         lines += ["choose another port: --listen 127.0.0.1:PORT"]
         assert refused(host, "--listen", taken) == (1, [f"yunion-mps: {line}" for line in lines])
-    lines = ["0.0.0.0:9435: other hosts can reach this address, and the page has no password"]
+    lines = ["0.0.0.0:9435: other hosts can reach this address, and the page is not protected by a password"]
     lines += ["use 127.0.0.1, or add --allow-public if this is intended"]
     assert refused(host, "--listen", "0.0.0.0:9435") == (1, [f"yunion-mps: {line}" for line in lines])
     status, lines = refused(host, "--listen", "gpu-01:80")

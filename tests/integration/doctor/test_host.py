@@ -44,7 +44,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
     done = ready.host.run(["yunion-mps", "doctor"])
     first, *lines = done.stdout.splitlines()
     assert (done.returncode, first) == (0, f"ok: {len(lines)} ok")
-    assert lines[0] == "ok       daemon: it is running; 8 of 8 devices are available"
+    assert lines[0] == "ok       daemon: running; 8 of 8 devices available"
     ready.host.gpus[1].compute_mode = "default"
     (ready.host.root / "dev/shm").chmod(0o755)
     done = ready.host.run(["yunion-mps", "doctor"])
@@ -108,7 +108,7 @@ def test_a_gpu_whose_memory_is_handed_out_in_units_is_divided_too(scene: Scene) 
     file.write_text(f"devices:\n{path}")
     seen = scene.start().look()
     assert (seen.code, seen.bad()) == (0, {})
-    assert seen.one("configuration", "ok")["what"] == "both files are valid: memory in units on 1 GPU"
+    assert seen.one("configuration", "ok")["what"] == "both files are valid; memory in units on 1 GPU"
 
 
 def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: ExitStack) -> None:
@@ -173,10 +173,10 @@ def test_gpus_that_cannot_serve_are_found_by_what_nvml_says(stack: ExitStack) ->
 @pytest.mark.parametrize(
     ("check", "place", "options", "fill", "level", "what"),
     [
-        ("disk space", "tmp", "size=1m", "true", "problem", "has 1 MiB left: the control daemon"),
+        ("disk space", "tmp", "size=1m", "true", "problem", "has only 1 MiB free: the control daemon"),
         ("disk space", "tmp", "size=32m", 'mount -o remount,ro "$0"', "problem", "is read-only"),
-        ("disk space", "tmp", "size=32m,nr_inodes=2", 'touch "$0/last"', "problem", "has no inodes left"),
-        ("/dev/shm", "dev/shm", "size=16m", "true", "warning", "has 16 MiB in all"),
+        ("disk space", "tmp", "size=32m,nr_inodes=2", 'touch "$0/last"', "problem", "has no free inodes"),
+        ("/dev/shm", "dev/shm", "size=16m", "true", "warning", "has only 16 MiB in total"),
         ("/dev/shm", "dev/shm", "size=64m", 'head -c 60m /dev/zero >"$0/full"', "problem", "is full (4 MiB"),
     ],
 )
