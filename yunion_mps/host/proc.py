@@ -14,6 +14,8 @@ from yunion_mps.escaping import decoded, printable
 #: Linux gives no program more than this (execve(2): three quarters of 8 MiB, the arguments with it). But a
 #: process may say afterwards that any of its memory is its environment (prctl(2), PR_SET_MM).
 _MAX_ENVIRONMENT = 6 << 20
+#: A flag of the kernel's (include/linux/sched.h) that stat shows; a zombie has it, too.
+_PF_EXITING = 0x4
 
 
 class Credentials(NamedTuple):
@@ -24,17 +26,17 @@ class Credentials(NamedTuple):
     groups: tuple[int, ...]
 
 
-def _read(pid: int, name: str, most: int = -1) -> bytes:
+def _read(pid: int, name: str, most: int = -1, proc: str = "/proc") -> bytes:
     try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
+        with open(f"{proc}/{pid}/{name}", "rb") as file:
             return file.read(most)
     except OSError:
         return b""
 
 
-def _stat_of(pid: int) -> list[str]:
+def _stat_of(pid: int, proc: str = "/proc") -> list[str]:
     """The fields of stat from the state on."""
-    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    return _read(pid, "stat", proc=proc).decode(errors="replace").rpartition(")")[2].split()
 
 
 def started_ticks(pid: int) -> int | None:
@@ -44,6 +46,15 @@ def started_ticks(pid: int) -> int | None:
     """
     fields = _stat_of(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
+
+
+def is_exiting(pid: int, proc: str = "/proc") -> bool:
+    """Whether the process has begun to exit, is a zombie or is gone.
+
+    From its beginning to its end an exit may take seconds, if much memory is to be freed.
+    """
+    fields = _stat_of(pid, proc)
+    return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
 
 
 def parent_of(pid: int) -> int:

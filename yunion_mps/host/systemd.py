@@ -7,6 +7,7 @@ import re
 import time
 
 from yunion_mps.escaping import printable
+from yunion_mps.host.proc import is_exiting
 
 #: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
 _JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
@@ -66,15 +67,20 @@ def watchdog_interval_s() -> float | None:
 
 
 def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
-    """The job's unit that the process is in, such as `yunion-mps-job@train.service`; None if it has ended.
+    """The job's unit that the process is in, such as `yunion-mps-job@train.service`; None if that is unknown.
 
     systemd makes a control group for each unit, and no job can leave its own. "" also if there are no control
-    groups, or if the process is in a PID namespace that cannot be seen from here (PID 0).
+    groups, or if the process is in a PID namespace that cannot be seen from here (PID 0). It is unknown
+    if the process has ended or begun to: control groups of version 1 have lost it by then, and say `/`.
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
             groups = file.read().splitlines()
-    except OSError:
-        return None if pid and not os.path.exists(f"{proc}/{pid}") else ""
+    except FileNotFoundError:
+        groups = []
+    except OSError:  # no descriptor is left, for example
+        return None
+    if pid and is_exiting(pid, proc):  # not before: it may exit at any time
+        return None
     found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
     return next((match[1] for match in found if match), "")

@@ -128,6 +128,15 @@ def test_the_watchdog_expects_a_sign_of_life_twice_in_its_time(
 
 
 UNIT = "yunion-mps-job@train.service"
+#: The flags of a process that runs, and of one that has begun to exit, as stat shows them.
+RUNS, EXITS = 0x400100, 0x400104
+
+
+def process(proc: Path, pid: int, cgroups: str | None, flags: int = RUNS) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / f"{pid}/stat").write_text(f"{pid} (train) S 1 {pid} {pid} 0 -1 {flags} 0 0\n")
+    if cgroups is not None:
+        (proc / f"{pid}/cgroup").write_text(cgroups)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +158,24 @@ UNIT = "yunion-mps-job@train.service"
 def test_a_process_of_a_job_s_unit_is_known_by_its_control_group(
     tmp_path: Path, cgroups: str, unit: str
 ) -> None:
-    (tmp_path / "4260").mkdir()
-    (tmp_path / "4260/cgroup").write_text(cgroups)
+    process(tmp_path, 4260, cgroups)
     assert job_unit_of(4260, str(tmp_path)) == unit
     assert job_unit_of(4261, str(tmp_path)) is None, "it has ended"
-    (tmp_path / "4262").mkdir()
+    process(tmp_path, 4262, None)
     assert job_unit_of(4262, str(tmp_path)) == "", "there are no control groups"
     assert job_unit_of(0, str(tmp_path)) == "", "it is in a PID namespace that cannot be seen"
+
+
+def test_the_unit_of_a_zombie_is_unknown() -> None:
+    """Control groups of version 1 say `/` of it, as of a process that is in none of our units."""
+    zombie = os.fork()
+    if not zombie:
+        os._exit(0)
+    os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+    assert job_unit_of(zombie) is None
+    os.waitpid(zombie, 0)
+
+
+def test_the_unit_of_a_process_that_has_begun_to_exit_is_unknown(tmp_path: Path) -> None:
+    process(tmp_path, 4260, "4:memory:/\n0::/\n", EXITS)
+    assert job_unit_of(4260, str(tmp_path)) is None
