@@ -39,7 +39,8 @@ python() { # the Python that the programs run with: the same search as in /usr/b
 control_daemons() { # PID of each control daemon of root's that runs, and whose it is
     for process in "$processes"/[1-9]*; do
         [ -O "$process" ] || continue # another user's may have this name, our mark and any directory
-        case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
+        program=$(readlink "$process/exe" 2>/dev/null) || continue # a kernel thread
+        case ${program% (deleted)} in */nvidia-cuda-mps-control) ;; *) continue ;; esac # an upgrade deletes it
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         pid=${process##*/}
         [ -r "$process/environ" ] || continue

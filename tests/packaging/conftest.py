@@ -103,14 +103,15 @@ class Host:
         path.write_text(f'#!/bin/sh\necho "{name} $*" >>{self.called}\n{body}\n')
         path.chmod(0o755)
 
-    def control_daemon(self, pid: int, arguments: str, root: str = "/", **variables: str) -> None:
-        """A process that runs NVIDIA's control program, as the kernel shows it."""
+    def control_daemon(self, pid: int, arguments: str, root: str = "/", **variables: str) -> Path:
+        """A process that runs NVIDIA's control program, as the kernel shows it; returns its directory."""
         process = self.root / "proc" / str(pid)
         process.mkdir()
         (process / "exe").symlink_to("/usr/bin/nvidia-cuda-mps-control")
         (process / "root").symlink_to(root)
         (process / "cmdline").write_text(f"nvidia-cuda-mps-control\0{arguments}")
         (process / "environ").write_text("".join(f"{name}={value}\0" for name, value in variables.items()))
+        return process
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Call a function of the scripts, as they do: under `set -e`."""

@@ -224,6 +224,14 @@ def test_a_control_daemon_in_a_container_is_neither_ours_nor_reported(host: Host
     assert host.call("others").stdout == ""
 
 
+def test_a_control_daemon_whose_program_was_upgraded_is_found(host: Host) -> None:
+    (host.root / "proc/4").mkdir()  # a kernel thread
+    process = host.control_daemon(5, "-f", YUNION_MPS_DOMAIN="host")
+    (process / "exe").unlink()
+    (process / "exe").symlink_to("/usr/bin/nvidia-cuda-mps-control (deleted)")
+    assert host.call("control_daemons").stdout == "5 ours\n"
+
+
 def test_our_mark_inside_another_variable_does_not_count(host: Host) -> None:
     host.control_daemon(5, "-d", NOTE="a\nYUNION_MPS_DOMAIN=host", OLD_YUNION_MPS_DOMAIN="host")
     assert host.call("control_daemons").stdout == "5 another's\n"
