@@ -94,8 +94,8 @@ class Store:
 
     @staticmethod
     def exists(paths: Paths) -> bool:
-        """Whether there is a state file to read."""
-        return os.path.exists(paths.store)
+        """Whether there is a state file to read, or the copy of the modes that a new one is made from."""
+        return os.path.exists(paths.store) or os.path.exists(paths.former_modes)
 
     def close(self) -> None:
         """Close the file; reads and writes raise HostError from then on."""

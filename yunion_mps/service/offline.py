@@ -58,7 +58,7 @@ def restore(paths: Paths) -> int:
     """
     with contextlib.suppress(OSError):
         os.unlink(paths.socket)  # the daemon that listened there has ended
-    if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
+    if not Store.exists(paths) and not our_processes():
         log.info("nothing to restore: no earlier daemon left a record")
         return 0
     store = Store(paths)

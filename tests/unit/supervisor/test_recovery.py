@@ -52,6 +52,15 @@ def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(begin: Begin) -
     assert modes(host) == ["default"] * 2
 
 
+def test_modes_are_restored_if_mps_was_disabled_and_the_state_file_lost(begin: Begin) -> None:
+    host, made = begin(TWO)
+    made.stop(restore=False)
+    shutil.rmtree(made.paths.state_directory)
+    configure(host, enable_cuda_mps="false")
+    made.again()
+    assert modes(host) == ["default"] * 2
+
+
 def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
