@@ -141,8 +141,10 @@ def _read(path: str) -> bytes:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _problem(path, None, "is not a regular file", "put a YAML file there")
-    with open(descriptor, "rb") as file:
-        text = file.read(MAX_FILE_BYTES + 1)
+    text = b""  # in small pieces, for which there is memory even in a shortage
+    with open(descriptor, "rb", buffering=0) as file:
+        while len(text) <= MAX_FILE_BYTES and (piece := file.read(1 << 13)):
+            text += piece
     if len(text) > MAX_FILE_BYTES:
         raise _problem(path, None, "is larger than 1 MiB", "replace it by a configuration file of yunion-mps")
     return text

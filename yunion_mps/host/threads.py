@@ -98,9 +98,12 @@ def _run(inbox: _Inbox) -> None:
     is_kept = True
     while is_kept:
         work, done = inbox.get()
-        result = error = None
+        result = None
+        error: BaseException | None = None
         try:
             result = work()
+        except MemoryError:
+            error = ShortageError("memory is short")
         except BaseException as raised:  # noqa: BLE001 - `done` is told
             error = raised
         is_kept = len(_idle) < _KEPT

@@ -180,7 +180,7 @@ class LogReader:
                 start = max(self._offset, size - _MAX_BYTES)
                 file.seek(start)
                 text = self._rest + file.read(size - start)
-        except OSError:
+        except (OSError, MemoryError):  # the next call reads it
             return []
         self._offset = size
         *lines, self._rest = text.split(b"\n")

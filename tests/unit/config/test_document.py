@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from yunion_mps.config.document import read_document
 
 from unit.config.conftest import DEVICES, HOST, Files
+from unit.short_memory import with_memory_short
 
 MIB = 1 << 20
 FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
@@ -182,6 +184,17 @@ def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) ->
     assert files.messages() == [
         f"{HOST}: is larger than 1 MiB: replace it by a configuration file of yunion-mps"
     ]
+
+
+def test_a_small_file_is_read_although_memory_is_short(files: Files) -> None:
+    files.write(b"enable_cuda_mps: true\n")
+
+    def read(_: list[bytearray]) -> None:
+        with pytest.raises(MemoryError):
+            bytearray(MIB)
+        assert read_document(str(files.host)) is not None
+
+    with_memory_short(read)
 
 
 TOO_MANY = "contains more than 200,000 values with its aliases expanded: write a short file, without aliases"

@@ -66,6 +66,14 @@ def test_kept_threads_go_on_working_past_a_process_limit() -> None:
     in_a_child(work)
 
 
+def test_work_that_runs_out_of_memory_is_a_shortage_in_words() -> None:
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(ShortageError, match=r"^memory is short$"):
+        Deadline().call(work)
+
+
 def test_few_threads_are_kept_after_a_crowd() -> None:
     gate, ended = threading.Event(), SimpleQueue[None]()
     before = len(os.listdir("/proc/self/task"))

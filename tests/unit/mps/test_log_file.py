@@ -25,6 +25,8 @@ from yunion_mps.mps.log_file import (
 )
 from yunion_mps.mps.states import READY
 
+from unit.short_memory import with_memory_short
+
 from .driving import Bench, DomainRun, Jobs
 from .front_ends import as_root, wait_for
 
@@ -208,6 +210,20 @@ def test_a_fault_is_an_event(plan: DomainPlan, log: Path) -> None:
     log.write_text("[2026-11-20 12:40:49.964 Control 1] Starting new server 7 for user 0\n")
     (event,) = events_of(reader.read(), "host", [])
     assert event.what == "MPS server (PID 7) started", "also in a log that was emptied"
+
+
+def test_the_log_is_read_later_if_memory_is_short(plan: DomainPlan, log: Path) -> None:
+    log.touch()
+    reader = reader_of(plan)
+    with log.open("a") as file:
+        file.write("x" * (1 << 20) + "\n[x Control 1] Starting new server 7 for user 0\n")
+
+    def read(what_fills_memory: list[bytearray]) -> None:
+        assert reader.read() == []
+        what_fills_memory.clear()
+        assert [entry.kind for entry in reader.read()] == ["started"]
+
+    with_memory_short(read)
 
 
 ENDED = "[x Control 1] Server 7 exited with status 0\n"
