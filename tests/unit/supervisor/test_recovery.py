@@ -219,7 +219,7 @@ def test_one_without_a_record_that_is_in_the_way_ends_the_start(begin: Begin, su
     assert caught.value.message == f"a control daemon (PID {pid}) from an earlier run still serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     then = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
-    assert caught.value.hint == f"when its jobs are done: {command}; {then}"
+    assert caught.value.hint == f"once its jobs have ended: {command}; {then}"
     made.stop()
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
 
