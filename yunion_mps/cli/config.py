@@ -21,9 +21,12 @@ Json = dict[str, Any]
 _FIELDS = ("key", "value", "from")
 _COLUMNS = (
     Column("KEY", 0),
-    Column("VALUE", lambda row: cell(row[1]), least=20),  # as the file has it: true, and not yes
+    # As the file has it: true, and not yes.
+    Column("VALUE", lambda row: cell(row[1]), least=20, short=lambda row: _short(*row[:2])),
     Column("FROM", 2, short=lambda row: row[2].rpartition("/")[2]),
 )
+#: Enough of a UUID to tell GPUs apart (`GPU-76aef7ff`), and a whole PCI address.
+_SHORT_PATH = 12
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
     Column("NAME", "name", least=9, drop=5),
@@ -105,6 +108,14 @@ def _config_rows(configuration: Json) -> list[tuple[str, object, str]]:
     rows.append(("gpu_memory_unit", f"{unit['value']} MiB", unit["from"]))
     entries = [(f"{d['path']}: {_entry_text(d)}", d["from"]) for d in configuration["devices"]]
     return rows + [("devices", value, place) for value, place in entries]
+
+
+def _short(key: str, value: object) -> str:
+    """The value; of a device entry, the end or the beginning of its path, and how it divides its GPU."""
+    if key != "devices":
+        return cell(value)
+    path, _, division = str(value).partition(": ")
+    return cell(f"{path.rpartition('/')[2][:_SHORT_PATH]}: {division}")
 
 
 def _entry_text(entry: Json) -> str:

@@ -82,18 +82,23 @@ class Cli:
         return answer, list(csv.reader(io.StringIO(self.good(*arguments, "-o", "csv"))))
 
     def on_terminal(self, columns: int, *arguments: str) -> list[str]:
-        """The lines that a command prints on a terminal of so many columns."""
+        """The lines that a command prints that succeeds, on a terminal of so many columns."""
+        done = self.done_on_terminal(columns, *arguments)
+        assert (done.code, done.err) == (0, "")
+        return done.out.splitlines()
+
+    def done_on_terminal(self, columns: int, *arguments: str) -> Done:
+        """How a command ends that prints on a terminal of so many columns."""
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
         env = {name: value for name, value in self.env.items() if name != "COLUMNS"}
         with self.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
             os.close(theirs)
             printed = _rest(ours)
-            assert process.wait(PATIENCE_S) == 0
             assert process.stderr is not None
-            assert process.stderr.read() == ""
+            err, code = process.stderr.read(), process.wait(PATIENCE_S)
         assert b"\x1b" not in printed
-        return printed.decode().splitlines()
+        return Done(code, printed.decode().replace("\r\n", "\n"), err)
 
     def answered(self, answer: bytes, *arguments: str) -> tuple[int, str]:
         """How a command ends, and what it prints, on a terminal on which its question is answered."""

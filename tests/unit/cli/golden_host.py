@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from yunion_mps.inventory.load import GpuLoad, Load
+from yunion_mps.leases.allocator import Allocator, candidates_of, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Event, Holder, Lease, PcieLink
+from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
 from yunion_mps.service.usage import LatestPoll
 from yunion_mps.units import rfc3339
 
+from simhost import SimHost
 from unit import builders
 from unit.cli.conftest import Cli
 from unit.http import by_hand, snapshots
@@ -157,13 +161,37 @@ _EVENTS = [
 ]  # fmt: skip
 
 
+#: The same host as NVML and its files show it.
+_DESCRIPTION: Json = {
+    "driver": {"version": "535.261.03", "cuda": "12.2"},
+    "gpus": [
+        *(
+            {
+                "kind": kind,
+                "pci": gpu.pci_address,
+                "uuid": gpu.uuid,
+                "numa_node": gpu.numa_node,
+                "compute_mode": "exclusive_process",
+            }
+            for kind, gpu in (("h100", H100[0]), ("h100", H100[1]), ("tesla-p40", P40))
+        ),
+        {"kind": "h100", "pci": LOST.pci_address, "lost": True},
+    ],
+}
+#: Runs the program on that host: at a place, and with a /dev/shm, that are alike everywhere.
+_ON_HOST = (
+    'mount --bind "$0" /mnt && mount -t tmpfs -o size=1g tmpfs /mnt/dev/shm && export PATH=/mnt/bin:$PATH && '
+    'exec "$@"'
+)
+
+
 @contextmanager
 def golden_host() -> Iterator[Cli]:
     """The command line on that host."""
     found = snapshots.snapshot(*H100, P40, LOST, replicas=4)
-    with ServerHost(found) as host:
+    with _simulated() as sim, ServerHost(found, paths=Paths(str(sim.root))) as host:
         devices = {device.addr: device for device in found.plan.devices}
-        host.service.ledger = Ledger(
+        ledger = Ledger(
             Lease(
                 one["id"],
                 tuple(devices[name] for name in one["devices"]),
@@ -172,6 +200,14 @@ def golden_host() -> Iterator[Cli]:
             )
             for one in LEASES
         )
+        candidates = candidates_of(found, {str(gpu.uuid): "" for gpu in (*H100, P40)})
+
+        def check(request: LeaseRequest) -> None:
+            refuse_infeasible(request, candidates)
+            Allocator(ledger).choose(request, candidates)
+
+        host.service.ledger = ledger
+        host.leases.check = check
         load = {
             H100[0].uuid: GpuLoad(44, 35900, 58, 402.2, 700.0),
             H100[1].uuid: GpuLoad(48, 18902, 54, 371, 700),
@@ -188,6 +224,24 @@ def golden_host() -> Iterator[Cli]:
         )
         for ago_s, event in _EVENTS:
             host.record(event, NOW_S - ago_s)
-        cli = Cli(host.paths.root, host, [sys.executable, "-c", PROGRAM])
-        cli.env["TZ"] = "UTC"
+        program = ["unshare", "--mount", "sh", "-c", _ON_HOST, str(sim.root), sys.executable, "-c", PROGRAM]
+        cli = Cli("/mnt", host, program)
+        cli.env.update(TZ="UTC", LD_LIBRARY_PATH="/mnt/lib", PATH="/usr/sbin:/usr/bin:/sbin:/bin")
         yield cli
+
+
+@contextmanager
+def _simulated() -> Iterator[SimHost]:
+    """The host's files, with NVIDIA's programs and libraries of the driver's version."""
+    with SimHost.create(_DESCRIPTION) as sim:
+        (sim.root / "etc/machine-id").write_text(snapshots.MACHINE_ID)
+        (sim.root / "run/yunion-mps").mkdir(parents=True, exist_ok=True)
+        (sim.root / "dev/shm").mkdir(parents=True, exist_ok=True)
+        library = sim.root / "lib/libcuda.so.535.261.03"
+        library.touch()
+        (sim.root / "lib/libcuda.so.1").symlink_to(library.name)
+        (sim.root / "bin").mkdir(exist_ok=True)
+        for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+            (sim.root / "bin" / name).write_bytes(b"\x7fELF\0535.261.03\0")
+            (sim.root / "bin" / name).chmod(0o755)
+        yield sim

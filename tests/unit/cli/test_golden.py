@@ -11,45 +11,102 @@ import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import click
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from yunion_mps import __version__
 from yunion_mps.cli.output import columns_of
+from yunion_mps.cli.root import COMMANDS, cli
 
-from unit.cli.conftest import Cli
+from unit.cli.conftest import Cli, Done
 from unit.cli.golden_host import golden_host
 
 GOLDEN = Path(__file__).with_name("golden")
-WIDTHS = (80, 120, 200)
-#: The commands, and the schema of what they print as JSON, empty if it is none of the API's.
-COMMANDS = {
-    "list": "DeviceList",
-    "list --free": "DeviceList",
-    "list -o wide": "",
-    "isolated-device-list": "DeviceList",
-    "show 17:00.0-1": "DeviceDetails",
-    "gpus": "GpuList",
-    "gpus -o wide": "",
-    "lease list": "LeaseList",
-    "lease list -o wide": "",
-    "lease show job-17": "LeaseRecord",
-    "lease take job-17 --ttl 1h": "LeaseRecord",
-    "lease renew job-17": "LeaseRecord",
-    "lease release job-17": "LeaseRecord",
-    "who": "",
-    "who -o wide": "",
-    "who --clients": "ClientList",
-    "who --clients -o wide": "",
-    "terminate 61102 --yes": "",
-    "status": "",
-    "events": "EventList",
-    "plan": "ChangeList",
-    "top --once": "",
+
+
+class Golden(NamedTuple):
+    """A command's exit status, whether it has JSON, and the API's schema of that, empty if it is none's."""
+
+    schema: str = ""
+    has_json: bool = False
+    code: int = 0
+    widths: tuple[int, ...] = (80, 120, 200)
+
+
+TEXT, JSON = Golden(), Golden(has_json=True)
+
+
+def answer(schema: str) -> Golden:
+    return Golden(schema, has_json=True)
+
+
+def failure(code: int) -> Golden:
+    return Golden(code=code, widths=(80,))
+
+
+GOLDENS = {
+    "list": answer("DeviceList"),
+    "list --free": answer("DeviceList"),
+    "list -o wide": TEXT,
+    "list --gpu 99": answer("DeviceList"),
+    "isolated-device-list": answer("DeviceList"),
+    "show 17:00.0-1": answer("DeviceDetails"),
+    "show 17:00.0-9": failure(1),
+    "gpus": answer("GpuList"),
+    "gpus -o wide": TEXT,
+    "env 17:00.0-1": JSON,
+    "env 17:00.0-1 -o dotenv": TEXT,
+    "env 17:00.0-1 -o docker": TEXT,
+    "env 17:00.0-1 -o systemd": TEXT,
+    "run --dry-run": TEXT,
+    "run --print-env": JSON,
+    "run": failure(2),
+    "run --count 0 ./simulate": failure(2),
+    "run --count 3 ./simulate": failure(1),
+    "run --device 17:00.0-0 ./simulate": failure(5),
+    "run --count 5 ./simulate": failure(1),
+    "run --gpu b3:00.0 ./simulate": failure(1),
+    "run --gpu-mem 2GiB ./simulate": failure(1),
+    "lease list": answer("LeaseList"),
+    "lease list -o wide": TEXT,
+    "lease show job-17": answer("LeaseRecord"),
+    "lease take job-17 --ttl 1h": answer("LeaseRecord"),
+    "lease take job-18 --ttl 1h --device 17:00.0-0": failure(5),
+    "lease renew job-17": answer("LeaseRecord"),
+    "lease release job-17": answer("LeaseRecord"),
+    "who": JSON,
+    "who -o wide": TEXT,
+    "who --clients": answer("ClientList"),
+    "who --clients -o wide": TEXT,
+    "terminate 61102 --yes": TEXT,
+    "terminate 9999 --yes": failure(1),
+    "status": JSON,
+    "events": answer("EventList"),
+    "events --since 5m": answer("EventList"),
+    "doctor": Golden(has_json=True, code=1),
+    "config check": JSON,
+    "config show": JSON,
+    "plan": answer("ChangeList"),
+    "reload": answer("ChangeList"),
+    "reload --now --yes": TEXT,
+    "top --once": TEXT,
+    "completion bash": TEXT,
+    "lst": failure(2),
 }
-#: Without JSON of their own.
-NO_JSON = ("wide", "top", "terminate")
+
+
+def commands(group: click.Group, *path: str) -> Iterator[str]:
+    """The group and all commands below it."""
+    yield " ".join(path)
+    context = click.Context(group)
+    for name in COMMANDS if group is cli else group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield " ".join([*path, name])
 
 
 @pytest.fixture(scope="module")
@@ -58,33 +115,55 @@ def host() -> Iterator[Cli]:
         yield cli
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", GOLDENS)
 def test_a_command_prints_what_was_reviewed(host: Cli, command: str) -> None:
-    words = command.split()
-    printed = {f"{width} columns": "\n".join(host.on_terminal(width, *words)) + "\n" for width in WIDTHS}
-    printed["piped"] = host.good(*words)
-    wide = [line for line in printed["80 columns"].splitlines() if columns_of(line) > 80]
-    assert [line for line in wide if not re.fullmatch(r" *\S+", line)] == [], "but a path or a variable"
+    words, golden = command.split(), GOLDENS[command]
+    done = {f"{width} columns": host.done_on_terminal(width, *words) for width in golden.widths}
+    wide = [line for line in done["80 columns"].out.splitlines() if columns_of(line) > 80]
+    if words[0] != "completion":
+        assert [line for line in wide if not re.fullmatch(r" *\S+", line)] == [], "but a path or a variable"
+    done["piped"] = host(*words)
     places: dict[str, list[str]] = {}
-    for place, text in printed.items():
-        places.setdefault(text.replace(f" {__version__}", " 1.2.3"), []).append(place)
+    for place, one in done.items():
+        assert one.code == golden.code, one
+        places.setdefault(shown(one), []).append(place)
     compare(
         f"{name_of(command)}.txt",
         "\n".join(f"==> {command} ({', '.join(where)}) <==\n{text}" for text, where in places.items()),
     )
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if not any(word in one for word in NO_JSON)])
+@pytest.mark.parametrize("command", list(commands(cli)))
+def test_help_is_what_was_reviewed(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, text = [*command.split(), "--help"], ""
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert cli.main(words, prog_name="yunion-mps", standalone_mode=False) == 0
+        text += f"==> {' '.join(words)} ({columns} columns) <==\n{capsys.readouterr().out}\n"
+    compare(f"{name_of(' '.join(words))}.txt", text)
+
+
+@pytest.mark.parametrize("command", [command for command, golden in GOLDENS.items() if golden.has_json])
 def test_a_command_prints_the_reviewed_json_and_what_the_api_answers(host: Cli, command: str) -> None:
-    text = host.good(*command.split(), "-o", "json")
-    answer = json.loads(text)
-    if COMMANDS[command]:
-        SCHEMAS[COMMANDS[command]].validate(answer)
-    compare(f"{name_of(command)}.json", text.replace(f'"{__version__}"', '"1.2.3"'))
+    golden = GOLDENS[command]
+    done = host(*command.split(), "-o", "json")
+    assert (done.code, done.err) == (golden.code, "")
+    if golden.schema:
+        SCHEMAS[golden.schema].validate(json.loads(done.out))
+    compare(f"{name_of(command)}.json", done.out.replace(f'"{__version__}"', '"1.2.3"'))
+
+
+def shown(done: Done) -> str:
+    """What a command prints, and how it ends if it does not succeed."""
+    text = done.out.replace(f" {__version__}", " 1.2.3")
+    text += f"-- on standard error --\n{done.err}" if done.err else ""
+    return text + (f"-- exit status {done.code} --\n" if done.code else "")
 
 
 def name_of(command: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", command)
+    return re.sub(r"[^a-z0-9]+", "-", command).strip("-")
 
 
 def compare(name: str, text: str) -> None:

@@ -173,6 +173,8 @@ class FakeLeases(_ByHand, LeaseService):
     def __init__(self) -> None:
         super().__init__()
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
+        #: Raises what a request is refused with.
+        self.check: Callable[[LeaseRequest], object] = lambda _: None
 
     def leases(self) -> Any:
         return self.found
@@ -188,6 +190,7 @@ class FakeLeases(_ByHand, LeaseService):
 
     def _answer(self, queued: QueuedRequest, wait_s: float) -> Json:
         self.requested.append((queued.request, queued.holder, wait_s))
+        self.check(queued.request)
         if self.refusal:
             raise self.refusal
         return self.given

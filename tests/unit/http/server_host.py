@@ -165,12 +165,13 @@ def short_root() -> Iterator[Paths]:
 class ServerHost(Closes):
     """A server that serves; its end fails when anything was raised in its event loop."""
 
-    def __init__(self, snapshot: Snapshot, limits: Limits | None = None) -> None:
+    def __init__(self, snapshot: Snapshot, limits: Limits | None = None, paths: Paths | None = None) -> None:
+        """`paths` are below the root of a host that is there; by default it has a root of its own."""
         self.snapshot = snapshot
         self.errors: list[str] = []
         self._clients: list[RawClient] = []
         self._stack = contextlib.ExitStack()
-        self.paths = self._stack.enter_context(short_root())
+        self.paths = paths or self._stack.enter_context(short_root())
         self._use(self.paths)
         self.reloader = FakeReloader()
         self.clients = FakeClients()
