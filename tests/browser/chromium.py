@@ -71,6 +71,7 @@ class Chromium(Closes):
         )
         os.close(its_in)
         os.close(its_out)
+        self._pages: list[str] = []
         self._last = 0
         self._read = b""
         self._answers: dict[int, Json] = {}
@@ -83,6 +84,7 @@ class Chromium(Closes):
     ) -> Page:
         """A new page of this size, which has begun to load."""
         target = self.tell("Target.createTarget", {"url": "about:blank"})["targetId"]
+        self._pages.append(target)
         session = self.tell("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         page = Page(self, session)
         page.resize(width, height)
@@ -93,6 +95,11 @@ class Chromium(Closes):
         page.prefer(dark=dark, reduced=reduced)
         page.tell("Page.navigate", {"url": url})
         return page
+
+    def close_pages(self) -> None:
+        """Close all pages: an open one goes on asking for what is new."""
+        while self._pages:
+            self.tell("Target.closeTarget", {"targetId": self._pages.pop()})
 
     def tell(self, method: str, parameters: Json | None = None, session: str = "") -> Json:
         """Have it do something, and return what it answers."""

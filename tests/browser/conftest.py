@@ -13,6 +13,13 @@ __all__ = ["make_daemon", "make_host"]
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Chromium]:
+def program() -> Iterator[Chromium]:
     with Chromium() as browser:
         yield browser
+
+
+@pytest.fixture
+def browser(program: Chromium) -> Iterator[Chromium]:
+    """The browser without any page; those of a test are closed at its end."""
+    yield program
+    program.close_pages()

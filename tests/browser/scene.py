@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -48,10 +48,10 @@ class Scene(NamedTuple):
 
 
 @contextmanager
-def scene_on(host: SimHost, make_daemon: Callable[[SimHost], Daemon]) -> Iterator[Scene]:
+def scene_on(host: SimHost) -> Iterator[Scene]:
     """The daemon on this host, ready, with stand-ins for jobs."""
-    with StandIns(host):
-        daemon = make_daemon(host).start().wait_ready()
+    with StandIns(host), Daemon(host) as daemon:
+        daemon.start().wait_ready()
         with Jobs(daemon) as jobs, Served(host) as served:
             yield Scene(daemon, jobs, served)
 

@@ -21,8 +21,8 @@ V100_BY_4 = [{"kind": "v100", "virtual_number": 4}]
 
 
 @pytest.fixture
-def scene(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
-    with scene_on(make_host(V100_BY_4), make_daemon) as scene:
+def scene(make_host: MakeHost) -> Iterator[Scene]:
+    with scene_on(make_host(V100_BY_4)) as scene:
         yield scene
 
 
@@ -203,14 +203,14 @@ def test_a_host_that_offers_nothing_says_why(
 
 
 def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(
-    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+    make_host: MakeHost, browser: Chromium
 ) -> None:
     host = make_host(V100_BY_4)
     (host.root / "etc/yunion/host_container_device.yml").write_text(
         "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
         "  virtual_number: 0\n  memory_unit: 1GiB\n"
     )
-    with scene_on(host, make_daemon) as scene:
+    with scene_on(host) as scene:
         page = browser.page(scene.served.url)
         page.wait_text("16 GiB free", "#idle")
         scene.jobs.start("infer.py", options=["--gpu-mem", "4GiB"])

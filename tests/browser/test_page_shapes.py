@@ -16,15 +16,16 @@ from browser.scene import Scene, Served, scene_on
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
 from posting import posted
+from simhost import SimHost
 
 MANY = [{"kind": "h100", "count": 64, "virtual_number": 48}]
 V100S = [{"kind": "v100", "virtual_number": 12}, {"kind": "v100", "virtual_number": 2}]
 
 
-@pytest.fixture
-def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
-    """Two V100s, some of whose devices are in use, one over its budget."""
-    with scene_on(make_host(V100S), make_daemon) as scene:
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Scene]:
+    """Two V100s, some of whose devices are in use, one over its budget; tests only look at it."""
+    with SimHost.create(V100S) as host, scene_on(host) as scene:
         scene.jobs.start("train.py", ["--data", "/a/path/that/is/long/" * 8], device="00:06.0-3", mib=700)
         scene.jobs.start("notebook.py", device="00:06.0-4")
         scene.jobs.start("render.py", device="00:07.0-1", mib=9000)
@@ -39,10 +40,10 @@ def seen(browser: Chromium, scene: Scene, width: int = 1280, height: int = 900) 
 
 
 def test_three_gpus_with_twelve_devices_in_use_fit_1400_pixels(
-    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+    make_host: MakeHost, browser: Chromium
 ) -> None:
     host = make_host([{"kind": "h100", "count": 3, "virtual_number": 4}])
-    with scene_on(host, make_daemon) as scene:
+    with scene_on(host) as scene:
         take(scene.daemon, 11)
         scene.jobs.start("greedy.py", device="00:08.0-3", mib=30000)
         page = browser.page(scene.served.url)
@@ -73,10 +74,10 @@ def test_64_gpus_are_drawn_once_and_then_updated(
 
 
 def test_holders_events_and_idle_gpus_are_shown_a_page_at_a_time(
-    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+    make_host: MakeHost, browser: Chromium
 ) -> None:
     host = make_host([{"kind": "h100", "count": 8, "virtual_number": 12}])
-    with scene_on(host, make_daemon) as scene:
+    with scene_on(host) as scene:
         scene.jobs.start("train.py", device="00:0d.0-11", mib=700)
         names = take(scene.daemon, 19)
         page = browser.page(scene.served.url)

@@ -111,6 +111,7 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         after = answer["events"][-1]["id"]
 
 
+@pytest.mark.usefixtures("without_coverage")
 def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
@@ -128,8 +129,6 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     running: dict[int, subprocess.Popen[str]] = {}
     statuses: dict[int, int] = {}
     begun = daemon_kills = client_kills = 0
-    # To measure the coverage of each start would take longer than the start; other tests do that.
-    env = {name: value for name, value in host.env.items() if not name.startswith("COVERAGE_")}
     while begun < _RUNS or running:
         order.look(daemon)
         while begun < _RUNS and len(running) < _AT_A_TIME:
@@ -144,7 +143,7 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
                 tmp_path,
                 str(begun),
             ]
-            running[begun] = host.popen(command, stderr=subprocess.DEVNULL, env=env)
+            running[begun] = host.popen(command, stderr=subprocess.DEVNULL)
             order.begin(running[begun].pid)
             begun += 1
         if begun >= (client_kills + 1) * _CLIENT_KILLS and client_kills < _RUNS // _CLIENT_KILLS - 1:
