@@ -63,7 +63,7 @@ class ConfigError(YunionError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(
             "\n".join(str(problem) for problem in problems),
-            "correct the lines above, then try them with: yunion-mps config check",
+            "correct the lines above, then check them: yunion-mps config check",
         )
         self.problems = tuple(problems)
 

@@ -184,13 +184,13 @@ CONTROL_DAEMON_LEFT = _code(
 )
 OTHER_CONTROL_DAEMON = _code(
     "other_control_daemon",
-    "A foreign control daemon is running; its clients get none of our limits.",
-    "end it once its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
+    "A control daemon of another program is running; its clients get none of the configured limits.",
+    "end it once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
 )
 ADOPTION_REFUSED = _code(
     "adoption_refused",
     "A running control daemon cannot be adopted.",
-    "stop it once its jobs are done, or change the configuration to match it",
+    "end it once its jobs have ended, or change the configuration to match it",
 )
 SERVERS_ORPHANED = _code(
     "servers_orphaned",
@@ -199,8 +199,8 @@ SERVERS_ORPHANED = _code(
 )
 SERVER_FAILED = _code(
     "server_failed",
-    "An MPS server failed, and so did its jobs.",
-    "wait for the jobs to end, then it serves again; list them: yunion-mps who --clients",
+    "An MPS server failed, and its jobs with it.",
+    "wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients",
 )
 LIMITS_NOT_IN_EFFECT = _code(
     "limits_not_in_effect", "A limit was set, but a different value was read back.", _RETRIED
@@ -242,7 +242,7 @@ OVER_BUDGET = _code("over_budget", "A device's processes use more memory than it
 ENVIRONMENT = _code(
     "environment",
     "An environment variable makes a process bypass MPS, or use limits other than its device's.",
-    "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env",
+    "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env DEVICE",
 )
 SELFTEST_FAILED = _code(
     "selftest_failed", "A small CUDA program did not run within a device's limits.", _DOCTOR
@@ -300,7 +300,7 @@ CDI_DRIVER_FAILED = _code(
 )
 EVENTS_NOT_WRITTEN = _code(
     "events_not_written",
-    "Events cannot be written to the state file; they are kept elsewhere for now.",
+    "Events cannot be written to the state file; they are kept in a temporary copy for now.",
     "free disk space for the state file: df -h /var/lib/yunion-mps",
 )
 STATE_FILE_DAMAGED = _code(
@@ -326,7 +326,7 @@ SOCKETS_REMOVED = _code(
 DISK_FULL = _code("disk_full", "The pipe or log directory is full.", "free disk space: df -h DIRECTORY")
 SHM_SMALL = _code(
     "shm_small",
-    "MPS needs /dev/shm, which is too small or cannot be written.",
+    "MPS needs /dev/shm, which is too small or not writable.",
     "enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
 )
 ACCESS_DENIED = _code(
@@ -336,7 +336,7 @@ ACCESS_DENIED = _code(
 )
 SHORTAGE = _code(
     "shortage",
-    "The kernel refused memory, a file descriptor, a process or a thread.",
+    "The daemon ran out of memory, file descriptors, processes or threads.",
     "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'",
 )
 BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")
@@ -348,10 +348,10 @@ NOT_FOUND = _code("not_found", "The named object does not exist.", "check the na
 INVALID_REQUEST = _code("invalid_request", "The API does not support this request.", "see: /v1/openapi.json")
 LEASE_EXISTS = _code(
     "lease_exists",
-    "The caller already has a lease with this name or idempotency key, by another request.",
+    "The caller already has a lease with this name or idempotency key, from a different request.",
     "release it: yunion-mps lease release NAME; or use another name",
 )
 HOST_ERROR = _code(
     "host_error", "A file, directory, user or process on the host is not in the required state.", _DOCTOR
 )
-FAILED = _code("failed", "The operation failed for a reason that has no code of its own.", _EVENTS)
+FAILED = _code("failed", "The operation failed for a reason without a code of its own.", _EVENTS)

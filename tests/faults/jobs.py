@@ -124,5 +124,5 @@ def front_end_open_in_a_stop(scene: Scene) -> None:
         assert job.says() == "server gone"
         scene.goes_on(f"stopped after {shown_s(scene.elapsed_s)}")
     assert scene.host.gpus[0].compute_mode == FORMER_MODE
-    scene.saw("gets SIGTERM")
+    scene.saw("sending SIGTERM to the control daemon")
     scene.serve()

@@ -200,5 +200,5 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     event = scene.events()[-1]
     assert abs(seconds(event["time"]) - offset_s - time.time()) < DAY_S / 2, "it is dated by that clock"
     scene.goes_on()
-    scene.saw("other limits")
+    scene.saw("new limits")
     levers.close()

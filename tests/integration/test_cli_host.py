@@ -20,7 +20,7 @@ UUID = "[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
 HEADER = "ID,Dev_type,Model,Addr,Vendor_device_id,Host_id,numa_node,Device_path,PCIE_Info,Index,Device_minor"
-CONFIG_HINT = "yunion-mps: correct the lines above, then try them with: yunion-mps config check\n"
+CONFIG_HINT = "yunion-mps: correct the lines above, then check them: yunion-mps config check\n"
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +202,13 @@ def test_a_stopped_daemon_is_said_to_be_stopped(make_host: MakeHost) -> None:
         assert daemon.stop() == 0
         code, words = failed(daemon.host, "list")
         assert code == 3
-        assert words.startswith(f"yunion-mps: the daemon is not running: there is no {daemon.socket_path}\n")
+        assert words.startswith(
+            f"yunion-mps: the daemon is not running: {daemon.socket_path} does not exist\n"
+        )
         daemon.start().wait_ready()
         daemon.kill()
         code, words = failed(daemon.host, "list")
         assert (code, words.splitlines()[0]) == (
             3,
-            f"yunion-mps: the daemon is not running: nothing answers on {daemon.socket_path}",
+            f"yunion-mps: the daemon is not running: nothing is listening on {daemon.socket_path}",
         )

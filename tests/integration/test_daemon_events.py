@@ -63,6 +63,6 @@ def test_a_stop_waits_for_jobs_as_configured_and_names_those_it_ended(
     daemon.host.gpus[0].add_process(client.pid, 100, "M+C")
     assert daemon.stop() == 0
     assert client.says() == "server gone"
-    assert f"(PID {client.pid}, root) did not end in time: its MPS server was ended" in daemon.log
+    assert f"(PID {client.pid}, root) did not end in time: ended its MPS server" in daemon.log
     assert jobs.servers() == []
     assert daemon.host.gpus[0].compute_mode == "default"

@@ -65,7 +65,7 @@ def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) ->
     lines = refused(daemon, 6)
     conf = daemon.host.root / "etc/yunion/host.conf"
     assert [line.split(": ")[0] for line in lines[:-1]] == [f"<3>{conf}:2", f"<3>{conf}:3", f"<3>{devices}:4"]
-    assert lines[-1] == "<3>correct the lines above, then try them with: yunion-mps config check"
+    assert lines[-1] == "<3>correct the lines above, then check them: yunion-mps config check"
 
 
 def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) -> None:
@@ -114,7 +114,7 @@ def test_another_programs_control_daemon_is_reported_and_left_alone(
     *_, message, hint = refused(daemon, 1)
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}) not started by yunion-mps"
     assert message == f"<3>{who} serves {daemon.pipe_directory}"
-    assert hint.startswith("<3>when its jobs are done, end it with: ")
+    assert hint.startswith("<3>once its jobs have ended: ")
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]
     daemon.control("quit")

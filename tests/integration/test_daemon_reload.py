@@ -37,7 +37,7 @@ def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon:
     assert total(ready_daemon) == 4
     events = ready_daemon.get("/v1/events?kind=configuration")[1]["events"]
     assert {event["what"] for event in events} == {"refused"}
-    assert events[0]["consequence"] == "nothing was changed: what was in effect stays in effect"
+    assert events[0]["consequence"] == "nothing was changed: the previous configuration stays in effect"
 
 
 def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:

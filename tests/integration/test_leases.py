@@ -101,11 +101,13 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
         5,
         "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
     )
-    assert done.stderr.splitlines()[1] == "yunion-mps: wait for it: --wait; see who has them: yunion-mps who"
+    assert done.stderr.splitlines()[1] == (
+        "yunion-mps: wait for it: --wait; see who holds them: yunion-mps who"
+    )
     late = run(host, "--wait=1", "true")
     assert (late.returncode, late.stderr.splitlines()[-1]) == (
         5,
-        "yunion-mps: see who has them: yunion-mps who",
+        "yunion-mps: see who holds them: yunion-mps who",
     )
     waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
     eventually(lambda: who_waits(ready_daemon), "that it waits")
@@ -205,7 +207,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
         status, answer = nobody.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
         status, answer = nobody.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}")
-        assert (status, answer["hint"]) == (403, "only root may take a lease for it")
+        assert (status, answer["hint"]) == (403, "only root can take a lease for it")
         _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=600")
         assert nobody.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200

@@ -75,7 +75,7 @@ def test_only_owner_and_root_bind_it_and_only_to_their_own_process(
     with stranger(ready_daemon) as nobody:
         _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
         status, answer = nobody.ask("POST", f"/v1/leases/{theirs['id']}/bind", f"pid={inside.pid}")
-        assert (status, answer["detail"]) == (403, f"PID {inside.pid} is another user's")
+        assert (status, answer["detail"]) == (403, f"PID {inside.pid} belongs to another user")
         with subprocess.Popen(["sleep", "300"], user=STRANGER) as own:
             status, answer = nobody.ask("POST", f"/v1/leases/{ours['id']}/bind", f"pid={own.pid}")
             own.kill()

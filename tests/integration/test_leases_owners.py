@@ -161,7 +161,7 @@ def test_no_job_passes_for_another_by_a_process_that_ended(
         ):
             assert test.ask(method, target, words, "child")[0] == 403, target
         status, answer = test.ask("POST", "/v1/leases", own)
-        assert (status, answer["detail"]) == (403, f"PID {process.pid} is of another unit")
+        assert (status, answer["detail"]) == (403, f"PID {process.pid} belongs to another systemd unit")
         assert given(ready_daemon) == lease["devices"]
 
 

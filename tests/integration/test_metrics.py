@@ -191,7 +191,7 @@ def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemo
     assert daemon.warnings()[wrong] == "metrics_file_failed"
     assert daemon.status()["devices"]["available"] == 4
     daemon.signal(signal.SIGHUP)  # the same again
-    daemon.wait_log("reloaded for SIGHUP")
+    daemon.wait_log("reload requested by SIGHUP")
     assert daemon.log.count(wrong) == 1
     textfile.parent.mkdir()
     daemon.configure(metrics_textfile="/srv/metrics/yunion-mps.prom", cuda_mps_stop_timeout_s=9)

@@ -44,7 +44,9 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
             f"yunion-mps: use it anyway: {ways}",
         ]
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
-    said = "budgets are not enforced on GPU 00:06.0, which is older than Volta: a job can use all of its memory"
+    said = (
+        "budgets are not enforced on GPU 00:06.0, which is older than Volta: a job can use all of its memory"
+    )
     done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
     status, lease = daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
@@ -56,7 +58,9 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
 def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon) -> None:
     request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across"]
     done = ready_daemon.host.run(["yunion-mps", *request])
-    said = "budgets are not enforced on GPU 00:08.0, which is older than Volta: a job can use all of its memory"
+    said = (
+        "budgets are not enforced on GPU 00:08.0, which is older than Volta: a job can use all of its memory"
+    )
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
 
 
@@ -195,7 +199,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     other = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "601"])
     lease = json.loads(first.stdout)["id"]
     assert json.loads(again.stdout)["id"] == lease
-    what = f"job-1: a lease of this name already exists, by another request: {lease}"
+    what = f"job-1: a lease with this name already exists, from a different request: {lease}"
     assert other.stderr.splitlines()[0] == f"yunion-mps: {what}"
     assert host.run(["yunion-mps", "lease", "renew", lease[:8]]).returncode == 0
     assert host.run(["yunion-mps", "lease", "release", "job-1"]).returncode == 0

@@ -32,7 +32,7 @@ def test_removed_after_its_daemon_was_killed_it_restores_what_that_left(
     operator.configure(number)
     done = family.remove()
     assert "everything is restored" in done.stdout + done.stderr
-    assert "it does not quit" not in done.stdout + done.stderr
+    assert "its control daemon does not quit" not in done.stdout + done.stderr
     operator.see_it_rests()
 
 

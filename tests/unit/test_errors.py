@@ -23,7 +23,7 @@ def test_a_bad_configuration_carries_every_problem_and_a_hint() -> None:
     error = ConfigError(problems)
     assert error.problems == tuple(problems)
     assert error.message == str(error) == "a:1: b: c\nd: e: f"
-    assert error.hint == "correct the lines above, then try them with: yunion-mps config check"
+    assert error.hint == "correct the lines above, then check them: yunion-mps config check"
 
 
 @pytest.mark.parametrize(

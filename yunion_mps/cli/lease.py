@@ -159,7 +159,7 @@ def _request(
     if across and count < 2:
         raise click.UsageError("--across requires --count of at least 2.")
     if across and gpu:
-        raise click.UsageError("--across needs several GPUs: omit --gpu.")
+        raise click.UsageError("--across requires several GPUs: omit --gpu.")
     return {
         "devices": [device] if device else None,
         "gpu": gpu,

@@ -290,7 +290,7 @@ class _Reader:
                 if near:
                     self._wrong(key, f"{what} (did you mean {near}?)")
                 else:
-                    self._wrong(key, what, f"remove it; the keys of {owner[1]} are {', '.join(known)}")
+                    self._wrong(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(known)}")
 
     def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:

@@ -146,7 +146,7 @@ def _read(path: str) -> bytes:
         while len(text) <= MAX_FILE_BYTES and (piece := file.read(1 << 13)):
             text += piece
     if len(text) > MAX_FILE_BYTES:
-        raise _problem(path, None, "is larger than 1 MiB", "replace it by a configuration file of yunion-mps")
+        raise _problem(path, None, "is larger than 1 MiB", "replace it with a yunion-mps configuration file")
     return text
 
 
@@ -173,7 +173,7 @@ def _check_bounds(path: str, text: bytes) -> None:
             sizes[anchor] = values - before
         if len(opened) > DEEPEST_NESTING:
             what = f"is nested more than {DEEPEST_NESTING} levels deep"
-            raise _problem(path, line, what, "write it flat, as in the example")
+            raise _problem(path, line, what, "flatten it, as in the example")
         if values > MAX_VALUES:
-            what = f"contains more than {MAX_VALUES:,} values with its aliases expanded"
+            what = f"contains more than {MAX_VALUES:,} values once its aliases are expanded"
             raise _problem(path, line, what, "write a short file, without aliases")

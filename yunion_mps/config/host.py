@@ -168,7 +168,7 @@ def _misspelt(file: str, line: int, name: str) -> list[Problem]:
         return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         real = ", ".join(sorted(KEYS))
-        return [Problem(file, line, f"unknown key {name}", f"remove it; the keys of yunion-mps are {real}")]
+        return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {real}")]
     return []
 
 
@@ -211,8 +211,8 @@ def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tup
     if not overlap(values["web_listen"], values["metrics_listen"]):
         return []
     at = sources["web_listen"]
-    problem = f"web_listen is {values['web_listen']}, where metrics_listen already serves the metrics"
-    return [("web_listen", Problem(at.file, at.line, problem, "give each its own port"))]
+    problem = f"web_listen is {values['web_listen']}, which metrics_listen already uses"
+    return [("web_listen", Problem(at.file, at.line, problem, "use a different port for each"))]
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:

@@ -123,7 +123,7 @@ def one_of(*choices: str) -> Kind:
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
             hint = f"write {near}" if near else f"write one of {', '.join(choices)}"
-            raise WrongValueError(key, node, f"none of {', '.join(choices)}", hint)
+            raise WrongValueError(key, node, f"not one of {', '.join(choices)}", hint)
         return str(value)
 
     return kind

@@ -68,7 +68,7 @@ def _open(paths: Paths) -> int:
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
         os.close(descriptor)
         hint = f"check it (ls -l {paths.lock}), and remove it"
-        raise HostError(f"{paths.lock} is not a file of yunion-mps", hint)
+        raise HostError(f"{paths.lock} was not created by yunion-mps", hint)
     os.fchmod(descriptor, 0o600)  # an older one may be open to others
     return descriptor
 

@@ -130,7 +130,7 @@ class _Daemon:
         except (YunionError, OSError) as error:
             self.stop(spare_adopted=True)
             if isinstance(error, OSError):
-                raise ShortageError(f"the system refused a request: {error}") from None
+                raise ShortageError(f"a system call failed: {error}") from None
             raise
 
     def _start_domains(self) -> Listener | None:
@@ -156,7 +156,7 @@ class _Daemon:
         except MemoryError:
             if not self._signals.stop:
                 raise
-            log.error("stopping without the event loop, because memory is short")
+            log.error("stopping without the event loop, because memory is low")
 
     def _serve(self, listener: Listener) -> None:
         """Notify READY, because every limit was read back and the socket listens, then load the event loop.

@@ -48,7 +48,9 @@ class Watchdog:
             if not error_text and interval_s:
                 self._notifier.alive()
             if error_text and error_text != self._logged:
-                log.error("unhealthy: %s; not notifying systemd's watchdog until this is over", error_text)
+                log.error(
+                    "unhealthy: %s; not notifying systemd's watchdog until this is resolved", error_text
+                )
             self._logged = error_text
 
     async def _socket_error(self) -> str:
@@ -67,7 +69,7 @@ class Watchdog:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return ""  # this passes when clients disconnect, and a restart would not help
             return f"the daemon's own socket cannot be reached: {error.strerror or error}"
-        return "" if answer.startswith(b"HTTP/1.1 ") else "the daemon's own socket gives no answer"
+        return "" if answer.startswith(b"HTTP/1.1 ") else "the daemon's own socket does not answer"
 
 
 async def _request_status(path: str) -> bytes:

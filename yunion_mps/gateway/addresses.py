@@ -26,7 +26,7 @@ def publish(paths: Paths, config: Config) -> None:
     try:
         write_atomically(paths.gateway, json.dumps(addresses))
     except OSError as error:
-        log.error("the gateway cannot be told what to serve over TCP: %s", error)
+        log.error("the addresses that the gateway serves cannot be written: %s", error)
 
 
 def remove(paths: Paths) -> None:

@@ -103,7 +103,7 @@ class HostNames:
         if _is_address(name) or name in self._names or name in self._aliases():
             return None
         ours = ", ".join(sorted(self._names))
-        hint = f"use an IP address or one of {ours}; add other names next to one of these in /etc/hosts"
+        hint = f"use an IP address or one of {ours}; add other names to their line of /etc/hosts"
         return problem(421, f"{what} not served under that name", hint)
 
     def _aliases(self) -> set[str]:
@@ -147,7 +147,7 @@ class ReadOnlyHandler:
         except BadRequestError as error:
             return problem(400, error.message, error.hint)
         except ValueError:
-            return problem(400, "the request's target is no URL that can be taken apart")
+            return problem(400, "the request's target is not a valid URL")
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         raise NotImplementedError
@@ -212,7 +212,7 @@ class WebPage(ReadOnlyHandler):
         except UnreachableError as error:
             return _with_security_headers(problem(503, error.message, error.hint))
         except Exception:
-            log.exception("the web page's request has failed")
+            log.exception("a request of the web page failed")
             hint = "see: journalctl -u yunion-mps-gateway"
             return _with_security_headers(problem(500, "internal error in the gateway", hint))
 

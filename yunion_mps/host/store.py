@@ -243,7 +243,7 @@ class Store:
                     self._connection = self._make_again()
                     found = work()
             except MemoryError:
-                raise ShortageError(f"the state file cannot be {what}: memory is short") from None
+                raise ShortageError(f"the state file cannot be {what}: memory is low") from None
             except (OSError, sqlite3.Error) as error:
                 raise self._trouble(what, error) from None
             return found

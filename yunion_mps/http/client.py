@@ -157,17 +157,17 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
     """The error for a failure to connect to the socket."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
-            f"you may not ask the daemon: no permission for {path}",
-            "become root, or join the group: usermod -aG yunion-mps USER, then log in again",
+            f"permission denied: you may not connect to {path}",
+            "run as root, or join the group: usermod -aG yunion-mps USER, then log in again",
         )
     if error.errno == errno.ENOENT:
-        what = f"the daemon is not running: there is no {path}"
+        what = f"the daemon is not running: {path} does not exist"
     elif error.errno == errno.ECONNREFUSED:
-        what = f"the daemon is not running: nothing answers on {path}"
+        what = f"the daemon is not running: nothing is listening on {path}"
     else:
         what = f"the daemon cannot be reached on {path}: {error.strerror}"
     return UnreachableError(
-        what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}"
+        what, f"start it: systemctl start {_UNIT}; if that fails, see: systemctl status {_UNIT}"
     )
 
 
@@ -175,15 +175,17 @@ def timeout_error(path: str, timeout_s: float) -> UnreachableError:
     """The error if no answer arrives in time."""
     return UnreachableError(
         f"the daemon does not answer on {path} within {timeout_s:g} s",
-        f"see what it does: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
+        f"see what it is doing: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
     )
 
 
 def disconnected_error(path: str, error: Exception) -> UnreachableError:
     """The error if the connection ends before the answer is complete."""
     # h11's message for a connection closed before the answer means nothing to a user.
-    why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
-    return UnreachableError(f"the daemon's answer on {path} broke off: {why}", f"see: journalctl -u {_UNIT}")
+    why = "it stopped or restarted" if "ConnectionClosed" in str(error) else str(error)
+    return UnreachableError(
+        f"the daemon's answer on {path} was cut off: {why}", f"see: journalctl -u {_UNIT}"
+    )
 
 
 def _receive(connection: socket.socket, deadline_s: float) -> bytes:
@@ -208,12 +210,13 @@ def result_of(answer: Response, *, is_text: bool = False) -> Any:
         value = json.loads(answer.body)
     except ValueError:
         raise UnreachableError(
-            f"the daemon's answer (status {answer.status}) is not JSON", "is another program on its socket?"
+            f"the daemon's answer (status {answer.status}) is not JSON",
+            "check which program listens on its socket: ss -xlp",
         ) from None
     if answer.status in _DONE:
         return value
     problem = value if isinstance(value, dict) else {}
-    message = str(problem.get("detail") or f"the daemon answered {answer.status}")
+    message = str(problem.get("detail") or f"the daemon answered with status {answer.status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
     code = str(problem.get("code") or "")
     raise _KINDS.get(answer.status, YunionError)(message, hint, code)

@@ -181,7 +181,7 @@ class Connection(asyncio.BufferedProtocol):
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
             why = f"the request is not valid HTTP: {error}"
             if status == 431:
-                why = f"the request's head is larger than {self._limits.head_bytes} bytes"
+                why = f"the request's header is larger than {self._limits.head_bytes} bytes"
             self._refuse(problem(status, why))
             return
         if self._pending:
@@ -228,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body += piece
         if len(self._body) > self._limits.body_bytes:
             what = f"the body is larger than {self._limits.body_bytes} bytes"
-            self._refuse(problem(413, what, "send only the members that the operation has"))
+            self._refuse(problem(413, what, "send only the members that the operation defines"))
             raise h11.RemoteProtocolError("body too large")
 
     def _answer(self) -> None:
@@ -259,14 +259,16 @@ class Connection(asyncio.BufferedProtocol):
         failure = awaited.exception()
         if failure:  # without an answer, the client would wait forever
             log.error("a request could not be answered", exc_info=failure)
-        self._respond(problem(500, "a fault, which the log tells of") if failure else awaited.result())
+        self._respond(
+            problem(500, "internal error in the daemon; see its log") if failure else awaited.result()
+        )
         if not self._transport.is_closing():
             self._process()
 
     def _respond(self, answer: Response) -> None:
         large = len(answer.body) > _LARGE_ANSWER_BYTES
         if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
-            answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
+            answer = problem(503, "too much response data is waiting to be read", "read it, or request less")
         self._send(answer)
         self._awaits_event = False
         self._pool.note_answer(self)

@@ -154,15 +154,15 @@ class Handlers:
     ) -> answers.LeaseRecord | Created:
         if memory_mib is not None and memory_units is not None:
             raise ConflictingParametersError(
-                "memory_mib and memory_units exclude each other", "give one of them"
+                "memory_mib and memory_units are mutually exclusive", "use one of them"
             )
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
             raise ConflictingParametersError(
-                "devices go with neither count nor memory", "leave one of them out"
+                "devices cannot be combined with count or memory", "omit one of them"
             )
         if across and count == 1:
             raise ConflictingParametersError(
-                "across needs several devices, and count is 1", "set count to 2 or more"
+                "across requires several devices, but count is 1", "set count to 2 or more"
             )
         mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, enforced)
@@ -205,15 +205,13 @@ def _holder(
         for member, value in (("pid", pid), ("command", command)):
             if value is not None:
                 raise ConflictingParametersError(
-                    f"holder.{member} is of no use to a name", "leave one of them out"
+                    f"holder.{member} does not apply to kind name", "omit one of them"
                 )
         return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).owner.unit)
     for member, value in (("name", name), ("ttl_s", ttl_s)):
         if value is not None:
-            raise ConflictingParametersError(f"holder.{member} requires kind name", "leave one of them out")
+            raise ConflictingParametersError(f"holder.{member} requires kind name", "omit one of them")
     if kind == "connection" and pid not in (None, request.pid):
-        raise ConflictingParametersError(
-            "holder.pid requires kind process or container", "leave one of them out"
-        )
+        raise ConflictingParametersError("holder.pid requires kind process or container", "omit one of them")
     holder = process_holder(_caller(request), kind or "process", request.pid if pid is None else pid)
     return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))

@@ -106,7 +106,7 @@ def _refuse_non_socket(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise OSError(errno.EEXIST, "something that is no socket is in its place")
+        raise OSError(errno.EEXIST, "something that is not a socket already exists there")
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -62,7 +62,7 @@ _LEASE = Parameter(
     example="7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
 )
 _NAME_HINT = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
-_GIVE_ONE = "leave it out, or name one"
+_GIVE_ONE = "omit it, or name one"
 
 GET_DEVICES: Operation[answers.DeviceList] = Operation(
     "get_devices", "GET", "/v1/devices", "List one page of the MPS devices", "DeviceList",

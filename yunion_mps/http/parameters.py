@@ -218,7 +218,7 @@ def _unknown(kind: str, name: str, known: Iterable[str], prefix: str = "") -> Ba
     near = nearest_key(name[:_SHOWN_LENGTH], known)
     guess = f" (did you mean {prefix}{near}?)" if near else ""
     names = ", ".join(sorted(known))
-    hint = f"the {kind}s are {names}" if names else f"leave it out: there are no {kind}s here"
+    hint = f"use one of these {kind}s: {names}" if names else f"omit it: this operation has no {kind}s"
     return BadRequestError(f"unknown {kind} {(prefix + name)[:_SHOWN_LENGTH]!r}{guess}", hint)
 
 

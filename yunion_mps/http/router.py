@@ -223,5 +223,5 @@ async def _run_async(request: Request, work: Callable[[], Any]) -> Response:
 def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, YunionError):
         return problem_of(error)
-    log.error("the answer to %s %s has failed", request.method, request.target, exc_info=error)
-    return problem(500, "a fault of the daemon", "see: journalctl -u yunion-mps-daemon")
+    log.error("the answer to %s %s failed", request.method, request.target, exc_info=error)
+    return problem(500, "internal error in the daemon", "see: journalctl -u yunion-mps-daemon")

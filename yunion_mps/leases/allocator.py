@@ -153,7 +153,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         hint = "request memory instead of devices: --gpu-mem 2GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
-        there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
+        there = ", ".join(sizes) or "no GPUs whose memory is leased in units, and no slices of that size"
         hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
@@ -312,7 +312,7 @@ class Allocator:
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
             parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
-        hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
+        hint = ("" if has_waited else "wait for it: --wait; ") + "see who holds them: yunion-mps who"
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint

@@ -80,11 +80,14 @@ class Ledger:
             if lease.holder.owner != holder.owner:
                 continue
             if holder.name and lease.holder.name == holder.name:
-                what = f"{holder.name}: a lease of this name already exists, by another request: {lease.id}"
+                what = (
+                    f"{holder.name}: a lease with this name already exists, from a different request: "
+                    f"{lease.id}"
+                )
                 hint = f"release it: yunion-mps lease release {holder.name}; or use another name"
                 raise HostError(what, hint, LEASE_EXISTS)
             if idempotency_key and lease.idempotency_key == idempotency_key:
-                what = f"this idempotency key already has a lease, of another holder: {lease.id}"
+                what = f"this idempotency key already belongs to a lease of another holder: {lease.id}"
                 raise HostError(what, "use a new idempotency key for another lease", LEASE_EXISTS)
 
     def free_by_gpu(

@@ -114,7 +114,11 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     own = [[one for one in some if one.holder.owner == caller] for some in (named, prefixed)]
     found = own[0] or own[1] or prefixed
     if not found:
-        hint = "give the id of another owner's lease: yunion-mps who" if named else "see: yunion-mps who"
+        hint = (
+            ("refer to another owner's lease by its id: yunion-mps lease list")
+            if named
+            else "see: yunion-mps who"
+        )
         raise NotFoundError(f"there is no lease {shortened(name)}", hint)
     if len(found) > 1:
         raise NotFoundError(f"{shortened(name)} matches {len(found)} leases", "use a longer prefix of the id")
@@ -140,7 +144,7 @@ def refuse_over_quota(
     again when granted. Root is not limited, because its container engine takes leases for all users.
     """
     if holder.ttl_s > max_ttl_s:
-        what = f"a time to live of {holder.ttl_s:.0f} s is longer than max_lease_ttl_s allows ({max_ttl_s} s)"
+        what = f"a time to live of {holder.ttl_s:.0f} s exceeds max_lease_ttl_s ({max_ttl_s} s)"
         raise HostError(what, "request a shorter time, and renew the lease: yunion-mps lease renew")
     if max_leases is None or holder.uid == 0:
         return

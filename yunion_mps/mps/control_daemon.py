@@ -159,7 +159,7 @@ class ControlDaemon:
     def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
         """Forget the process, which has ended; returns how, as text, and the PIDs of its servers."""
         self.log.report()
-        how = "did not serve, and was ended"
+        how = "was not serving and was ended"
         self.is_replacement = was_replaced
         if not was_replaced:
             how = describe_exit(self.process.status() or 0)
@@ -170,7 +170,7 @@ class ControlDaemon:
 
     def detach(self) -> None:
         """Forget the process, and leave it running."""
-        log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
+        log.warning("domain %s: leaving the control daemon (PID %d) running", self.target.name, self.pid)
         self._release()
 
     def kill(self) -> tuple[int, ...]:
@@ -289,7 +289,7 @@ class Shutdown(ControlTask):
             self._signal_servers(servers, signal.SIGKILL)  # it waits for them to end
         else:
             self._signal = signal.SIGKILL if self._signal else signal.SIGTERM
-            self._warn(f"control daemon (PID {self._control.process.pid}) gets {self._signal.name}")
+            self._warn(f"sending {self._signal.name} to the control daemon (PID {self._control.process.pid})")
             self._control.process.signal(self._signal)
             self._signal_servers(servers, self._signal)
         self._deadline_s = now_s + (UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S)
@@ -299,7 +299,7 @@ class Shutdown(ControlTask):
         for pid in servers:
             try:
                 if signal_server(pid, number):
-                    self._warn(f"MPS server (PID {pid}) gets {number.name}")
+                    self._warn(f"sent {number.name} to MPS server (PID {pid})")
             except ShortageError as error:
                 self._warn(str(error))
 
@@ -310,9 +310,9 @@ class Shutdown(ControlTask):
         try:
             self._converse([PING, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)
         except ShortageError as error:
-            log.debug("domain %s: it cannot be asked to quit yet: %s", self._plan.name, error)
+            log.debug("domain %s: cannot ask its control daemon to quit yet: %s", self._plan.name, error)
         except YunionError as error:
-            self._warn(f"it cannot be asked to quit: {error}")
+            self._warn(f"cannot ask its control daemon to quit: {error}")
             self._deadline_s = now_s
 
     def _poll_answer(self, now_s: float) -> None:
@@ -330,7 +330,11 @@ class Shutdown(ControlTask):
             self._quit_requested = (
                 now_s >= self._deadline_s
             )  # no answer in all that time: it waits for its servers
-            self._warn("it has not ended in time" if self._quit_requested else f"it does not quit: {error}")
+            self._warn(
+                "its control daemon did not end in time"
+                if self._quit_requested
+                else f"its control daemon does not quit: {error}"
+            )
             if not self._control.servers():  # otherwise jobs get their time, and `quit` is sent again
                 self._deadline_s = now_s
         self._conversation = None

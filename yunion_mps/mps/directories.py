@@ -34,7 +34,7 @@ _MODE = 0o755
 #: The mode of a pipe directory that only one group may enter.
 _GROUP_MODE = 0o710
 _MAX_RECORDED = 1000
-_UNRECORDED = "%s cannot be %s: %s; a purge leaves what is not recorded there"
+_UNRECORDED = "%s cannot be %s: %s; a purge of the package leaves unrecorded files behind"
 _MAX_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
@@ -107,7 +107,7 @@ def join(group: str) -> None:
         if gid not in os.getgroups():
             os.setgroups([*os.getgroups(), gid])
     except OSError as error:
-        raise _host_error(error, f"the group {group} cannot be joined") from None
+        raise _host_error(error, f"the daemon cannot join the group {group}") from None
 
 
 def is_member(pid: int, group: str) -> bool:
@@ -122,7 +122,7 @@ def _gid(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        hint = f"create it (groupadd --system {group}), or set another in host.conf: cuda_mps_pipe_group"
+        hint = f"create it (groupadd --system {group}), or set another cuda_mps_pipe_group in host.conf"
         raise HostError(f"the group {group} does not exist", hint) from None
 
 
@@ -287,7 +287,7 @@ def open_log(directory: int, path: str, name: str) -> int:
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in _trusted_uids():
         os.close(log)
         raise HostError(
-            f"{path}/{name} is not a file of yunion-mps", f"check it (ls -l {path}), and remove it"
+            f"{path}/{name} was not created by yunion-mps", f"check it (ls -l {path}), and remove it"
         )
     return log
 
@@ -298,8 +298,9 @@ def _host_error(error: OSError, what: str) -> HostError:
     hint = "run as root; check with df and mount whether the file system is full or read-only"
     if error.errno == errno.EROFS:
         hint = (
-            "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not write"
-            " below /usr, /etc, /boot, /home and /root (its unit says so), nor where mount says ro"
+            "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service's unit forbids "
+            "writing to /usr, /etc, /boot, /home and /root, and file systems mounted read-only cannot be "
+            "written"
         )
     return HostError(f"{what}: {error.strerror}", hint)
 

@@ -144,7 +144,7 @@ class Domain(StateMachine):
         `ours` are our running MPS processes, if the caller has just searched for them.
         """
         self._rollover.control_daemon_started(now_s)
-        what = f"asks the running control daemon (PID {self.control.pid}) again"
+        what = f"reconnecting to the running control daemon (PID {self.control.pid})"
         if not self.control.has_process:
             try:
                 what = self.control.adopt_or_start(self.desired, self.plan, ours)
@@ -297,7 +297,7 @@ class Domain(StateMachine):
             due_s = monitor.tick(now_s, commands)
         except LimitsChangedError as error:
             self._rollover.limits_overwritten(monitor.servers, error.message)
-            self._apply(now_s, "another program changed its limits: they are set again", set_first=True)
+            self._apply(now_s, "another program changed its limits: setting them again", set_first=True)
             return self._step(now_s)
         finally:
             self._rollover.commands_delivered(monitor.delivered, now_s)
@@ -372,7 +372,7 @@ class Domain(StateMachine):
             self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
-            log.error("domain %s: %s. Resuming it. %s", self.plan.name, self.reason, hint)
+            log.error("domain %s: %s. Trying to resume it. %s", self.plan.name, self.reason, hint)
             return
         if control.has_process and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())

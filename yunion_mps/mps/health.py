@@ -144,10 +144,13 @@ class Recovery(ControlTask):
         pid, why = self._control.process.pid, self._why
         what = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
-            until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
+            until = (
+                f"it will be replaced once {describe_servers(self.spared_for)}, which may have jobs, has "
+                "ended"
+            )
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
             if self._is_busy:
-                sooner = "not to wait: end the processes that keep it busy"
+                sooner = "to avoid the wait, end the processes that keep it busy"
             what = f"{what}; {until} ({sooner})"
         return Reason(what, why.code)
 

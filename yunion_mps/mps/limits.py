@@ -135,8 +135,9 @@ class LimitsSetter(ControlTask):
             return
         command = f"echo shutdown_server {servers[0]}"
         raise ControlError(
-            f"{describe_servers(servers)} keeps limits that neither this configuration nor the last one has",
-            "it is ended once no job uses its GPUs; to have it end after its jobs, before others come: "
+            f"{describe_servers(servers)} has limits from neither the current configuration nor the "
+            "previous one",
+            "it is ended once no job uses its GPUs; to end it as soon as its current jobs have ended: "
             f"{command} | CUDA_MPS_PIPE_DIRECTORY={self._plan.pipe_directory} {PROGRAM}",
             reasons.LIMITS_PENDING,
         )

@@ -237,7 +237,7 @@ def _event(entry: LogEntry, domain: str) -> Event | None:
         what = f"{server} ended unexpectedly"
         return _failure_event(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
-        means = "every job on that server fails; new ones start once those have ended"
+        means = "all jobs on that server fail; new ones start once those have ended"
         what = "an MPS server had a fatal exception"
         return _failure_event(domain, what, "a fault in one of its jobs", means)
     return None
@@ -248,7 +248,7 @@ def _exit_event(failed: Sequence[LogEntry], domain: str) -> Event:
     what = f"MPS server (PID {first.pid}) exited with status {first.number}"
     if more:
         what += f", and {len(more)} more"
-    return _failure_event(domain, what, f"see {SERVER_LOG} beside its log", "its jobs have failed")
+    return _failure_event(domain, what, f"see {SERVER_LOG} next to its log", "its jobs have failed")
 
 
 def _failure_event(domain: str, what: str, cause: str, means: str) -> Event:
@@ -267,6 +267,8 @@ def _waiting_event(
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
-    cause = f"MPS serves one user at a time, and {names} has the server"
-    means = "jobs start when the other user's have ended; cuda_mps_multiuser: true serves all users at once"
+    cause = f"MPS serves one user at a time, and is serving {names}"
+    means = (
+        "jobs start once the other user's jobs have ended; cuda_mps_multiuser: true serves all users at once"
+    )
     return Event("warning", "client", domain, what, cause, means, reasons.CLIENT_WAITING)

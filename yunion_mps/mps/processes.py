@@ -39,8 +39,8 @@ PROGRAM = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
 PACKAGES = (
     "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
-    "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
-    "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+    "nvidia-driver-cuda on RHEL and its derivatives (NVIDIA's repository), xorg-x11-drv-nvidia-cuda on "
+    "Fedora (RPM Fusion)"
 )
 #: Marks a control daemon as ours, in the environment that it was started with.
 MARK = "YUNION_MPS_DOMAIN"

@@ -107,7 +107,7 @@ class Rollover:
             log.debug("%s", error)
             return
         self._search_s = None
-        self.orphans.add(found, "its control daemon ended without it")
+        self.orphans.add(found, "its control daemon ended first")
 
     # -- limits
 
@@ -131,9 +131,12 @@ class Rollover:
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
         """Another program changed the limits; the `known` servers ran when they were last correct."""
         wrong = [pid for pid in self._servers() if pid not in known]
-        means = "they are set again"
+        means = "they are being set again"
         if wrong:
-            means += f"; {describe_servers(wrong)} may have the others, and keeps them until it ends"
+            means += (
+                f"; {describe_servers(wrong)} may have started with the other limits, and keeps them until "
+                "it ends"
+            )
             old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
             self.in_effect = self.in_effect._replace(old_servers=old)
         what = "another program changed its limits"
@@ -158,7 +161,7 @@ class Rollover:
         with `force` only within a minute, because nobody would expect jobs to be ended later.
         """
         if force:
-            self.orphans.end(now_s, "it was asked to end")
+            self.orphans.end(now_s, "requested by reload --now")
         self._end_requested_s = now_s
         self._end_requests = dict.fromkeys(self._servers(), force)
 
@@ -190,17 +193,18 @@ class Rollover:
         """The pending changes of the domain, and what they wait for; empty if there are none."""
         waits = []
         if retiring:
-            waits.append("it ends when its MPS servers have ended, because the configuration has changed")
+            waits.append("it ends once its MPS servers have ended, because the configuration has changed")
         elif self.in_effect.old_servers:
             waits.append(
-                f"other limits take effect when {describe_servers(self.in_effect.old_servers)} has ended"
+                f"new limits take effect once {describe_servers(self.in_effect.old_servers)} has ended"
             )
         if holds_modes and (servers := self._servers()):
-            waits.append(f"compute modes are restored when {describe_servers(servers)} has ended")
+            waits.append(f"compute modes are restored once {describe_servers(servers)} has ended")
         if self.orphans.pids:
             orphans = describe_servers(self.orphans.pids)
             waits.append(
-                f"{orphans} of an earlier control daemon continues with its jobs; new ones may have to wait"
+                f"{orphans} of an earlier control daemon is still running with its jobs; new jobs may have "
+                "to wait"
             )
         return "; ".join(waits)
 
@@ -261,7 +265,7 @@ class OrphanedServers:
                 for orphan in orphans:
                     orphan.end(end_s, why)
             self._orphans += orphans
-            means = "its jobs continue with their limits; new ones may have to wait for its end"
+            means = "its jobs continue with their limits; new jobs may have to wait until it ends"
             self._report(
                 "warning",
                 f"{describe_servers(new)} is still running without its control daemon",
@@ -277,7 +281,7 @@ class OrphanedServers:
     def detach(self) -> None:
         """Forget them, and log that they are left running."""
         if self._orphans:
-            log.warning("domain %s: %s is left running", self._domain, describe_servers(self.pids))
+            log.warning("domain %s: leaving %s running", self._domain, describe_servers(self.pids))
             self._orphans = []
 
     def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
@@ -288,7 +292,7 @@ class OrphanedServers:
         left = running_servers(self.pids)
         for orphan in [orphan for orphan in self._orphans if orphan.pid not in left]:
             self._orphans.remove(orphan)
-            what = f"{describe_servers([orphan.pid])}, left without a control daemon, has ended"
+            what = f"{describe_servers([orphan.pid])}, which had no control daemon, has ended"
             self._report("info", what, orphan.why)
         return min((self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans), default=None)
 
@@ -304,7 +308,7 @@ class OrphanedServers:
     def _signal(self, orphan: _Orphan, number: signal.Signals) -> None:
         try:
             if signal_server(orphan.pid, number):
-                what = f"{describe_servers([orphan.pid])}, left without a control daemon, gets {number.name}"
+                what = f"sent {number.name} to {describe_servers([orphan.pid])}, which has no control daemon"
                 self._report("warning", what, orphan.why)
         except ShortageError as error:
             log.warning("domain %s: %s", self._domain, error)

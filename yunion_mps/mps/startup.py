@@ -84,7 +84,7 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     known = our_processes() if ours is None else ours
     here = [one for one in known if one.pipe_directory == place and not one.is_server]
     peer = peer_of(place)
-    hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
+    hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
     if not here:
         if peer is None:
             return None
@@ -97,7 +97,7 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     if order and not order.can_serve(plan):
         what = f"the control daemon (PID {one.pid}) that was adopted in {place}"
         why = "numbers its GPUs in an unknown order, and their memory limits differ"
-        hint = "give its GPUs equal limits, or end it when its jobs are done"
+        hint = "give its GPUs equal limits, or end it once its jobs have ended"
         raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
     if not set(one.gpu_uuids) & set(plan.gpu_uuids):
         what = f"the control daemon (PID {one.pid}) that an earlier yunion-mps-daemon left in {place}"
@@ -147,7 +147,7 @@ def create_adoption_order(
         raise _adoption_error(pid, "it was started with another value of cuda_mps_multiuser")
     gpu_uuids, in_order = _served_gpus(pid, environment, host_gpus)
     if set(gpu_uuids) != set(plan.gpu_uuids):
-        raise _adoption_error(pid, "the GPUs that it serves are not those that the configuration divides")
+        raise _adoption_error(pid, "it does not serve exactly the GPUs that the configuration divides")
     order = AdoptionOrder(pid, started_ticks(pid) or 0, gpu_uuids, in_order, plan.pipe_directory)
     if not order.can_serve(plan):
         why = "its CUDA_DEVICE_ORDER is not PCI_BUS_ID, so its numbering of the GPUs is unknown"
@@ -178,7 +178,7 @@ def _served_gpus(
 
 
 def _adoption_error(pid: int, why: str) -> HostError:
-    hint = "it was left alone; end it when its jobs are done, and yunion-mps starts its own"
+    hint = "it was not touched; once its jobs have ended, end it, and yunion-mps starts its own"
     what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
     return HostError(what, hint, reasons.ADOPTION_REFUSED)
 

@@ -83,7 +83,7 @@ def reason_against(gpu: Gpu, config: Config) -> Reason:
         return Reason(what, reasons.MIG_ENABLED)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
-        what = f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
+        what = f"MPS requires compute capability 3.5, but the GPU has {capability[0]}.{capability[1]}"
         return Reason(what, reasons.MPS_UNSUPPORTED)
     if gpu.compute_mode == PROHIBITED and config.cuda_mps_compute_mode == "keep":
         what = "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
@@ -155,9 +155,11 @@ def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
     tenths = sum(_tenths(one, total_mib, overcommit) for one in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
         most = f"more than {100 * overcommit:g} %"
-        what = f"slices have {tenths / 10:g} % of the threads of {_named(gpu)} in all, {most}"
+        what = f"the slices add up to {tenths / 10:g} % of the threads of {_named(gpu)}, {most}"
         more = -(-tenths // 10) / 100
-        wrong.append((what, f"lower their thread_percentage, or over-commit it: thread_overcommit: {more:g}"))
+        wrong.append(
+            (what, f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}")
+        )
     return wrong
 
 

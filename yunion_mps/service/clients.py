@@ -99,7 +99,7 @@ class ClientService:
         """
         if self._supervisor.stopping:
             what = "the daemon is stopping; running jobs have time to end"
-            raise BusyError(what, f"end it yourself: kill {pid}")
+            raise BusyError(what, f"end it directly: kill {pid}")
         began = started_ticks(pid)
         found = _find(await self.clients(), pid)
         if uid != found["uid"] and not is_privileged(uid):
@@ -116,7 +116,7 @@ class ClientService:
             process.close()
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
         cause = f"requested by uid {uid}"
-        log.warning("%s, because %s", what, cause)
+        log.warning("%s (%s)", what, cause)
         event = Event("warning", "client", found["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
         self._supervisor.event_log.record(event)
         return {"pid": pid, "ended": ended, "how": how}
@@ -185,7 +185,7 @@ class XidAnalyzer:
             if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
                 end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST_COMMAND
-                means = "its jobs on that GPU have failed, and new ones start once those have ended"
+                means = "its jobs on that GPU have failed; new ones start once those have ended"
                 self._record(
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",

@@ -98,7 +98,7 @@ class LeaseService:
             if lease.addresses in lost:
                 self._record(lease, "granted to", "it was requested just before the daemon ended")
             if not self._holders.watch(lease):
-                self._end(lease.id, "its process ended while no daemon ran")
+                self._end(lease.id, "its process ended while the daemon was not running")
         self._positions.restore(time.monotonic())
         self.peaks.restore()
         self._publisher.restore(self.ledger.leases.values())
@@ -223,7 +223,7 @@ class LeaseService:
                 self._end(lease.id, "its process ended")
             raise
         self.ledger.replace(bound)
-        self._record(bound, "bound to", "its container starts")
+        self._record(bound, "bound to", "its container started")
         return self._json(bound)
 
     # -- requests
@@ -367,7 +367,7 @@ class LeaseService:
         try:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon will notice that its holder has ended
-            log.warning("the end of the lease of %s could not be stored: %s", lease.addresses, error.message)
+            log.warning("cannot record the end of the lease of %s: %s", lease.addresses, error.message)
         self._record(lease, "released by", cause)
         self.serve()
 

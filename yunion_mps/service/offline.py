@@ -78,7 +78,7 @@ def _restore(paths: Paths, store: Store) -> int:
     left = left_running(store)
     restore_unused(store, None, gpus_of(left))
     for one in left:
-        log.error("%s is left running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
+        log.error("%s is still running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
     still = original_modes(store)
     for uuid, mode in still.items():
         how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
@@ -86,7 +86,7 @@ def _restore(paths: Paths, store: Store) -> int:
     if left or still:
         return 1
     log.info(
-        "everything is restored: no control daemon is left, and the GPUs have their original compute modes"
+        "everything is restored: no control daemon is running, and the GPUs have their original compute modes"
     )
     return 0
 

@@ -24,7 +24,7 @@ class Caller(NamedTuple):
         """The owner of the leases that it takes; raises NotAllowedError if its unit is unknown."""
         if self.unit is None and self.uid != 0:
             what = "the process that opened this connection has ended, so its unit is unknown"
-            raise NotAllowedError(what, "connect again")
+            raise NotAllowedError(what, "reconnect")
         return Owner(self.uid, self.unit or "")
 
 
@@ -44,10 +44,12 @@ def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
         hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if caller.uid != uid and not is_privileged(caller.uid):
-        raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
+        raise NotAllowedError(f"PID {pid} belongs to another user", "only root can take a lease for it")
     owner = caller.owner if binding == "container" else Owner(uid, job_unit_of(pid) or "")
     if caller.uid != 0 and owner.unit != caller.owner.unit:
-        raise NotAllowedError(f"PID {pid} is of another unit", "only root may take a lease for it")
+        raise NotAllowedError(
+            f"PID {pid} belongs to another systemd unit", "only root can take a lease for it"
+        )
     return Holder(binding, owner.uid, pid, started, unit=owner.unit)
 
 
@@ -59,5 +61,5 @@ def check_may_change(lease: Lease, caller: Owner, *, of_any_unit: bool = False) 
     owner = lease.holder.owner
     is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
     if not is_owner and not is_privileged(caller.uid):
-        what = f"the lease of {lease.addresses} is {owner_name(owner)}'s"
+        what = f"the lease of {lease.addresses} belongs to {owner_name(owner)}"
         raise NotAllowedError(what, "only root and its owner may end or renew it")

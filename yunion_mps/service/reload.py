@@ -90,7 +90,9 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._tick()
-        log.info("reloaded for %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s")
+        log.info(
+            "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
+        )
         self._poll_now.set()
         return self._answer(changes)
 
@@ -109,7 +111,7 @@ class Reloader:
             self._supervisor.refuse_if_unsafe()
             await self._check_new_program()
             self._supervisor.event_log.flush()
-        means = "no control daemon and no job ends"
+        means = "control daemons and jobs continue"
         event = Event("info", "daemon", "yunion-mps-daemon", "re-exec", "requested by a client", means)
         self._supervisor.event_log.record(event)
         asyncio.get_running_loop().call_later(0.02, self._reexec)  # after the answer was sent
@@ -139,7 +141,7 @@ class Reloader:
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("not reloaded: %s", problem)
-        means = "nothing was changed: what was in effect stays in effect"
+        means = "nothing was changed: the previous configuration stays in effect"
         cause = f"{requester}: {error.message}"
         event = Event("error", "configuration", "reload", "refused", cause, means, error.code)
         self._supervisor.event_log.record(event)
@@ -188,7 +190,7 @@ class Reloader:
         except OSError as error:
             raise ShortageError(f"{command[0]} cannot be run: {error.strerror}") from None
         if status is None:
-            what = f"the new program does not answer within {_CHECK_TIMEOUT_S:g} s"
+            what = f"the new program did not finish its check within {_CHECK_TIMEOUT_S:g} s"
             raise HostError(what, "see: nvidia-smi")
         if status:
             lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]

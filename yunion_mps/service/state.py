@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
 _NOT_SERVED = Reason(
-    "the running control daemon does not serve its GPU; the next one will, once that has ended",
+    "the running control daemon does not serve its GPU; the next one will, once the running one has ended",
     codes.GPU_NOT_SERVED,
 )
 

@@ -127,7 +127,7 @@ class Supervisor:
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for one in left:
-            log.warning("%s is left running in %s; %s", one, one.pipe_directory, RESTORED_LATER)
+            log.warning("%s is still running in %s; %s", one, one.pipe_directory, RESTORED_LATER)
         self.release()
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ class Supervisor:
             self._version += 1
             warnings = [reason for reason in self._warnings.values() if reason]
             if self.event_log.write_error:
-                means = "events are kept elsewhere for now, and changes are refused"
+                means = "events are kept in a temporary copy for now, and changes are refused"
                 what = f"{self.event_log.write_error}; {means}"
                 warnings.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
             self._snapshot = Snapshot(

@@ -192,7 +192,7 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
 def _shown(plan: DomainPlan) -> str:
     count = len(plan.gpu_uuids)
     users = ", one server for all users" if plan.multiuser else ""
-    group = f", only for the group {plan.pipe_group}" if plan.pipe_group else ""
+    group = f", accessible to the group {plan.pipe_group} only" if plan.pipe_group else ""
     return f"{count} GPU{'s' if count > 1 else ''} in {plan.pipe_directory}{users}{group}"
 
 

@@ -273,8 +273,8 @@ class Jobs:
     def ended_by_force(self) -> Iterator[Event]:
         """Log each late job, and yield an event for it."""
         for job in self._late:
-            log.warning("%s did not end in time: its MPS server was ended", job)
-            means = "its MPS server was ended, and its CUDA calls fail"
+            log.warning("%s did not end in time: ended its MPS server", job)
+            means = "its MPS server was ended, so its CUDA calls fail"
             what = f"{job} did not end in time"
             code = reasons.CLIENT_KILLED
             yield Event("warning", "client", "stop", what, "the daemon was stopped", means, code)

@@ -192,13 +192,13 @@ def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
 
 def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
     """Log that the GPU has become available or unavailable, and return the event, if there is one."""
-    reason = before.reason if before else "it was not there"
+    reason = before.reason if before else "it was missing"
     if gpu.reason and gpu.reason != reason:
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
         means = "its devices are unavailable"
         return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, means, gpu.reason.code)]
     if reason and not gpu.reason:
-        log.info("GPU %s is back", gpu.address)
+        log.info("GPU %s is available again", gpu.address)
         cause = f"it was unavailable: {reason}"
         return [Event("info", "gpu", gpu.address, "available", cause, "it can be used again")]
     return []

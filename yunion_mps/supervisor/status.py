@@ -12,7 +12,9 @@ from yunion_mps.planning.division import enforces_budgets, pools_of
 from yunion_mps.planning.plan import devices_of
 from yunion_mps.reasons import Reason
 
-_WAITS = Reason("waiting for the control daemon that serves its GPUs now to end", reasons.LIMITS_PENDING)
+_WAITS = Reason(
+    "waiting for the control daemon that currently serves its GPUs to end", reasons.LIMITS_PENDING
+)
 
 
 def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:

@@ -84,7 +84,7 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     seen = scene.look()
     assert seen.code == 2
     assert seen.bad() == {
-        "problem daemon": f"the daemon is not running: there is no {scene.daemon.socket_path}",
+        "problem daemon": f"the daemon is not running: {scene.daemon.socket_path} does not exist",
         "skipped control daemon answers": "no control daemon runs",
         "skipped MPS servers": "there are no logs yet",
     }
@@ -131,7 +131,7 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
     seen = ready.look("--pid", "1", user=STRANGER)
     assert seen.code == 0
     assert {line.split(" ", 1)[0] for line in seen.bad()} == {"skipped"}
-    assert "you may not ask the daemon" in seen.one("daemon", "skipped")["what"]
+    assert "permission denied: you may not connect" in seen.one("daemon", "skipped")["what"]
     assert "no permission to inspect PID 1" in seen.one("environment", "skipped")["what"]
     assert seen.one("compute mode", "ok")
     assert seen.one("pipe directory", "ok")

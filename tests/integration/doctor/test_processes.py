@@ -19,9 +19,7 @@ def test_another_programs_control_daemon_in_our_place_is_found(scene: Scene) -> 
     assert (
         f"a control daemon (PID {pid}, uid 0) not started by yunion-mps serves {scene.pipe}" in found["what"]
     )
-    assert found["hint"].startswith(
-        "when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY="
-    )
+    assert found["hint"].startswith("once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=")
 
 
 def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None:

@@ -250,7 +250,7 @@ def test_follow_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> Non
         assert json.loads(lines_of(process, 1)[0])["id"] == 5
         host.record(GPU)
         assert json.loads(lines_of(process, 1)[0])["id"] == 6
-    assert wrong.startswith(f"yunion-mps: the daemon's answer on {happened.host.paths.socket} broke off: ")
+    assert wrong.startswith(f"yunion-mps: the daemon's answer on {happened.host.paths.socket} was cut off: ")
     assert wrong.endswith("; waiting up to 60 s for it\n")
 
 

@@ -34,7 +34,7 @@ BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", N
 TOLD = """\
 yunion-mps: a.conf:3: x is 0: write 1
 yunion-mps: b.yml: y: z
-yunion-mps: correct the lines above, then try them with: yunion-mps config check
+yunion-mps: correct the lines above, then check them: yunion-mps config check
 """
 CLIENTS = r"""These jobs would be ended:
  PID  USER   DEVICE      MEMORY  SERVER  AGE +COMMAND

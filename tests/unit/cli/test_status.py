@@ -83,7 +83,7 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
-        "Hint:     wait for the jobs to end, then it serves again; list them: yunion-mps who --clients",
+        "Hint:     wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients",
     ]
 
 
@@ -134,9 +134,9 @@ def test_a_domain_shows_the_default_limits_of_its_gpus_in_the_plan(
 
 def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
     found = snapshots.reference()
-    later = "waiting for the control daemon that serves its GPUs now to end"
+    later = "waiting for the control daemon that currently serves its GPUs to end"
     domains = (
-        found.domains[0]._replace(pending="other limits take effect when its MPS server has ended"),
+        found.domains[0]._replace(pending="new limits take effect once its MPS server has ended"),
         found.domains[0]._replace(
             plan=found.domains[0].plan._replace(name="00:06.0"),
             state="stopped",
@@ -146,7 +146,7 @@ def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> N
     )
     lines = serve(found._replace(domains=domains)).good("status").splitlines()
     assert [line for line in lines if later in line or "Pending" in line] == [
-        "Pending:  host: other limits take effect when its MPS server has ended",
+        "Pending:  host: new limits take effect once its MPS server has ended",
         f"Pending:  00:06.0: {later}",
     ]
 

@@ -66,10 +66,10 @@ TIMES = (
     "a local time ('2026-11-20 13:45'), or 2026-11-20T13:45:00Z"
 )
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
-JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
+JOIN = "run as root, or join the group: usermod -aG yunion-mps USER, then log in again"
 START = (
     "yunion-mps: start it: systemctl start yunion-mps-daemon; "
-    "or see why not: systemctl status yunion-mps-daemon\n"
+    "if that fails, see: systemctl status yunion-mps-daemon\n"
 )
 
 
@@ -210,7 +210,7 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
 
 @pytest.mark.parametrize("command", [*ASKING, ["list", "-o", "json"], *TELLING], ids=" ".join)
 def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, command: list[str]) -> None:
-    wrong = f"yunion-mps: the daemon is not running: there is no {alone.root}/{SOCKET}\n"
+    wrong = f"yunion-mps: the daemon is not running: {alone.root}/{SOCKET} does not exist\n"
     assert alone(*command) == (3, "", wrong + START)
 
 
@@ -228,7 +228,7 @@ def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: l
 def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
     cli: Cli, command: list[str]
 ) -> None:
-    why = f"you may not ask the daemon: no permission for {cli.root}/{SOCKET}"
+    why = f"permission denied: you may not connect to {cli.root}/{SOCKET}"
     assert as_nobody(cli, *command) == (4, f"yunion-mps: {why}\nyunion-mps: {JOIN}\n")
 
 

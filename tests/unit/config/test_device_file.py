@@ -147,8 +147,8 @@ devices:
 - {type: NVIDIA_MPS, path: a, virtual_number: 61}
 ! virtual_number is 61, out of range: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: 4, colour: red, [a]: b}
-! unknown key colour in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
-! a key that is not a string in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
+! unknown key colour in an NVIDIA_MPS entry: remove it; the valid keys of an entry are $KEYS
+! a key that is not a string in an NVIDIA_MPS entry: remove it; the valid keys of an entry are $KEYS
 - {path: a, type: NVIDIA_MPS, virtual_number: 4,
    path: b}
 ! duplicate key path: keep one of the two lines (the other is line 30)

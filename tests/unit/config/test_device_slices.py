@@ -9,7 +9,7 @@ from yunion_mps.models import DeviceEntry, SliceEntry, Source
 from unit.config.conftest import DEVICES, Files, annotated
 
 ENTRY = "devices:\n- type: NVIDIA_MPS\n  path: 00:06.0\n"
-UNITS = "none of 1GiB, 128MiB: write one of 1GiB, 128MiB"
+UNITS = "not one of 1GiB, 128MiB: write one of 1GiB, 128MiB"
 HINTS = {
     "AMOUNT": "write a whole number of MiB or GiB, for example 8192MiB or 8GiB",
     "DASH": "write each device after a dash: - {memory: 8GiB, thread_percentage: 50}",
@@ -119,13 +119,13 @@ devices:
   - {memory: 1GiB, thread_percentage: .nan}
 ! thread_percentage is .nan, out of range: $PERCENTAGE
   - {memory: 1GiB, priority: below-normal}
-! priority is "below-normal", none of normal, below_normal: write below_normal
+! priority is "below-normal", not one of normal, below_normal: write below_normal
   - {memory: 1GiB, priority: 1}
-! priority is 1, none of normal, below_normal: write one of normal, below_normal
+! priority is 1, not one of normal, below_normal: write one of normal, below_normal
   - {memroy: 1GiB}
 ! unknown key memroy in a slice (did you mean memory?)
   - {memory: 1GiB, colour: 1}
-! unknown key colour in a slice: remove it; the keys of a slice are memory, thread_percentage, priority
+! unknown key colour in a slice: remove it; the valid keys of a slice are memory, thread_percentage, priority
   - memory: 1GiB
     memory: 1MiB
 ! duplicate key memory: keep one of the two lines (the other is line 27)

@@ -174,7 +174,7 @@ def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> N
     assert files.write(text.ljust(MIB, b"x")).load().enable_cuda_mps is True
     files.write(text.ljust(MIB + 1, b"x"))
     assert files.messages() == [
-        f"{HOST}: is larger than 1 MiB: replace it by a configuration file of yunion-mps"
+        f"{HOST}: is larger than 1 MiB: replace it with a yunion-mps configuration file"
     ]
 
 
@@ -182,7 +182,7 @@ def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) ->
     with files.write().host.open("r+b") as file:
         file.truncate(1 << 40)
     assert files.messages() == [
-        f"{HOST}: is larger than 1 MiB: replace it by a configuration file of yunion-mps"
+        f"{HOST}: is larger than 1 MiB: replace it with a yunion-mps configuration file"
     ]
 
 
@@ -197,7 +197,9 @@ def test_a_small_file_is_read_although_memory_is_short(files: Files) -> None:
     with_memory_short(read)
 
 
-TOO_MANY = "contains more than 200,000 values with its aliases expanded: write a short file, without aliases"
+TOO_MANY = (
+    "contains more than 200,000 values once its aliases are expanded: write a short file, without aliases"
+)
 
 
 def bomb(levels: int, aliases: int) -> str:
@@ -252,7 +254,7 @@ def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
     files.write("a: " + "[" * 63 + "]" * 63 + "\nenable_cuda_mps: true\n").load()
     files.write("enable_cuda_mps: true\na: " + "[" * 64 + "]" * 64)
     assert files.messages() == [
-        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as in the example"
+        f"{HOST}:2: is nested more than 64 levels deep: flatten it, as in the example"
     ]
 
 
@@ -261,7 +263,7 @@ def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> 
     files.write("\n" + opener * ((MIB - 1) // len(opener)))
     begin = time.process_time()
     assert files.messages() == [
-        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as in the example"
+        f"{HOST}:2: is nested more than 64 levels deep: flatten it, as in the example"
     ]
     assert time.process_time() - begin < QUICK_S
 

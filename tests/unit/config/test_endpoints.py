@@ -64,8 +64,8 @@ def test_the_page_and_the_metrics_cannot_be_at_one_place(
 ) -> None:
     files.write(f"metrics_listen: {metrics}\nweb_listen: {web}\nmetrics_allow_public: true\n")
     where = web.strip("'").replace("localhost", "127.0.0.1")
-    told = f"{HOST}:2: web_listen is {where}, where metrics_listen already serves the metrics"
-    assert files.messages() == ([f"{told}: give each its own port"] if clash else [])
+    told = f"{HOST}:2: web_listen is {where}, which metrics_listen already uses"
+    assert files.messages() == ([f"{told}: use a different port for each"] if clash else [])
 
 
 @pytest.mark.parametrize("key", ["metrics", "web"])

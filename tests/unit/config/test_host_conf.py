@@ -46,17 +46,20 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("max_leases_per_user", "not a whole number", whole(1_000_000), {"none": '"none"'}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
     (
-        "cuda_mps_compute_mode", f"none of {MODES}", f"write one of {MODES}",
+        "cuda_mps_compute_mode", f"not one of {MODES}", f"write one of {MODES}",
         {"default": '"default"', "3": "3", "": NULL},
     ),
     (
-        "cuda_mps_compute_mode", f"none of {MODES}", "write exclusive_process",
+        "cuda_mps_compute_mode", f"not one of {MODES}", "write exclusive_process",
         {"EXCLUSIVE_PROCESS": '"EXCLUSIVE_PROCESS"'},
     ),
-    ("cuda_mps_scope", f"none of {SCOPES}", "write host", {"hots": '"hots"'}),
-    ("cuda_mps_scope", f"none of {SCOPES}", f"write one of {SCOPES}", {"true": "true", "[host]": "a list"}),
-    ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", "write equal", {"equals": '"equals"'}),
-    ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", f"write one of {PERCENTAGES}", {"25": "25"}),
+    ("cuda_mps_scope", f"not one of {SCOPES}", "write host", {"hots": '"hots"'}),
+    (
+        "cuda_mps_scope", f"not one of {SCOPES}", f"write one of {SCOPES}",
+        {"true": "true", "[host]": "a list"},
+    ),
+    ("cuda_mps_thread_percentage", f"not one of {PERCENTAGES}", "write equal", {"equals": '"equals"'}),
+    ("cuda_mps_thread_percentage", f"not one of {PERCENTAGES}", f"write one of {PERCENTAGES}", {"25": "25"}),
     (PIPE, "not an absolute path", "write an absolute path", {"tmp/x": '"tmp/x"'}),
     (DEVICE_FILE, "not an absolute path", "write an absolute path", {"~/d.yml": '"~/d.yml"'}),
     (PIPE, "the root directory", "use a separate directory", {"/": '"/"'}),
@@ -166,12 +169,12 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
     files.write("cuda_mps_colour: red\n")
     assert files.messages() == [
         (
-            f"{HOST}:1: unknown key cuda_mps_colour: remove it; the keys of yunion-mps are"
-            " container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, cuda_mps_log_directory,"
-            " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_pipe_group,"
-            " cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage,"
-            " enable_cuda_mps, max_lease_ttl_s, max_leases_per_user, metrics_allow_public, metrics_listen,"
-            " metrics_textfile, web_allow_public, web_listen"
+            f"{HOST}:1: unknown key cuda_mps_colour: remove it; yunion-mps reads these keys: "
+            "container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, "
+            "cuda_mps_log_directory, cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, "
+            "cuda_mps_pipe_group, cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, "
+            "cuda_mps_thread_percentage, enable_cuda_mps, max_lease_ttl_s, max_leases_per_user, "
+            "metrics_allow_public, metrics_listen, metrics_textfile, web_allow_public, web_listen"
         )
     ]
 
@@ -270,7 +273,7 @@ def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
     files.write('cuda_mps_scope: "a\\nb\\e[31mc\\u202e"\n"cuda_mps_\\nx": 1\n')
     messages = files.messages()
     assert messages[0] == (
-        f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", none of host, gpu: write one of host, gpu'
+        f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", not one of host, gpu: write one of host, gpu'
     )
     assert messages[1].startswith(f"{HOST}:2: unknown key cuda_mps_\\nx: ")
 

@@ -104,14 +104,14 @@ def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: P
     lock.chmod(0o666)
     os.chown(lock, STRANGER, STRANGER)
     error = refused(paths)
-    assert error.message == f"{lock} is not a file of yunion-mps"
+    assert error.message == f"{lock} was not created by yunion-mps"
     assert error.hint == f"check it (ls -l {lock}), and remove it"
     assert (lock.read_text(), mode_of(lock), lock.stat().st_uid) == ("precious", 0o666, STRANGER)
 
 
 def test_a_fifo_is_refused(paths: Paths, lock: Path) -> None:
     os.mkfifo(lock)
-    assert refused(paths).message == f"{lock} is not a file of yunion-mps"
+    assert refused(paths).message == f"{lock} was not created by yunion-mps"
 
 
 def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> None:

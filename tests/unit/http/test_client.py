@@ -31,7 +31,7 @@ from unit.http import by_hand
 from unit.http.conftest import Serve
 from unit.http.server_host import NOBODY, ServerHost, as_user, eventually, short_root
 
-START = "start it: systemctl start yunion-mps-daemon; or see why not: systemctl status yunion-mps-daemon"
+START = "start it: systemctl start yunion-mps-daemon; if that fails, see: systemctl status yunion-mps-daemon"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
 
 
@@ -86,7 +86,7 @@ def test_an_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
 def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
     assert failure(DaemonClient(paths)) == (
         3,
-        f"the daemon is not running: there is no {paths.socket}",
+        f"the daemon is not running: {paths.socket} does not exist",
         START,
     )
 
@@ -95,7 +95,7 @@ def test_if_nothing_listens_the_daemon_is_not_running(paths: Paths) -> None:
     listen(paths).close()
     assert failure(DaemonClient(paths)) == (
         3,
-        f"the daemon is not running: nothing answers on {paths.socket}",
+        f"the daemon is not running: nothing is listening on {paths.socket}",
         START,
     )
 
@@ -113,8 +113,8 @@ def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
     with as_user(NOBODY):
         code, wrong, hint = failure(DaemonClient(host.paths))
     assert code == 4
-    assert wrong == f"you may not ask the daemon: no permission for {host.paths.socket}"
-    assert hint == "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
+    assert wrong == f"permission denied: you may not connect to {host.paths.socket}"
+    assert hint == "run as root, or join the group: usermod -aG yunion-mps USER, then log in again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -127,7 +127,7 @@ def silent(paths: Paths) -> tuple[int, str, str]:
     return (
         3,
         f"the daemon does not answer on {paths.socket} within 0.2 s",
-        "see what it does: journalctl -u yunion-mps-daemon; a restart ends jobs that do not end in time",
+        "see what it is doing: journalctl -u yunion-mps-daemon; a restart ends jobs that do not end in time",
     )
 
 
@@ -206,7 +206,7 @@ def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: 
     with listening(paths, answer):
         code, wrong, hint = failure(DaemonClient(paths))
     assert code == 3
-    assert wrong.startswith(f"the daemon's answer on {paths.socket} broke off: ")
+    assert wrong.startswith(f"the daemon's answer on {paths.socket} was cut off: ")
     assert why in wrong
     assert hint == "see: journalctl -u yunion-mps-daemon"
 
@@ -219,11 +219,11 @@ SEE = "see: journalctl -u yunion-mps-daemon"
     ("status", "body", "expected"),
     [
         *(
-            (b"200 OK", body, (3, NO_JSON, "is another program on its socket?"))
+            (b"200 OK", body, (3, NO_JSON, "check which program listens on its socket: ss -xlp"))
             for body in (b"<html>no</html>     ", b'["unclosed"         ', b"\xff\xfe" * 10)
         ),
         *(
-            (b"500 Oh", body, (1, "the daemon answered 500", SEE))
+            (b"500 Oh", body, (1, "the daemon answered with status 500", SEE))
             for body in (b'"just a text"       ', b"[]                  ", b"null                ")
         ),
         (b"403 No", b'{"detail":"not you"}', (4, "not you", SEE)),

@@ -236,7 +236,7 @@ def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/plan").problem == (
         422,
         "a.conf:3: x is 0: write 1\nb.yml: y: z",
-        "correct the lines above, then try them with: yunion-mps config check",
+        "correct the lines above, then check them: yunion-mps config check",
     )
 
 
@@ -244,8 +244,8 @@ def test_a_fault_of_ours_is_told_as_such_and_is_in_the_log(
     host: ServerHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.reloader.error = RuntimeError("our own")
-    assert post(host, "/v1/reload").problem[:2] == (500, "a fault of the daemon")
-    assert "the answer to POST /v1/reload has failed" in caplog.text
+    assert post(host, "/v1/reload").problem[:2] == (500, "internal error in the daemon")
+    assert "the answer to POST /v1/reload failed" in caplog.text
     assert "RuntimeError: our own" in caplog.text
     host.assert_serves()
 

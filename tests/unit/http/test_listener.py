@@ -110,7 +110,8 @@ def test_what_is_no_socket_is_not_touched(paths: Paths, kind: str) -> None:
         listen(paths)
     assert os.lstat(place) == before
     assert caught.value.message == (
-        f"the socket {place} cannot be created: [Errno 17] something that is no socket is in its place"
+        f"the socket {place} cannot be created: [Errno 17] something that is not a socket already exists "
+        "there"
     )
     assert caught.value.hint == f"run as root; check its directory: ls -ld {place}"
 

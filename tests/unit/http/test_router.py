@@ -131,7 +131,7 @@ ADRESS = "unknown parameter 'adress'"
 NO_QUERY, AS_PAIRS = "the query cannot be parsed", "write it as name=value&name=value"
 FILTERS = "addr, dev_type, device_path, limit, model, numa_node, offset, unused, vendor_device_id, wait_s"
 KINDS = "write one of domain, limit, gpu, compute_mode, configuration, client, lease, daemon"
-NO_PARAMETERS = "leave it out: there are no parameters here"
+NO_PARAMETERS = "omit it: this operation has no parameters"
 A_TIME = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
 REQUEST = "write 16 to 64 letters, digits and -, at random"
 
@@ -150,7 +150,7 @@ REQUEST = "write 16 to 64 letters, digits and -, at random"
         ("GET", "/v1/devices?numa_node=-2", "numa_node is '-2'", whole(-1, 2147483647)),
         ("GET", "/v1/devices?unused=1", "unused is '1'", "write true or false"),
         ("GET", "/v1/devices?limit=1&limit=2", "a parameter is given twice", "give each parameter once"),
-        ("GET", "/v1/devices?adress=00:06.0", ADRESS, f"the parameters are {FILTERS}"),
+        ("GET", "/v1/devices?adress=00:06.0", ADRESS, f"use one of these parameters: {FILTERS}"),
         ("GET", "/v1/devices?limit", NO_QUERY, AS_PAIRS),
         ("GET", "/v1/devices?" + "&".join(f"x{n}=1" for n in range(33)), NO_QUERY, AS_PAIRS),
         *(
@@ -177,10 +177,10 @@ def test_a_bad_query_is_refused_by_name(
 AN_OBJECT = 'write a JSON object such as {"count": 2}'
 BRACES = "write a JSON object: {…}"
 MEMBERS = (
-    "the members are across, cdi, count, devices, dry_run, enforced, gpu, holder, memory_mib, memory_units, "
-    "placement, wait_s"
+    "use one of these members: across, cdi, count, devices, dry_run, enforced, gpu, holder, memory_mib, "
+    "memory_units, placement, wait_s"
 )
-OF_HOLDER = "the members are command, kind, name, pid, ttl_s"
+OF_HOLDER = "use one of these members: command, kind, name, pid, ttl_s"
 INVALID = "the body is not valid JSON"
 
 
@@ -272,11 +272,11 @@ def test_an_idempotency_key_has_a_form(shared: Router, key: str) -> None:
     assert problem(asyncio.run(answer())) == (400, f"Idempotency-Key is {key!r}", REQUEST)
 
 
-NAMED = "devices go with neither count nor memory"
-TOGETHER = "memory_mib and memory_units exclude each other"
+NAMED = "devices cannot be combined with count or memory"
+TOGETHER = "memory_mib and memory_units are mutually exclusive"
 NEEDS = "a holder of kind name needs both a name and a time to live"
 SO = 'write "holder": {"name": "job-17", "ttl_s": 600}'
-LEAVE_OUT = "leave one of them out"
+LEAVE_OUT = "omit one of them"
 
 
 @pytest.mark.parametrize(
@@ -284,12 +284,16 @@ LEAVE_OUT = "leave one of them out"
     [
         ("count=2&devices=00:06.0-1", NAMED, LEAVE_OUT),
         ("memory_mib=9&devices=00:06.0-1", NAMED, LEAVE_OUT),
-        ("memory_mib=1&memory_units=1", TOGETHER, "give one of them"),
-        ("across=true", "across needs several devices, and count is 1", "set count to 2 or more"),
+        ("memory_mib=1&memory_units=1", TOGETHER, "use one of them"),
+        ("across=true", "across requires several devices, but count is 1", "set count to 2 or more"),
         ("holder.name=job", NEEDS, SO),
         ("holder.ttl_s=1&holder.kind=name", NEEDS, SO),
-        ("holder.name=a&holder.ttl_s=9&holder.command=b", "holder.command is of no use to a name", LEAVE_OUT),
-        ("holder.name=a&holder.ttl_s=9&holder.pid=1", "holder.pid is of no use to a name", LEAVE_OUT),
+        (
+            "holder.name=a&holder.ttl_s=9&holder.command=b",
+            "holder.command does not apply to kind name",
+            LEAVE_OUT,
+        ),
+        ("holder.name=a&holder.ttl_s=9&holder.pid=1", "holder.pid does not apply to kind name", LEAVE_OUT),
         ("holder.ttl_s=5", "holder.ttl_s requires kind name", LEAVE_OUT),
         ("holder.name=a&holder.kind=process", "holder.name requires kind name", LEAVE_OUT),
         ("holder.kind=connection&holder.pid=1", "holder.pid requires kind process or container", LEAVE_OUT),

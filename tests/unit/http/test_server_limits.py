@@ -14,7 +14,7 @@ from unit.http import snapshots
 from unit.http.conftest import Serve
 from unit.http.server_host import Answer, ServerHost, eventually, request
 
-LESS = "send only the members that the operation has"
+LESS = "send only the members that the operation defines"
 LARGE = "/v1/devices?limit=0"
 GARBAGE = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
@@ -59,7 +59,7 @@ def test_garbage_is_answered_with_400_and_the_connection_ended(host: ServerHost,
     ids=["target", "headers", "no end"],
 )
 def test_a_huge_head_is_answered_with_431(host: ServerHost, data: bytes) -> None:
-    assert refused(host, data).problem == (431, "the request's head is larger than 16384 bytes", None)
+    assert refused(host, data).problem == (431, "the request's header is larger than 16384 bytes", None)
     host.assert_serves()
 
 
@@ -119,7 +119,7 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         answer = host.ask("GET", "/v1/status")
     finally:
         host.server.pool.application = router
-    assert answer.problem == (500, "a fault, which the log tells of", None)
+    assert answer.problem == (500, "internal error in the daemon; see its log", None)
     assert "unheard of" in caplog.text
     host.assert_serves()
 
@@ -215,7 +215,7 @@ def test_a_user_who_leaves_large_answers_unread_gets_no_more_of_them(serve: Serv
         first.send(request(LARGE))
         eventually(lambda: host.server.pool.unread_bytes(0) > 1 << 19, "an answer that waits to be read")
         answer = second.ask(LARGE)
-        too_much = (503, "too much of your answers waits to be read", "read it, or ask for less")
+        too_much = (503, "too much response data is waiting to be read", "read it, or request less")
         assert answer.problem == too_much
         assert third.ask("/v1/status").status == 200
         assert first.answer().json()["total"] == 2400

@@ -89,11 +89,11 @@ def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
 @pytest.mark.parametrize(
     ("holder", "key", "message"),
     [
-        (NIGHT, "", "night: a lease of this name already exists, by another request: b"),
+        (NIGHT, "", "night: a lease with this name already exists, from a different request: b"),
         (
             HOLDER._replace(pid=1),
             "a-request-of-1000",
-            "this idempotency key already has a lease, of another holder: a",
+            "this idempotency key already belongs to a lease of another holder: a",
         ),
     ],
 )

@@ -89,4 +89,4 @@ def test_a_name_never_finds_another_owner_s_lease(owner: Owner, name: str) -> No
     """Else root, whose own lease has expired, would end that of a user who has called it the same."""
     with pytest.raises(NotFoundError, match=f"there is no lease {name}") as caught:
         find_lease(name, THEIRS, owner)
-    assert caught.value.hint == "give the id of another owner's lease: yunion-mps who"
+    assert caught.value.hint == "refer to another owner's lease by its id: yunion-mps lease list"

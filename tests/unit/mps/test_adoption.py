@@ -116,7 +116,7 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench,
     bench.ask("set_default_active_thread_percentage 77")
     run = bench.domain().start()
     assert run.states == [STOPPED, FAILED]
-    hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
+    hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     if is_ours:
         it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {pipe}"
         assert (run.error.message, run.error.hint) == (f"{it} serves none of its GPUs", hint)

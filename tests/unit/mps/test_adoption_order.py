@@ -144,8 +144,10 @@ def test_one_whose_gpu_order_is_certain_is_adopted(
         pytest.param({}, (ONE, TWO), "CUDA_DEVICE_ORDER is not PCI_BUS_ID", id="in an order of its own"),
         pytest.param({"CUDA_VISIBLE_DEVICES": "1,0"}, (ONE, TWO), "only UUIDs identify", id="by number"),
         pytest.param({"CUDA_VISIBLE_DEVICES": ""}, (ONE, TWO), "only UUIDs identify", id="none"),
-        pytest.param({"CUDA_VISIBLE_DEVICES": ONE}, (ONE, TWO), "are not those", id="too few"),
-        pytest.param({}, (ONE, TWO, OTHER_GPU), "are not those", id="too many"),
+        pytest.param(
+            {"CUDA_VISIBLE_DEVICES": ONE}, (ONE, TWO), "does not serve exactly the GPUs", id="too few"
+        ),
+        pytest.param({}, (ONE, TWO, OTHER_GPU), "does not serve exactly the GPUs", id="too many"),
         pytest.param({}, (ONE, None), "has no known UUID", id="one unknown"),
         pytest.param({"CUDA_MPS_PIPE_DIRECTORY": "/b"}, (ONE, TWO), "started for /b", id="elsewhere"),
     ],

@@ -247,6 +247,6 @@ def test_a_missing_control_program_is_named_with_its_packages(
     assert caught.value.message == "nvidia-cuda-mps-control is not installed"
     assert caught.value.hint == (
         "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
-        "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
-        "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+        "nvidia-driver-cuda on RHEL and its derivatives (NVIDIA's repository), xorg-x11-drv-nvidia-cuda on "
+        "Fedora (RPM Fusion)"
     )

@@ -296,7 +296,7 @@ def test_the_log_is_made_unreadable_to_others_and_appended_to_later(log_director
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("file of a stranger", "is not a file of yunion-mps"),
+        ("file of a stranger", "was not created by yunion-mps"),
         ("symlink", "cannot be written: Too many levels of symbolic links"),
         ("fifo", "cannot be written: No such device or address"),
         ("directory", "cannot be written: Is a directory"),

@@ -83,7 +83,7 @@ def test_directories_are_made_even_if_nothing_can_be_recorded(
     record.parent.write_text("no directory")
     make(mps / "pipe")
     assert (mps / "pipe").is_dir()
-    assert "a purge leaves what is not recorded there" in caplog.text
+    assert "a purge of the package leaves unrecorded files behind" in caplog.text
 
 
 def test_a_purge_knows_the_same_names() -> None:

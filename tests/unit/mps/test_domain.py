@@ -211,11 +211,11 @@ def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
         assert caplog.messages == []
         run.turn(0.1)
         assert caplog.messages == [
-            "domain host: it has not ended in time",
-            f"domain host: control daemon (PID {pid}) gets SIGTERM",
+            "domain host: its control daemon did not end in time",
+            f"domain host: sending SIGTERM to the control daemon (PID {pid})",
         ]
         run.turn(2)
-    assert caplog.messages[-1] == f"domain host: control daemon (PID {pid}) gets SIGKILL"
+    assert caplog.messages[-1] == f"domain host: sending SIGKILL to the control daemon (PID {pid})"
     run.until(STOPPED)
     assert is_gone(pid)
 
@@ -240,7 +240,7 @@ def test_one_whose_program_is_gone_gets_sigterm_at_once(
     run = bench.domain(program=program).start().until(READY)
     os.unlink(program)
     run.stop().until(STOPPED)
-    assert any("it cannot be asked to quit: " in message for message in caplog.messages)
+    assert any("cannot ask its control daemon to quit: " in message for message in caplog.messages)
 
 
 def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(bench: Bench) -> None:

@@ -49,7 +49,8 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     after = bench.domain(program=bench.jobs.program).start()
     after.until_it(lambda: after.domain.restarts > 0).until(BACKOFF)
     assert after.domain.reason == (
-        f"its MPS server (PID {server}) keeps limits that neither this configuration nor the last one has"
+        f"its MPS server (PID {server}) has limits from neither the current configuration nor the previous "
+        "one"
     )
     assert f"echo shutdown_server {server} | CUDA_MPS_PIPE_DIRECTORY=" in after.error.hint
     assert after.pid == run.pid, "its jobs go on"
@@ -70,7 +71,7 @@ def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(run: DomainR
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
     assert after.pending.endswith(
-        "of an earlier control daemon continues with its jobs; new ones may have to wait"
+        "of an earlier control daemon is still running with its jobs; new jobs may have to wait"
     )
 
 
@@ -110,7 +111,7 @@ def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench
     run.turn(1).until_it(lambda: "another program changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert event.cause.startswith("the memory limit of device 0 is not in effect: it was set to 5760M")
-    assert event.consequence == "they are set again"
+    assert event.consequence == "they are being set again"
     assert run.states[-3:] == [READY, APPLYING, READY]
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
     assert run.pending == ""
@@ -122,7 +123,7 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainR
     (server,) = run.domain.server_pids()
     run.turn(VERIFY_S).until_it(lambda: "another program changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
-    assert f"its MPS server (PID {server}) may have the others" in event.consequence
+    assert f"its MPS server (PID {server}) may have started with the other limits" in event.consequence
     assert f"its MPS server (PID {server})" in run.pending
     run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")

@@ -184,7 +184,7 @@ def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, j
     event = run.events[-1]
     assert (event.severity, event.cause) == (
         "warning",
-        "MPS serves one user at a time, and root has the server",
+        "MPS serves one user at a time, and is serving root",
     )
     assert "cuda_mps_multiuser: true" in event.consequence
 

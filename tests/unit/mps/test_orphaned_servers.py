@@ -40,12 +40,12 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
         "host",
         f"its MPS server (PID {server}) is still running without its control daemon",
         f"the control daemon (PID {first}) was killed by signal 9",
-        "its jobs continue with their limits; new ones may have to wait for its end",
+        "its jobs continue with their limits; new jobs may have to wait until it ends",
         "servers_orphaned",
     )
     assert run.pending == (
-        f"its MPS server (PID {server}) of an earlier control daemon continues with its jobs; "
-        "new ones may have to wait"
+        f"its MPS server (PID {server}) of an earlier control daemon is still running with its jobs; new "
+        "jobs may have to wait"
     )
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
     assert run.domain.descriptors()
@@ -55,7 +55,7 @@ def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs
     server, job = orphan(run, jobs)
     jobs.end(job)
     run.until_it(lambda: run.domain.server_pids() == [])
-    assert run.told[-1] == f"its MPS server (PID {server}), left without a control daemon, has ended"
+    assert run.told[-1] == f"its MPS server (PID {server}), which had no control daemon, has ended"
     assert run.pending == ""
 
 
@@ -88,8 +88,8 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     assert jobs.servers() == [server]
     run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
     assert run.told[-2:] == [
-        f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM",
-        f"its MPS server (PID {server}), left without a control daemon, has ended",
+        f"sent SIGTERM to its MPS server (PID {server}), which has no control daemon",
+        f"its MPS server (PID {server}), which had no control daemon, has ended",
     ]
     assert run.events[-1].cause == "no job uses its GPUs"
     assert run.state == READY
@@ -109,7 +109,9 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
     assert run.pending == ""
     run.turn(1)
     (server,) = jobs.servers()
-    assert run.pending.startswith(f"its MPS server (PID {server}) of an earlier control daemon continues")
+    assert run.pending.startswith(
+        f"its MPS server (PID {server}) of an earlier control daemon is still running"
+    )
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
@@ -152,7 +154,7 @@ def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun
     assert jobs.servers() == [server]
     run.turn(0.1).until(STOPPED)
     assert jobs.servers() == []
-    assert f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM" in run.told
+    assert f"sent SIGTERM to its MPS server (PID {server}), which has no control daemon" in run.told
     assert run.events[-2].cause == "its jobs did not end in time"
 
 
@@ -215,7 +217,7 @@ def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     run.domain.stop(run.now_s, spare_adopted=True)
     run.until(STOPPED)
     assert bench.jobs.servers() == [server]
-    assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
+    assert f"domain host: leaving its MPS server (PID {server}) running" in caplog.messages
 
 
 def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run: DomainRun) -> None:
@@ -234,7 +236,7 @@ def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run
             now_s = max(due_s, now_s + 0.01)
 
     refusing(PIDFD_SEND_SIGNAL, 0, tick_for_200_s)
-    assert [what.rpartition(" ")[2] for what in told[1:]] == ["SIGTERM", *["SIGKILL"] * 4]
+    assert [what.split()[1] for what in told[1:]] == ["SIGTERM", *["SIGKILL"] * 4]
     assert orphans.pids == (server,)
 
 

@@ -53,7 +53,7 @@ def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     assert run.reasons[-2] == "it answers again; its limits are being read"
     assert run.pid == pid
     assert run.domain.error is None
-    assert any("Resuming it." in message for message in caplog.messages)
+    assert any("Trying to resume it." in message for message in caplog.messages)
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
@@ -75,7 +75,7 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
             os.kill(pid, signal.SIGSTOP)
         run.now_s += 0.25
     assert run.until(READY).pid != pid
-    assert f"the control daemon (PID {pid}) did not serve, and was ended" in run.reasons
+    assert f"the control daemon (PID {pid}) was not serving and was ended" in run.reasons
 
 
 def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None:
@@ -123,8 +123,8 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
             run.turn(2)
         assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
-            f"; it is replaced when its MPS server (PID {server}), which may have jobs, has ended "
-            f"(to end it now, at the risk of its jobs: kill -9 {pid})"
+            f"; it will be replaced once its MPS server (PID {server}), which may have jobs, has ended (to "
+            f"end it now, at the risk of its jobs: kill -9 {pid})"
         )
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
         bench.jobs.end(job)
@@ -152,7 +152,7 @@ def test_with_jobs_the_hint_is_to_end_who_fills_its_queue(run: DomainRun, bench:
     with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
         find_out(run).turn(2)
         assert f"PID {user_s} (" in run.domain.reason
-        assert run.domain.reason.endswith("(not to wait: end the processes that keep it busy)")
+        assert run.domain.reason.endswith("(to avoid the wait, end the processes that keep it busy)")
         assert run.domain.reason.code == CONTROL_DAEMON_BUSY
 
 

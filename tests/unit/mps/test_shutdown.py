@@ -48,8 +48,8 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     stop_process(server)
     run.turn(3).until_in_time(STOPPED)
     assert caplog.messages[:2] == [
-        "domain host: it has not ended in time",
-        f"domain host: MPS server (PID {server}) gets SIGKILL",
+        "domain host: its control daemon did not end in time",
+        f"domain host: sent SIGKILL to MPS server (PID {server})",
     ]
     assert bench.jobs.servers() == []
 

@@ -186,8 +186,8 @@ def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
             {"mig_enabled": True},
             "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)",
         ),
-        ({"compute_capability": (3, 0)}, "MPS needs compute capability 3.5, the GPU has 3.0"),
-        ({"compute_capability": (2, 1)}, "MPS needs compute capability 3.5, the GPU has 2.1"),
+        ({"compute_capability": (3, 0)}, "MPS requires compute capability 3.5, but the GPU has 3.0"),
+        ({"compute_capability": (2, 1)}, "MPS requires compute capability 3.5, but the GPU has 2.1"),
     ],
 )
 def test_a_gpu_that_cannot_serve_gets_a_reason_instead_of_devices(

@@ -112,14 +112,14 @@ def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None
         (
             slices((1024, 60.0), (1024, 50.5)),
             {},
-            [("slices have 110.5 % of the threads of GPU 01:00.0 (Tesla V100) in all, more than 100 %:"
-             " lower their thread_percentage, or over-commit it: thread_overcommit: 1.11")],
+            [("the slices add up to 110.5 % of the threads of GPU 01:00.0 (Tesla V100), more than 100 %: "
+"lower their thread_percentage, or overcommit the threads: thread_overcommit: 1.11")],
         ),
         (
             slices((1024, 90.0), (8192,)),
             {},
-            [("slices have 140 % of the threads of GPU 01:00.0 (Tesla V100) in all, more than 100 %:"
-             " lower their thread_percentage, or over-commit it: thread_overcommit: 1.4")],
+            [("the slices add up to 140 % of the threads of GPU 01:00.0 (Tesla V100), more than 100 %: "
+"lower their thread_percentage, or overcommit the threads: thread_overcommit: 1.4")],
         ),
         (slices((1024, 60.0), (1024, 50.5), thread_overcommit=1.11), {}, []),
         (slices((1024, 100.0), (1024, 100.0)), {"cuda_mps_thread_percentage": "double"}, []),

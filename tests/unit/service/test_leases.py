@@ -261,7 +261,7 @@ def test_another_holder_cannot_have_the_lease_of_a_request(host: LeaseHost) -> N
     async def work() -> None:
         lease = await host.take("first", key=FIRST)
         assert (await host.take("first", key=FIRST))["id"] == lease["id"]
-        with pytest.raises(HostError, match="this idempotency key already has a lease"):
+        with pytest.raises(HostError, match="this idempotency key already belongs to a lease"):
             await host.take("second", key=FIRST)
         assert host.held == ["first"]
 

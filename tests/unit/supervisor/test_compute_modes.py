@@ -94,7 +94,7 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     made.stop()
     assert modes(host) == ["default", "prohibited"]
     assert "cannot be restored" not in caplog.text
-    assert "is back" not in caplog.text
+    assert "is available again" not in caplog.text
 
 
 def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:

@@ -114,8 +114,8 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert changes[0].effect.startswith("when its MPS server")
     first, *others = made.snapshot.domains
     assert (first.pid, first.state, made.available) == (before, "ready", 8)
-    assert first.pending == "it ends when its MPS servers have ended, because the configuration has changed"
-    why = "waiting for the control daemon that serves its GPUs now to end"
+    assert first.pending == "it ends once its MPS servers have ended, because the configuration has changed"
+    why = "waiting for the control daemon that currently serves its GPUs to end"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
     uuids = [gpu.uuid for gpu in host.gpus]
@@ -152,7 +152,7 @@ def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     made.reload()
     made.set_modes()
     (domain,) = made.snapshot.domains
-    assert domain.pending == f"compute modes are restored when its MPS server (PID {server}) has ended"
+    assert domain.pending == f"compute modes are restored once its MPS server (PID {server}) has ended"
     assert domain.waits_for == (server,)
     client.end()
     made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())

@@ -70,7 +70,7 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
     twice = "line 2 already divides as /dev/dri/renderD128: remove one of the two entries"
     no_gpu = "path 00:0f.0 is not a GPU of this host: the GPUs of this host are /dev/dri/renderD128"
     assert messages(host) == [
-        '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", none of host, gpu: write host',
+        '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", not one of host, gpu: write host',
         *(
             f"/etc/yunion/host_container_device.yml:{message}"
             for message in (

@@ -68,7 +68,7 @@ def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(put_to_work: 
     made = at_work.made.again()
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
-    assert domain.pending.startswith("it ends when its MPS server")
+    assert domain.pending.startswith("it ends once its MPS server")
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
@@ -187,7 +187,9 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     made = first.again()
     assert made.snapshot.domains[0].pid == pid
     devices = devices_json(made.snapshot)
-    why = "the running control daemon does not serve its GPU; the next one will, once that has ended"
+    why = (
+        "the running control daemon does not serve its GPU; the next one will, once the running one has ended"
+    )
     assert [device["reason"] for device in devices] == [why] * 4 + [""] * 4
     made.until(lambda: made.available == 8)
     assert made.snapshot.domains[0].pid != pid

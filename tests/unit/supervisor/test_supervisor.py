@@ -41,7 +41,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     made.rescan()
     assert made.available == 8
     assert f"GPU 00:07.0 cannot be used: {words}" in caplog.messages
-    assert "GPU 00:07.0 is back" in caplog.messages
+    assert "GPU 00:07.0 is available again" in caplog.messages
 
 
 def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(begin: Begin) -> None:
@@ -174,7 +174,7 @@ def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
     told = [message for message in caplog.messages if f"(PID {client.pid}, root)" in message]
     assert len(told) == 2
     assert told[0].startswith("running jobs have up to 1 s to end: ")
-    assert told[1].endswith("did not end in time: its MPS server was ended")
+    assert told[1].endswith("did not end in time: ended its MPS server")
     assert [event.what for event in made.events if event.subject == "stop"] == [told[1].partition(": ")[0]]
 
 
