@@ -140,7 +140,7 @@ def test_a_specification_of_nvidia_s_that_is_none_is_said(ready_daemon: Daemon) 
     path = host.root / "run/cdi/nvidia.yaml"
     path.write_text("kind: [")
     reloads(ready_daemon)
-    trouble = f"containers get no driver from yunion-mps: {path} is ignored: it is not YAML"
+    trouble = f"containers do not get the driver from yunion-mps: {path} is ignored: it is not YAML"
     eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     assert len(spec_of(host)["devices"]) == 9
 

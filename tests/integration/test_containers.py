@@ -148,7 +148,9 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
     command = ["yunion-mps", "run", "--podman", "--count", "2", "--across", "--", "--rm", IMAGE]
     assert host.run([*command, "sh", "-c", inside]).stdout == "00:06.0-0,00:07.0-0 0=4096M,1=4096M\n"
     refused = podman.run(*mps("00:06.0-0"), *mps("00:07.0-0"), IMAGE, "true")
-    assert "a container can have one device, but this one was given 00:06.0-0 and 00:07.0-0" in refused.stderr
+    assert (
+        "a container can have only one device, but this one was given 00:06.0-0 and 00:07.0-0"
+    ) in refused.stderr
     alone = ["yunion-mps", "run", "--podman", "--", "--rm", *mps("00:07.0-0"), IMAGE, "true"]
     assert re.search(r"[0-9a-f-]{36} and 00:07\.0-0 \(", host.run(alone).stderr), "the lease"
     eventually(lambda: given(daemon) == [], "that nothing is taken")

@@ -174,7 +174,7 @@ def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Dae
     status, answer = daemon.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=61")
     assert (status, answer["detail"]) == (
         409,
-        "a time to live of 61 s is longer than max_lease_ttl_s allows (60 s)",
+        "a time to live of 61 s exceeds max_lease_ttl_s (60 s)",
     )
     take(daemon, "holder.name=b&holder.ttl_s=60")
     with stranger(daemon) as nobody:

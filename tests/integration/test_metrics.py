@@ -187,7 +187,7 @@ def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemo
     textfile.parent.rmdir()
     daemon.start().wait_ready()
     wrong = f"metrics_textfile is {textfile}, which cannot be written: No such file or directory"
-    daemon.wait_log(f"{wrong}; it is tried again every 15 s")
+    daemon.wait_log(f"{wrong}; retrying every 15 s")
     assert daemon.warnings()[wrong] == "metrics_file_failed"
     assert daemon.status()["devices"]["available"] == 4
     daemon.signal(signal.SIGHUP)  # the same again

@@ -166,7 +166,7 @@ def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(operator: Ope
     machine = operator.machine
     words = ("--env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=16G", IMAGE, "env")
     refused = machine.run(*RUN, *words, check=False)
-    assert (refused.returncode, "would replace the device's own" in refused.stderr) == (2, True)
+    assert (refused.returncode, "would override the device's value" in refused.stderr) == (2, True)
     assert leases(operator) == []
     operator.configure(more='cuda_mps_pipe_directory: "/run/mps:1,a"')
     machine.run("systemctl", "restart", UNIT)

@@ -132,7 +132,10 @@ class TestStart:
         assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
         said = machine.journal()
         assert "/home/mps cannot be created or opened: Read-only file system" in said
-        assert "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not" in said
+        assert (
+            "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service's unit forbids"
+            in said
+        )
         assert operator.modes() == ["Default"]
         operator.configure()
 

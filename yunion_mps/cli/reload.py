@@ -68,7 +68,9 @@ def _text(title: str, answer: ChangeList) -> str:
     """A table of the changes, below it what has to wait, and what each domain waits for already."""
     text = table(_COLUMNS, answer["changes"]) if answer["changes"] else ""
     late = [change for change in answer["changes"] if not change["at_once"]]
-    text += notes((f"{change['kind']} {change['subject']}", change["effect"]) for change in late)
+    text += notes(
+        (f"{change['kind']} {change['subject']}", f"takes effect {change['effect']}") for change in late
+    )
     pending = "".join(f"Pending:  {one['domain']}: {one['pending']}\n" for one in answer["pending"])
     return f"{title}\n{text}{pending}"
 

@@ -28,7 +28,9 @@ def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None
     found = ready.look().one("control daemon", "warning")
     assert found["what"].startswith(f"PID {pid} still serves {ready.pipe} with its limits, although")
     (ready.pipe / "control").unlink()  # which the daemon would mend
-    assert ready.look().one("control daemon", "warning")["what"].endswith("because its socket was removed")
+    assert (
+        ready.look().one("control daemon", "warning")["what"].endswith("because its socket has been removed")
+    )
 
 
 def test_a_socket_that_was_removed_is_found_before_it_is_mended(ready: Scene) -> None:
@@ -37,7 +39,7 @@ def test_a_socket_that_was_removed_is_found_before_it_is_mended(ready: Scene) ->
     def told() -> bool:
         socket.unlink(missing_ok=True)
         (found,) = ready.look().checks["control daemon"]
-        return found["level"] == "problem" and found["what"].endswith(": its socket was removed")
+        return found["level"] == "problem" and found["what"].endswith(": its socket has been removed")
 
     eventually(told, "that problem")
 
@@ -48,7 +50,7 @@ def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene
         "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "serves the default pipe directory"),
         "run/ours": (ours, "problem", "serves the same GPUs: only one of the two can use them at a time"),
         "run/all": (None, "problem", "serves the same GPUs: only one of the two can use them at a time"),
-        "run/numbers": ("0", "warning", "but only root can see whether it serves our GPUs"),
+        "run/numbers": ("0", "warning", "but only root can see whether it serves the same GPUs"),
         "run/theirs": ("GPU-ffffffff", "ok", "serves other GPUs"),
     }
     wanted = {}
@@ -95,7 +97,7 @@ def test_a_server_that_outlived_its_control_daemon_is_found(ready: Scene) -> Non
     os.kill(control, signal.SIGKILL)
     eventually(lambda: not is_running(control), "its end")
     found = ready.look().one("orphaned servers", "warning")
-    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host runs on")
+    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host is still running")
 
 
 def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
@@ -116,7 +118,7 @@ def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> No
     assert waiting.says() == "asking"
     found = ready.look().one("users", "warning")
     assert found["what"].startswith(f"PID {waiting.pid} (python")
-    assert "nobody) waits until the jobs of root are done" in found["what"]
+    assert "nobody) is waiting for the jobs of root to end" in found["what"]
 
 
 def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) -> None:
@@ -139,4 +141,4 @@ def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> N
     assert scene.look().bad() == {}
     shutil.copy(folder / CONTROL, folder / "new")
     (folder / "new").replace(folder / CONTROL)
-    assert "was replaced or removed since" in scene.look().one("programs", "warning")["what"]
+    assert "has since been replaced or removed" in scene.look().one("programs", "warning")["what"]

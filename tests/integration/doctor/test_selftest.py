@@ -63,7 +63,7 @@ def test_a_device_that_gives_its_budget_is_ok_and_no_client_is_left(scene: Scene
     seen = scene.look("--selftest")
     assert seen.bad() == {}
     assert seen.one("selftest", "ok")["what"] == (
-        "00:06.0-0 (Stand-in GPU 0): 3840 MiB of memory for a budget of 3840, 4 of 16 SMs for 25 %"
+        "00:06.0-0 (Stand-in GPU 0): got 3840 MiB of a budget of 3840 MiB, and 4 of 16 SMs at 25 %"
     )
     clients = eventually(lambda: [scene.daemon.get("/v1/clients")[1]["clients"]], "the list")
     assert clients == [[]]
@@ -74,7 +74,7 @@ def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene, lib
     names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     begin_with(library, " ".join(f'unsetenv("{name}");' for name in names))
     told = found(scene, "problem")["what"]
-    assert "16384 MiB of memory for a budget of 3840" in told
+    assert "got 16384 MiB of a budget of 3840 MiB" in told
     assert told.endswith("it got more than its budget")
 
 
@@ -106,7 +106,9 @@ def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
     client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
     assert [client.says(), client.says()] == ["asking", "attached"]
     told = found(scene, "skipped")
-    assert told["what"] == "00:06.0-0 was not tried: a client of yours would make new jobs of nobody wait"
+    assert (
+        told["what"] == "00:06.0-0 was not tested: a client of your user would make new jobs of nobody wait"
+    )
     servers = scene.stand_ins.servers()
     client.end()
     assert len(servers) == 1
@@ -117,6 +119,6 @@ def test_a_client_that_mps_does_not_serve_is_a_problem(stack: ExitStack) -> None
     scene.stand_ins.behave("failing")
     told = found(scene, "problem")
     assert told["what"] == (
-        "00:06.0-0: its MPS server was not reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
+        "00:06.0-0: the MPS server could not be reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
     )
     assert "`control daemon`" in told["hint"]

@@ -212,7 +212,9 @@ def test_equal_requests_that_wait_get_the_same_lease_at_once(host: LeaseHost, ke
         assert host.held.count("job") == 1
         assert host.waiting == ["job"], "another request of the same name waits"
         host.release("held-1")
-        with pytest.raises(HostError, match="a lease of this name already exists, by another request"):
+        with pytest.raises(
+            HostError, match="a lease with this name already exists, from a different request"
+        ):
             await other
 
     run(work())
