@@ -53,7 +53,7 @@ def job(stand_ins: StandIns, ready: Daemon) -> Client:
 def planned(effect: str) -> str:
     if effect == "at once":
         return PLANNED.format(when=effect)
-    return f"{PLANNED.format(when='later')}budget 00:06.0: {effect}\n"
+    return f"{PLANNED.format(when='later')}budget 00:06.0: takes effect {effect}\n"
 
 
 def limits(daemon: Daemon) -> list[int]:
