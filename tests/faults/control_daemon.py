@@ -31,7 +31,7 @@ def stopped(scene: Scene) -> None:
     scene.serves_again(lambda: scene.control == old)
 
 
-@fault(CONTROL_DAEMON, "it is stopped again and again, whatever tells it to go on", takes_s=18)
+@fault(CONTROL_DAEMON, "it is stopped again each time it is told to continue", takes_s=18)
 def kept_stopped(scene: Scene) -> None:
     """A tracer holds it: no signal but SIGKILL helps then."""
     scene.serve()
@@ -62,7 +62,7 @@ def exits_always(scene: Scene) -> None:
     scene.strike(lambda: os.kill(old, signal.SIGKILL))
     scene.is_told("exited with status 3")
     until(lambda: scene.domain["restarts"] >= 3, "three attempts", scene.trouble)
-    scene.mend(program.works, "that is mended")
+    scene.mend(program.works, "that is fixed")
     scene.serves_again()
 
 
@@ -75,7 +75,7 @@ def exits_at_our_start(scene: Scene) -> None:
     assert scene.host.gpus[0].compute_mode == FORMER_MODE
     scene.is_told("exited with status 3")
     program.works()
-    scene.mend(scene.serve, "that is mended")
+    scene.mend(scene.serve, "that is fixed")
     scene.serves_again()
 
 
@@ -113,7 +113,7 @@ def replaced(scene: Scene) -> None:
     scene.serve()
     assert scene.control == old
     scene.saw("adopted the running control daemon")
-    scene.goes_on("the running one serves on; once it ends, the new one ")
+    scene.goes_on("the running one continues; once it ends, the new one ")
     scene.kill_control_daemon()
     assert Path(f"/proc/{scene.control}/exe").stat().st_ino == program.stat().st_ino != inode
 

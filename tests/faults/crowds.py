@@ -69,7 +69,7 @@ def thousand(scene: Scene) -> None:
     scene.another_serves(old)
 
 
-@fault(CONNECTIONS, "400 connections with half a request each, that never goes on", takes_s=11)
+@fault(CONNECTIONS, "400 connections that send half a request each and then nothing", takes_s=11)
 def half_open(scene: Scene) -> None:
     scene.serve()
     with ExitStack() as held:
@@ -84,7 +84,7 @@ def half_open(scene: Scene) -> None:
     scene.goes_on()
 
 
-@fault(CONNECTIONS, "1,000 connections of root's with half a request each; then root and another user ask")
+@fault(CONNECTIONS, "1,000 connections of root with half a request each; then root and another user connect")
 def half_open_of_root(scene: Scene) -> None:
     scene.serve()
     os.chmod(scene.daemon.socket_path, 0o666)
@@ -100,11 +100,11 @@ def half_open_of_root(scene: Scene) -> None:
                 assert _answer(another)[0] == 200
         status, answer = _answer(connections[0])
         assert status == 503
-        scene.words = f"to those whose place another got: {answer['detail']}"
+        scene.words = f"to those that were closed to make room: {answer['detail']}"
     scene.goes_on()
 
 
-@fault(CONNECTIONS, "a request that comes a byte a second", takes_s=11)
+@fault(CONNECTIONS, "a request that arrives at one byte per second", takes_s=11)
 def byte_a_second(scene: Scene) -> None:
     scene.serve()
     with _connect(scene) as connection:
@@ -120,7 +120,7 @@ def byte_a_second(scene: Scene) -> None:
     scene.goes_on()
 
 
-@fault(CONNECTIONS, "no descriptors are left, and the control daemon is killed", takes_s=2)
+@fault(CONNECTIONS, "no file descriptors are left, and the control daemon is killed", takes_s=2)
 def no_descriptors(scene: Scene) -> None:
     scene.serve()
     old = scene.control
@@ -130,13 +130,13 @@ def no_descriptors(scene: Scene) -> None:
     scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
     scene.log_tells("Too many open files")
     scene.mend(
-        lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "there are some again"
+        lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "some are free again"
     )
     scene.another_serves(old)
     scene.saw("Too many open files")
 
 
-@fault(CONNECTIONS, "a limit of processes is reached, and the control daemon is killed", takes_s=2)
+@fault(CONNECTIONS, "the process limit is reached, and the control daemon is killed", takes_s=2)
 def no_processes(scene: Scene) -> None:
     scene.serve()
     old = scene.control
@@ -148,7 +148,7 @@ def no_processes(scene: Scene) -> None:
     scene.another_serves(old)
 
 
-@fault(CONNECTIONS, "a process connects to the control daemon's socket and says nothing", takes_s=16)
+@fault(CONNECTIONS, "a process connects to the control daemon's socket and sends nothing", takes_s=16)
 def silent(scene: Scene) -> None:
     _connect_and_say_nothing(scene)
 
@@ -167,7 +167,7 @@ def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
     with silent_process(str(scene.pipe_directory), first):
         scene.strike(lambda: None)
         scene.is_told("is connected to it but sends nothing")
-    scene.mend(lambda: None, "it has gone")
+    scene.mend(lambda: None, "it is gone")
     scene.serves_again(lambda: scene.control)
 
 

@@ -33,7 +33,7 @@ def all_lost(scene: Scene) -> None:
     assert controls == after, scene.daemon.log
 
 
-@fault(GPUS, "one GPU of two is lost, and comes back", takes_s=12, gpus=_TWO)
+@fault(GPUS, "one of two GPUs is lost, and comes back", takes_s=12, gpus=_TWO)
 def one_lost(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.serve().job()
@@ -46,7 +46,7 @@ def one_lost(scene: Scene) -> None:
     scene.serves_again(lambda: scene.control == control)
 
 
-@fault(GPUS, "one GPU of two is lost in the middle of a look at it", takes_s=12, gpus=_TWO)
+@fault(GPUS, "one of two GPUs is lost during a poll", takes_s=12, gpus=_TWO)
 def lost_in_a_look(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.daemon.configure(cuda_mps_scope="gpu")
@@ -78,14 +78,14 @@ def fatal_xid(scene: Scene) -> None:
     scene.serves_again()
 
 
-@fault(GPUS, "MIG mode is switched on for one GPU of two, and off again", takes_s=21, gpus=_TWO)
+@fault(GPUS, "MIG mode is enabled on one of two GPUs, and disabled again", takes_s=21, gpus=_TWO)
 def mig(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.serve().job()
     scene.strike(lambda: setattr(scene.host.gpus[1], "mig", True))
     scene.is_told("MIG mode")
     assert _available(scene) == 4
-    scene.mend(lambda: setattr(scene.host.gpus[1], "mig", False), "it is off again")
+    scene.mend(lambda: setattr(scene.host.gpus[1], "mig", False), "it is disabled again")
     scene.serves_again()
 
 

@@ -58,7 +58,7 @@ def server_stopped(scene: Scene) -> None:
     os.kill(server, signal.SIGCONT)
 
 
-@fault(JOBS, "every MPS server fails at its start", takes_s=12)
+@fault(JOBS, "every MPS server fails when it starts", takes_s=12)
 def server_fails(scene: Scene) -> None:
     scene.serve()
     scene.stand_ins.behave("failing")

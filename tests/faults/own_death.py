@@ -115,7 +115,7 @@ def flooded_at_a_start(scene: Scene) -> None:
 
 @fault(
     OURSELVES,
-    "it is killed as it starts a control daemon, which is stopped at some stage",
+    "it is killed while it starts a control daemon, which is stopped at some stage",
     takes_s=30,
 )
 def while_it_starts_one(scene: Scene) -> None:
@@ -137,7 +137,7 @@ def while_it_starts_one(scene: Scene) -> None:
         assert scene.host.gpus[0].compute_mode == FORMER_MODE
     scene.serve()
     scene.strike(lambda: None)
-    scene.goes_on("the next daemon goes on with it each time")
+    scene.goes_on("the next daemon continues with it each time")
     scene.saw("host: applying -> ready")
 
 
@@ -166,7 +166,7 @@ def _let_the_next_change_hang(scene: Scene) -> None:
     scene.host.fail("nvmlDeviceSetComputeMode", "success", times=1, delay_ms=60_000)
 
 
-@fault(OURSELVES, "it is killed while it writes down what it has kept in SQLite's log", takes_s=15)
+@fault(OURSELVES, "it is killed during checkpoints of the SQLite database", takes_s=15)
 def checkpoint(scene: Scene) -> None:
     sweep = Sweep(scene)
     sweep.through_checkpoints()

@@ -34,7 +34,7 @@ def sockets_removed_with_a_job(scene: Scene) -> None:
     _removed_under(scene, scene.serve().job())
 
 
-@fault(PLACES, "the same, and NVML hangs for 30 s, since before the job came", takes_s=45)
+@fault(PLACES, "the same, and NVML hangs for 30 s from before the job starts", takes_s=45)
 def sockets_removed_while_nvml_hangs(scene: Scene) -> None:
     """Nobody knows who uses the GPUs then, and so nothing is ended."""
     scene.serve()
@@ -63,7 +63,7 @@ def symlink(scene: Scene) -> None:
     assert list(elsewhere.iterdir()) == [], "it was not followed"
 
 
-@fault(PLACES, "the pipe directory is replaced by a symlink of the administrator's", takes_s=13)
+@fault(PLACES, "the pipe directory is replaced by a symlink of the administrator", takes_s=13)
 def own_symlink(scene: Scene) -> None:
     scene.serve()
     old = scene.control
@@ -160,7 +160,7 @@ def all_disks(scene: Scene) -> None:
     scene.serves_again(lambda: scene.control == control)
 
 
-@fault(PLACES, "the daemon is killed and its state file torn")
+@fault(PLACES, "the daemon is killed, and its state file is damaged")
 def torn(scene: Scene) -> None:
     """Events since the boot are known from their copy, older ones are in the file that is kept aside."""
     scene.serve()

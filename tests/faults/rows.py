@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
 #: The order of the table.
 CONTROL_DAEMON = "The control daemon"
-JOBS = "Jobs, servers, and what others change"
+JOBS = "Jobs, servers, and changes by other programs"
 OURSELVES = "The daemon itself"
 PLACES = "Files and disks"
 GPUS = "GPUs and the driver"

@@ -195,7 +195,7 @@ class Scene(Closes):
     def is_told(self, text: str) -> None:
         """Wait until the operator can read `text`, keep its line for the table, and note the time."""
         self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
-        self._note("told after {}")
+        self._note("reported after {}")
 
     @property
     def elapsed_s(self) -> float:
@@ -205,7 +205,7 @@ class Scene(Closes):
     def log_tells(self, text: str) -> None:
         """As `is_told`, if the daemon cannot be asked."""
         self.daemon.wait_log(text)
-        self._note("told after {}")
+        self._note("reported after {}")
 
     def saw(self, text: str) -> None:
         """Keep the first line with `text` that the operator could read for the table."""
