@@ -18,7 +18,7 @@ OTHER_USER = 65534
 def killed_with_a_job(scene: Scene) -> None:
     scene.serve().job()
     scene.kill_control_daemon()
-    scene.saw("was killed by signal 9")
+    scene.saw("ready -> backoff")  # its orphaned server's event may come before or after
     scene.job()
 
 
