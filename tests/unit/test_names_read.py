@@ -16,10 +16,10 @@ from yunion_mps.host.proc import command_of, name_of, user_name
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import log_hint
 
+from integration.daemon_host import eventually
 from unit.containers.test_lookup import ID, process, write
 from unit.containers.test_lookup import name_of as container_named
 from unit.hostile_names import HOSTILE, READABLE, STEERING
-from unit.mps.front_ends import wait_for
 
 #: A file's name, which becomes a process' name, has no slash, and the kernel keeps 15 bytes of it.
 FILE_NAMES = HOSTILE.map(lambda text: text.replace("\ud800", "")[:5]).filter(lambda text: text.strip(". \n"))
@@ -33,7 +33,7 @@ def running(name: str, command: str) -> Iterator[int]:
         os.symlink("/bin/sleep", path)
         pid = os.posix_spawn(path, [command.encode(errors="surrogatepass"), b"1000"], {})
         try:
-            wait_for(lambda: bool(command_of(pid)))  # the kernel shows none until the program is there
+            eventually(lambda: bool(command_of(pid)))  # the kernel shows none until the program is there
             yield pid
         finally:
             os.kill(pid, signal.SIGKILL)

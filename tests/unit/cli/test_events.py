@@ -20,8 +20,9 @@ from yunion_mps.http.server import Server
 from yunion_mps.models import Event
 from yunion_mps.units import rfc3339
 
+from integration.daemon_host import eventually
 from unit.cli.conftest import Cli
-from unit.http.server_host import ServerHost, eventually, short_root
+from unit.http.server_host import ServerHost, short_root
 
 #: The hour in which this begins, in s since 1970, and how far from UTC it is noon then: "today" does not end
 #: while a test runs.

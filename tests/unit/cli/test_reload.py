@@ -15,10 +15,11 @@ from yunion_mps.errors import ConfigError, HostError, Problem
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.reasons import CONTROL_DAEMON_ERROR, Reason
 
+from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done, Serve
 from unit.http import by_hand, snapshots
 from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
-from unit.http.server_host import PATIENCE_S, eventually
+from unit.http.server_host import PATIENCE_S
 from unit.http.test_hand_over import go_on, hand_over
 
 TABLE = """\

@@ -16,7 +16,7 @@ from yunion_mps.errors import ShortageError
 from yunion_mps.host import threads
 from yunion_mps.inventory.nvml import Deadline
 
-from unit.mps.front_ends import wait_for
+from integration.daemon_host import eventually
 
 PATIENCE_S = 30
 #: A user of no other test, whose processes are counted apart.
@@ -82,7 +82,7 @@ def test_few_threads_are_kept_after_a_crowd() -> None:
     gate.set()
     for _ in range(50):
         ended.get(timeout=PATIENCE_S)
-    wait_for(lambda: len(os.listdir("/proc/self/task")) <= before + 4)
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= before + 4)
 
 
 #: A machine under load: what starts a thread goes on long before the thread does.

@@ -21,7 +21,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from yunion_mps.service.events import EventService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
+from integration.daemon_host import eventually
 from posting import posted
 from simhost.host import Closes
 from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics
@@ -46,14 +47,6 @@ PATIENCE_S = 60.0
 NOBODY = 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SETRESUID = {"x86_64": 117, "aarch64": 147}[os.uname().machine]
-
-
-def eventually(look: Callable[[], Any], what: str) -> None:
-    """Wait until `look` returns something true; fails with `what` when it never does."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < end_s, f"{what} did not come about in {PATIENCE_S:g} s"
-        time.sleep(0.002)
 
 
 def request(target: str, method: str = "GET", *headers: str, version: str = "1.1") -> bytes:

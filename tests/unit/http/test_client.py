@@ -27,9 +27,10 @@ from yunion_mps.http.operations import GET_DEVICE, GET_EVENTS, GET_GPUS, GET_PLA
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
+from integration.daemon_host import eventually
 from unit.http import by_hand
 from unit.http.conftest import Serve
-from unit.http.server_host import NOBODY, ServerHost, as_user, eventually, short_root
+from unit.http.server_host import NOBODY, ServerHost, as_user, short_root
 
 START = "start it: systemctl start yunion-mps-daemon; if that fails, see: systemctl status yunion-mps-daemon"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"

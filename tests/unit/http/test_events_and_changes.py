@@ -13,10 +13,11 @@ from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundE
 from yunion_mps.models import Event
 from yunion_mps.units import rfc3339
 
+from integration.daemon_host import eventually
 from unit.http import by_hand
 from unit.http.by_hand import FakeClients, FakeReloader
 from unit.http.conftest import Serve
-from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
+from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, request
 
 LOST = Event("error", "gpu", "00:06.0", "lost", "GPU_IS_LOST", "its 4 devices are unavailable")
 BACK = Event("info", "gpu", "00:06.0", "back")

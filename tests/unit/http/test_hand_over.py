@@ -10,8 +10,9 @@ import pytest
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.server import Server
 
+from integration.daemon_host import eventually
 from unit.http.conftest import Serve
-from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
+from unit.http.server_host import PATIENCE_S, ServerHost, request
 from unit.http.test_events_and_changes import WAIT, waiting, whats
 from unit.http.test_turns import held
 

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from integration.daemon_host import eventually
 from unit.http import snapshots
 from unit.http.conftest import Serve
-from unit.http.server_host import NOBODY, RawClient, ServerHost, eventually, request
+from unit.http.server_host import NOBODY, RawClient, ServerHost, request
 
 TOO_MANY = (503, "too many connections are open", "close some, or try again in a moment")
 WAIT = request("/v1/events?after=0&wait_s=60")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from yunion_mps.http.messages import Request, Response
 
+from integration.daemon_host import eventually
 from unit.http import snapshots
 from unit.http.conftest import Serve
-from unit.http.server_host import Answer, ServerHost, eventually, request
+from unit.http.server_host import Answer, ServerHost, request
 
 LESS = "send only the members that the operation defines"
 LARGE = "/v1/devices?limit=0"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from integration.daemon_host import eventually
 from unit.http import snapshots
 from unit.http.conftest import Serve
-from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
+from unit.http.server_host import PATIENCE_S, ServerHost, request
 from waiting import readable
 
 COUNT = 1500

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from integration.daemon_host import eventually
 from unit.http import snapshots
 from unit.http.conftest import Serve
-from unit.http.server_host import Answer, RawClient, ServerHost, eventually, request
+from unit.http.server_host import Answer, RawClient, ServerHost, request
 
 DEVICES = "/v1/devices?limit=0"
 

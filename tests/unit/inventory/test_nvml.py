@@ -10,8 +10,8 @@ import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.nvml import Deadline, Nvml
 
+from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenHost
-from unit.mps.front_ends import wait_for
 
 
 def test_what_a_call_returns_or_raises_is_the_caller_s() -> None:
@@ -28,7 +28,7 @@ def test_a_call_that_hangs_is_given_up_and_no_other_is_made_until_it_ends() -> N
     with pytest.raises(DriverError, match=r"^the NVIDIA driver still does not answer an earlier call$"):
         deadline.call(lambda: 4711)
     gate.set()
-    wait_for(lambda: answers(deadline))
+    eventually(lambda: answers(deadline))
 
 
 def answers(deadline: Deadline) -> bool:

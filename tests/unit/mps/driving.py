@@ -23,11 +23,12 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import client_variables, control_environment
 from yunion_mps.mps.states import READY
 
+from integration.daemon_host import eventually
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-from .front_ends import RESUME_TIMEOUT_S, connections_to, converse, wait_for, wait_until_it_answers
+from .front_ends import RESUME_TIMEOUT_S, connections_to, converse, wait_until_it_answers
 
 
 class Jobs:
@@ -282,14 +283,14 @@ class Bench:
         place = self.plan.pipe_directory
         before = connections_to(place)
         front_end = subprocess.Popen([self.program], env=client_variables(place), stdin=-1, stdout=-1)
-        wait_for(lambda: f"PID {front_end.pid} " in front_end_at(place))
-        wait_for(lambda: bool(connections_to(place) - before))
+        eventually(lambda: f"PID {front_end.pid} " in front_end_at(place))
+        eventually(lambda: bool(connections_to(place) - before))
         its = connections_to(place) - before
 
         def leave() -> None:
             front_end.kill()
             front_end.communicate()
-            wait_for(lambda: not connections_to(place) & its)
+            eventually(lambda: not connections_to(place) & its)
 
         once = self.stack.enter_context(ExitStack())
         once.callback(leave)

@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import our_processes
+
+from integration.daemon_host import eventually
 
 RESUME_TIMEOUT_S = 60.0
 #: nobody: a user who is neither root nor us.
@@ -41,15 +42,7 @@ def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
 
 def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
     """Wait until this control daemon listens in the plan's directory."""
-    wait_for(lambda: (peer := peer_of(plan.pipe_directory)) is not None and peer.pid == pid)
-
-
-def wait_for(look: Callable[[], bool]) -> None:
-    """Wait until `look` says true."""
-    end_s = time.monotonic() + RESUME_TIMEOUT_S
-    while not look():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.002)
+    eventually(lambda: (peer := peer_of(plan.pipe_directory)) is not None and peer.pid == pid)
 
 
 def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
@@ -65,7 +58,7 @@ def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
 def stop_process(pid: int) -> None:
     """Stop it by SIGSTOP, and wait until it has."""
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: is_stopped(pid))
+    eventually(lambda: is_stopped(pid))
 
 
 def silent_connection(plan: DomainPlan) -> socket.socket:

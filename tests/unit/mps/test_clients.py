@@ -24,8 +24,10 @@ from yunion_mps.mps.clients import (
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.log_file import LOG_NAME, MAX_BYTES, bound_logs, timestamp_parser
 
+from integration.daemon_host import eventually
+
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import as_root, stop_process, wait_for
+from .front_ends import as_root, stop_process
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        
@@ -146,7 +148,7 @@ def test_a_waiting_client_is_listed_until_it_ends_or_has_its_server(bench: Bench
     (server,) = run.domain.server_pids()
     assert waiting_clients(bench.plan, [server]) == []
     other, gone = bench.jobs.wait(uid=1234), bench.jobs.wait(uid=1234)
-    wait_for(lambda: len(waiting_clients(bench.plan, [server])) == 2)
+    eventually(lambda: len(waiting_clients(bench.plan, [server])) == 2)
     bench.jobs.end(gone)
     (waiter,) = waiting_clients(bench.plan, [server])
     assert waiter == WaitingClient(other.pid, 1234, waiter.since_s, server)

@@ -13,8 +13,10 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import diagnosis
 from yunion_mps.mps.diagnosis import diagnose, front_end_at
 
+from integration.daemon_host import eventually
+
 from .driving import Bench
-from .front_ends import silent_process, stop_process, wait_for
+from .front_ends import silent_process, stop_process
 from .kernel import SOCKET, refusing
 
 NLMSG_ERROR = 2
@@ -64,7 +66,7 @@ def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, con
     assert front_end_at(bench.plan.pipe_directory).endswith("(nvidia-cuda-mps, root)")
     assert diagnose(control_pid, bench.plan.pipe_directory) == ""
     leave()
-    wait_for(lambda: front_end_at(bench.plan.pipe_directory) == "")
+    eventually(lambda: front_end_at(bench.plan.pipe_directory) == "")
 
 
 def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other: int) -> None:

@@ -25,10 +25,11 @@ from yunion_mps.mps.log_file import (
 )
 from yunion_mps.mps.states import READY
 
+from integration.daemon_host import eventually
 from unit.short_memory import with_memory_short
 
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import as_root, wait_for
+from .front_ends import as_root
 
 CHATTER = (
     "[2026-11-20 12:40:49.964 Control 21889] Accepting connection...\n"
@@ -79,7 +80,7 @@ def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(bench: Bench
     assert "Starting control daemon" not in log.read_text()
     before = log.stat().st_size
     run.turn(PROBE_S).until_said()
-    wait_for(lambda: log.stat().st_size > before)
+    eventually(lambda: log.stat().st_size > before)
 
 
 def test_a_symlink_in_the_logs_place_is_not_followed(plan: DomainPlan, log: Path) -> None:
@@ -139,7 +140,7 @@ def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> No
 
 def hear(run: DomainRun) -> list[str]:
     """What the events after one more probe say, once the control daemon has logged every server."""
-    wait_for(lambda: all(f"NEW SERVER {pid}: Ready" in log_of(run) for pid in run.domain.server_pids()))
+    eventually(lambda: all(f"NEW SERVER {pid}: Ready" in log_of(run) for pid in run.domain.server_pids()))
     before = len(run.told)
     run.turn(PROBE_S).until_said()
     return run.told[before:]
@@ -167,7 +168,7 @@ def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, 
 def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jobs: Jobs) -> None:
     jobs.stand_ins.behave("failing")
     assert jobs.wait().says() == "refused"
-    wait_for(lambda: log_of(run).count("exited with status") == 6)
+    eventually(lambda: log_of(run).count("exited with status") == 6)
     (what,) = hear(run)
     assert "exited with status 1, and 5 more" in what
     assert run.events[-1].severity == "error"
@@ -178,7 +179,7 @@ def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, j
     jobs.begin()
     hear(run)
     waiting = [jobs.wait(uid=1234), jobs.wait(uid=1234)]
-    wait_for(lambda: log_of(run).count("push client to pending list") == 3)
+    eventually(lambda: log_of(run).count("push client to pending list") == 3)
     (what,) = hear(run)
     assert what == f"2 jobs of uid 1234 (PIDs {waiting[0].pid}, {waiting[1].pid}) wait"
     event = run.events[-1]

@@ -14,10 +14,11 @@ from yunion_mps.mps.processes import orphaned_servers, running_servers
 from yunion_mps.mps.rollover import IDLE_S, OrphanedServers
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
 
+from integration.daemon_host import eventually
 from simhost.mps import Client
 
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import no_descriptor_left, silent_connection, stop_process, wait_for
+from .front_ends import no_descriptor_left, silent_connection, stop_process
 from .kernel import PIDFD_SEND_SIGNAL, refusing
 
 
@@ -250,4 +251,4 @@ def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: J
         assert running_servers([server]) == (server,)
         with pytest.raises(ShortageError):
             orphaned_servers("/nowhere")
-    wait_for(lambda: run.domain.server_pids() == [server])
+    eventually(lambda: run.domain.server_pids() == [server])

@@ -32,8 +32,10 @@ from yunion_mps.mps.startup import find, start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
+from integration.daemon_host import eventually
+
 from .driving import Bench
-from .front_ends import RESUME_TIMEOUT_S, STRANGER, as_root, full_queue, running_here, stop_process, wait_for
+from .front_ends import RESUME_TIMEOUT_S, STRANGER, as_root, full_queue, running_here, stop_process
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -119,7 +121,7 @@ def test_one_that_was_started_is_found_without_its_mark(bench: Bench) -> None:
     """As if a script started it in another environment."""
     process = start(bench.script("exec env -i sleep 1000"), bench.plan)
     try:
-        wait_for(lambda: program_name(process.pid) == "sleep")
+        eventually(lambda: program_name(process.pid) == "sleep")
         assert running_here(bench.plan) == [(process.pid, bench.plan.gpu_uuids)]
     finally:
         process.kill()
@@ -138,7 +140,7 @@ def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pyt
             def go_on(_: float) -> None:
                 patch.undo()
                 go.close()
-                wait_for(lambda: program_name(one.pid) == "sleep")
+                eventually(lambda: program_name(one.pid) == "sleep")
 
             patch.setattr(time, "sleep", go_on)
             assert processes._environment_after_exec(one.pid) == {MARK: "host"}
@@ -242,7 +244,7 @@ def test_a_set_user_id_program_started_by_a_user_is_not_ours(bench: Bench, name:
     program = named(bench.place, name, "/bin/sleep", 0o4755)
     environment = control_environment(bench.plan)
     with subprocess.Popen([program, "300"], env=environment, user=STRANGER, group=STRANGER) as process:
-        wait_for(lambda: program_name(process.pid) == name)
+        eventually(lambda: program_name(process.pid) == name)
         uid, found = uid_of(process.pid), our_processes()
         process.kill()
     assert (uid, found) == (0, [])

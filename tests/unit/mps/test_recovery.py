@@ -18,6 +18,8 @@ from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 
+from integration.daemon_host import eventually
+
 from .driving import Bench, DomainRun
 from .front_ends import (
     STRANGER,
@@ -26,7 +28,6 @@ from .front_ends import (
     silent_connection,
     silent_process,
     stop_process,
-    wait_for,
     wait_until_it_answers,
 )
 
@@ -129,7 +130,7 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
         bench.jobs.end(job)
         os.kill(server, signal.SIGKILL)
-        wait_for(lambda: bench.jobs.servers() == [])
+        eventually(lambda: bench.jobs.servers() == [])
         run.turn(2).until(READY)
     assert run.pid != pid
 
@@ -141,7 +142,7 @@ def test_one_whose_servers_have_no_jobs_is_replaced_with_them(run: DomainRun, be
     pid = run.pid
     with silent_connection(bench.plan):
         find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
-    wait_for(lambda: bench.jobs.servers() == [])
+    eventually(lambda: bench.jobs.servers() == [])
     assert run.turn(2).pending == ""
 
 
@@ -218,7 +219,7 @@ def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRu
         asking.stdin.write(b"ps\n")
         asking.stdin.close()
         log = Path(bench.plan.log_directory, "control.log")
-        wait_for(lambda: "Cmd:ps" in log.read_text())
+        eventually(lambda: "Cmd:ps" in log.read_text())
         pid = run.pid
         find_out(run).until_in_time(READY)
         assert asking.stdout is not None

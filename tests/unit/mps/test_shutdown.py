@@ -11,8 +11,10 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import STOPPED, STOPPING
 
+from integration.daemon_host import eventually
+
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import connections_to, full_queue, silent_connection, stop_process, wait_for
+from .front_ends import connections_to, full_queue, silent_connection, stop_process
 
 
 def end_of(run: DomainRun, timeout_s: int) -> DomainRun:
@@ -61,7 +63,7 @@ def test_a_deaf_control_daemon_is_ended_with_its_servers_after_the_time(run: Dom
         assert (run.state, len(bench.jobs.servers())) == (STOPPING, 1)
         run.turn(0.1).turn(2).until(STOPPED)
     assert job.says() == "server gone"
-    wait_for(lambda: bench.jobs.servers() == [])
+    eventually(lambda: bench.jobs.servers() == [])
 
 
 def test_a_full_queue_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
@@ -97,7 +99,7 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
     assert "another nvidia-cuda-mps-control is connected to it: PID " in message
     run.turn(2).until(STOPPED)
     assert job.says() == "server gone"
-    wait_for(lambda: bench.jobs.servers() == [])
+    eventually(lambda: bench.jobs.servers() == [])
 
 
 def test_the_quit_is_said_again_until_it_is_heard(run: DomainRun, bench: Bench) -> None:
@@ -122,7 +124,7 @@ def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     leave = bench.hold_front_end()
     run.stop().until_said()
     leave()
-    wait_for(lambda: not connections_to(bench.plan.pipe_directory))  # our own, too, which was turned away
+    eventually(lambda: not connections_to(bench.plan.pipe_directory))  # our own, too, which was turned away
     run.turn(0.2).until(STOPPED)
     assert caplog.messages == []
 

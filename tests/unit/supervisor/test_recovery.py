@@ -16,8 +16,9 @@ from yunion_mps.mps.processes import PROGRAM, our_processes
 from yunion_mps.service.json_values import devices_json
 from yunion_mps.supervisor.event_log import EventTable
 
+from integration.daemon_host import eventually
 from simhost import SimHost
-from unit.mps.front_ends import full_queue, wait_for
+from unit.mps.front_ends import full_queue
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
@@ -40,7 +41,7 @@ def end(host: SimHost) -> None:
     """What the hint tells the operator to type."""
     pipe = host.root / "tmp/nvidia-mps/pipe"
     host.run([PROGRAM], input="quit\n", env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)})
-    wait_for(lambda: our_processes() == [])
+    eventually(lambda: our_processes() == [])
 
 
 def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(begin: Begin) -> None:
