@@ -112,7 +112,10 @@ def test_a_job_s_lease_is_its_unit_s(ready_daemon: Daemon, jobs: tuple[Job, Job,
     _, lease = train.ask("POST", "/v1/leases", "holder.name=model&holder.ttl_s=600")
     for job in (test, other):
         status, answer = job.ask("DELETE", f"/v1/leases/{lease['id']}")
-        assert (status, answer["detail"]) == (403, "the lease of 00:06.0-0 is yunion-mps-job@train.service's")
+        assert (status, answer["detail"]) == (
+            403,
+            "the lease of 00:06.0-0 belongs to yunion-mps-job@train.service",
+        )
         assert job.ask("POST", f"/v1/leases/{lease['id']}/renew")[0] == 403
         assert job.ask("DELETE", "/v1/leases/model")[0] == 404
     assert test.ask("POST", "/v1/leases", "holder.name=model&holder.ttl_s=600")[0] == 201, (
