@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -16,6 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import yunion_mps
+from yunion_mps.gateway.client import OverviewCache
+from yunion_mps.gateway.server import WebPage
+from yunion_mps.http.listener import UNKNOWN_UID
+from yunion_mps.http.messages import Request, Response
+from yunion_mps.paths import Paths
 
 from browser.scene import Jobs, Served
 from integration.conftest import MakeDaemon, MakeHost
@@ -179,6 +185,44 @@ def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
     (event,) = waiting.result().json["events"]
     assert event["kind"] == "lease"
     assert ask(served, f"/overview.json?event={event['id']}").json["leases"] == 1
+
+
+def test_readers_that_name_an_event_to_come_share_one_query(ready_daemon: Daemon) -> None:
+    async def read() -> list[Any]:
+        cache = OverviewCache(Paths(str(ready_daemon.host.root)))
+        await cache.picture()
+        return await asyncio.gather(*(cache.picture(10**9) for _ in range(20)))
+
+    first, *others = asyncio.run(read())
+    assert all(other is first for other in others)
+
+
+def test_a_reader_of_an_event_does_not_get_what_was_queried_before(ready_daemon: Daemon) -> None:
+    async def read() -> tuple[Any, Any]:
+        cache = OverviewCache(Paths(str(ready_daemon.host.root)))
+        earlier = asyncio.ensure_future(cache.picture())
+        for _ in range(5):  # the turns until the query has begun
+            await asyncio.sleep(0)
+        later = await cache.picture(10**9)
+        return await earlier, later
+
+    earlier, later = asyncio.run(read())
+    assert later is not earlier
+
+
+def test_a_fresh_overview_is_answered_at_once(ready_daemon: Daemon) -> None:
+    """Its connection then waits for nothing, and makes room for another under a flood of requests."""
+    get = Request("GET", "/overview.json", UNKNOWN_UID, headers={"host": "localhost"})
+
+    async def read() -> tuple[Any, Any]:
+        web = WebPage(Paths(str(ready_daemon.host.root)))
+        first = web.answer(get)
+        assert not isinstance(first, Response)
+        return await first, web.answer(get)
+
+    first, second = asyncio.run(read())
+    assert isinstance(second, Response)
+    assert second == first
 
 
 def test_a_daemon_that_is_gone_is_said_with_what_to_do(served: Served, ready_daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from hashlib import sha256
@@ -60,43 +61,53 @@ class OverviewCache:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._lock = asyncio.Lock()
-        self._picture: Json = {}
-        self._taken_s = 0.0
-        self._failure: UnreachableError | None = None
+        #: None if the last query has failed.
+        self._picture: Json | None = None
+        self._begun_s = self._taken_s = 0.0
         self._last_event = 0
+        self._query: asyncio.Task[None] | None = None
         self._devices_key: tuple[Any, ...] = ()
         self._listed_s = 0.0
         self._devices: list[Device] = []
         self._clients = NO_CLIENTS
         self._pending_clients: asyncio.Task[ClientList] | None = None
 
+    def current(self, event: int, arrived_s: float = math.inf) -> Json | None:
+        """The cached overview, if it is current for a reader that arrived at this time, by default just now.
+
+        One from before the `event` (its id) is not, however fresh. One that was queried since the arrival is,
+        whatever the `event`: otherwise, a reader that names one to come would never have any.
+        """
+        is_fresh = time.monotonic() <= self._taken_s + _MAX_AGE_S and event <= self._last_event
+        return self._picture if is_fresh or self._begun_s >= arrived_s else None
+
     async def picture(self, event: int = 0) -> Json:
         """The current overview, with a `mark` that changes when it does; raises UnreachableError.
 
-        An overview from before the `event` (its id) is not current, however fresh. A reader that arrived
-        during a failed query gets the same failure, and does not wait for another timeout.
+        One query serves all readers that wait for it, or fails for all of them; it goes on if one leaves.
         """
         arrived_s = time.monotonic()
-        async with self._lock:
-            if self._failure and arrived_s < self._taken_s:
-                raise self._failure
-            age_s = time.monotonic() - self._taken_s
-            if self._failure or age_s > _MAX_AGE_S or event > self._last_event:
-                await asyncio.sleep(_MIN_INTERVAL_S - age_s)  # limits the load of a reader in a loop
-                try:
-                    shown = page(HostOverview.of(await self._query_all()))
-                except UnreachableError as error:
-                    self._failure, self._taken_s = error, time.monotonic()
-                    raise
-                self._failure = None
-                mark = sha256(encode(shown)).hexdigest()[:16]
-                self._picture = {"mark": mark, "taken": rfc3339(time.time()), **shown}
-                self._taken_s = time.monotonic()
-            return self._picture
+        while True:
+            shown = self.current(event, arrived_s)
+            if shown is not None:
+                return shown
+            if self._query is None or self._query.done():
+                self._query = asyncio.ensure_future(self._renew())
+            await asyncio.shield(self._query)
 
-    async def _query_all(self) -> Answers:
-        last = self._last_event = (await self._call(GET_EVENTS, limit=1))["last"]
+    async def _renew(self) -> None:
+        await asyncio.sleep(self._taken_s + _MIN_INTERVAL_S - time.monotonic())
+        begun_s, picture = time.monotonic(), None
+        try:
+            last: int = (await self._call(GET_EVENTS, limit=1))["last"]
+            shown = page(HostOverview.of(await self._query_all(last)))
+            mark = sha256(encode(shown)).hexdigest()[:16]
+            picture = {"mark": mark, "taken": rfc3339(time.time()), **shown}
+            self._last_event = last
+        finally:
+            self._picture, self._begun_s, self._taken_s = picture, begun_s, time.monotonic()
+
+    async def _query_all(self, last: int) -> Answers:
         status = await self._call(GET_STATUS)
         leases = await self._call(GET_LEASES)
         seen = (last, status["devices"], status["gpus"], status["started"])

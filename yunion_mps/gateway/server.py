@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import addresses
-from yunion_mps.gateway.client import OverviewCache, get_from_daemon
+from yunion_mps.gateway.client import Json, OverviewCache, get_from_daemon
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
@@ -201,7 +201,7 @@ class WebPage(ReadOnlyHandler):
         if url.path in self._files:
             return self._files[url.path]
         if url.path == "/overview.json":
-            return self._picture(**query_arguments(url.query, _OVERVIEW))
+            return self._answer_overview(**query_arguments(url.query, _OVERVIEW))
         if url.path in _RELAYED:
             return self._relay(url, request)
         return problem(404, "not found", "the page is at /")
@@ -216,9 +216,16 @@ class WebPage(ReadOnlyHandler):
             hint = "see: journalctl -u yunion-mps-gateway"
             return _with_security_headers(problem(500, "internal error in the gateway", hint))
 
-    async def _picture(self, mark: Any, event: Any) -> Response:
-        """The overview after this event, or only its time if the page already has the one with this mark."""
-        shown = await self._overview.picture(event)
+    def _answer_overview(self, mark: Any, event: Any) -> Answer:
+        """Answer at once if the cached overview is current: then the connection is soon free for another."""
+        shown = self._overview.current(event)
+        return self._next_overview(mark, event) if shown is None else self._overview_response(mark, shown)
+
+    async def _next_overview(self, mark: str | None, event: int) -> Response:
+        return self._overview_response(mark, await self._overview.picture(event))
+
+    def _overview_response(self, mark: str | None, shown: Json) -> Response:
+        """The overview, or only its time if the page already has the one with this mark."""
         if mark == shown["mark"]:
             shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
         else:
