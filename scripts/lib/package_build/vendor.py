@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -59,11 +61,23 @@ def bundled(lock: str, cache: str) -> list[Bundled]:
     pinned = dict(_pins(lock))
     if sorted(pinned) != [component.name for component in COMPONENTS]:
         raise SystemExit(f"package: {lock} is not of these: {[one.name for one in COMPONENTS]}")
-    found = _files_by_hash(cache)
-    if any(sha256 not in found for _, sha256 in pinned.values()):
-        download(lock, cache)
+    with _locked(cache):  # another build may be about to fill it
         found = _files_by_hash(cache)
+        if any(sha256 not in found for _, sha256 in pinned.values()):
+            download(lock, cache)
+            found = _files_by_hash(cache)
     return [_unpack(component, *pinned[component.name], found) for component in COMPONENTS]
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def relock(runtime_lock: str, lock: str, cache: str) -> None:
