@@ -250,6 +250,8 @@ class Store:
 
     def _trouble(self, what: str, error: Exception) -> HostError:
         hint = "free disk space: df" if "full" in str(error) else _HINT
+        if "locked" in str(error):
+            hint = f"end the other process that has locked it, and keep the file: lslocks | grep {self._file}"
         directory = os.path.dirname(self._file)
         is_read_only = os.path.isdir(directory) and not os.access(directory, os.W_OK)
         if is_read_only or "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:

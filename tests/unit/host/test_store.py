@@ -277,6 +277,17 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
         opened.former_modes()
 
 
+def test_a_locked_file_is_to_be_kept_and_its_lock_ended(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    opened._connection.execute("PRAGMA busy_timeout = 0")
+    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(HostError, match="cannot be written: database is locked") as caught:
+            opened.remember_modes({"GPU-1": "Default"})
+    hint = "end the other process that has locked it, and keep the file"
+    assert caught.value.hint == f"{hint}: lslocks | grep {paths.store}"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(paths: Paths, store: OpenStore) -> None:
     """As on a file system that was remounted, read-only, after an error of its disk."""
