@@ -316,12 +316,15 @@ def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -
 
     `find` reads every process. Raises ShortageError if they cannot be listed.
     """
+    found = find()
+    control_daemons = {one.pid for one in found if not one.is_server}  # also if its program was renamed
     return [
         one.pid
-        for one in find()
+        for one in found
         if one.is_server
         and one.pipe_directory == pipe_directory
-        and program_name(parent_of(one.pid)) != PROGRAM
+        and (parent := parent_of(one.pid)) not in control_daemons
+        and program_name(parent) != PROGRAM
     ]
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps.processes import orphaned_servers, running_servers
+from yunion_mps.mps.processes import MpsProcess, orphaned_servers, running_servers
 from yunion_mps.mps.rollover import IDLE_S, OrphanedServers
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
 
@@ -132,6 +132,13 @@ def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(run: DomainRun,
     assert after.pid == run.pid
     assert (after.told, after.pending) == ([], "")
     assert orphaned_servers(bench.plan.pipe_directory) == []
+
+
+def test_servers_of_a_control_daemon_of_ours_are_no_orphans_if_it_was_renamed() -> None:
+    control = MpsProcess(os.getppid(), 1, "/pipe", "/log", ("GPU-1",))  # with our parent's program
+    server = MpsProcess(os.getpid(), 1, "/pipe", "/log", ("GPU-1",), is_server=True)
+    assert orphaned_servers("/pipe", lambda: [control, server]) == []
+    assert orphaned_servers("/pipe", lambda: [server]) == [server.pid]
 
 
 def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: DomainPlan, jobs: Jobs) -> None:
