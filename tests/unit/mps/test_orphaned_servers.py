@@ -134,7 +134,7 @@ def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(run: DomainRun,
     assert orphaned_servers(bench.plan.pipe_directory) == []
 
 
-def test_servers_of_a_control_daemon_of_ours_are_no_orphans_if_it_was_renamed() -> None:
+def test_servers_of_a_renamed_control_daemon_of_ours_are_no_orphans() -> None:
     control = MpsProcess(os.getppid(), 1, "/pipe", "/log", ("GPU-1",))  # with our parent's program
     server = MpsProcess(os.getpid(), 1, "/pipe", "/log", ("GPU-1",), is_server=True)
     assert orphaned_servers("/pipe", lambda: [control, server]) == []
