@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
+import socket
+from collections.abc import Callable
 
 import pytest
+from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon, eventually, is_running
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
@@ -48,6 +54,40 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(ready_daem
     told = daemon.get(f"/v1/events?kind=gpu&after={last}&wait_s=60")[1]["events"]
     assert [(event["subject"], event["what"]) for event in told] == [("00:07.0", "available")]
     assert available(daemon) == 8
+
+
+def changed_devices(daemon: Daemon, etag: str, change: Callable[[], object]) -> tuple[list[str], str]:
+    """The answer of a long poll to the change: the states of the devices, and its ETag.
+
+    It would wait for longer than this test does, so it is the change that ends it.
+    """
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.closing(connection):
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(str(daemon.socket_path))
+        headers = {"If-None-Match": etag} if etag else {}
+        connection.request("GET", f"/v1/devices?limit=0&wait_s={MAX_CHANGE_WAIT_S}", headers=headers)
+        change()
+        response = connection.getresponse()
+        assert response.status == 200
+        found = json.loads(response.read())["isolated_devices"]
+        return [device["state"] for device in found], str(response.headers["ETag"])
+
+
+def test_a_long_poll_hears_of_a_lost_gpu_and_of_its_recovery(ready_daemon: Daemon) -> None:
+    gpu = ready_daemon.host.gpus[1]
+    assert PATIENCE_S < MAX_CHANGE_WAIT_S
+    states, etag = changed_devices(ready_daemon, "", lambda: None)
+    assert states == ["available"] * 8
+    # Without an XID: after a fatal one it would not recover before a reload.
+    states, etag = changed_devices(ready_daemon, etag, lambda: gpu.lose(xid=None))
+    assert states == ["available"] * 4 + ["unavailable"] * 4
+    change: Callable[[], object] = gpu.restore
+    while "unavailable" in states:  # its reason may change first
+        states, etag = changed_devices(ready_daemon, etag, change)
+        change = bool
+    assert states == ["available"] * 8
 
 
 def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Daemon) -> None:

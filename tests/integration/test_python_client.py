@@ -117,6 +117,14 @@ def test_a_package_that_is_only_imported_loads_nothing_of_the_client() -> None:
         yunion_mps.Cliemt  # type: ignore[attr-defined] # noqa: B018
 
 
+def test_the_blocking_client_loads_nothing_that_only_others_need() -> None:
+    code = "import sys; from yunion_mps import Client; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    others = {"asyncio", "click", "email", "http.client", "logging", "pynvml", "random", "sqlite3", "ssl"}
+    assert done.stdout
+    assert others.union({"subprocess", "urllib.parse", "yaml"}).intersection(done.stdout.split()) == set()
+
+
 def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> None:
     with contextlib.suppress(ZeroDivisionError), client.lease(devices=[ADDRESSES[2]]) as lease:
         (record,) = client.leases()
