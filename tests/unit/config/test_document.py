@@ -186,6 +186,7 @@ def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) ->
     ]
 
 
+@pytest.mark.processes
 def test_a_small_file_is_read_although_memory_is_short(files: Files) -> None:
     files.write(b"enable_cuda_mps: true\n")
 
