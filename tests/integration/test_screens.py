@@ -67,13 +67,19 @@ def shown(text: str, rows: int) -> list[str]:
     return [*lines, *[""] * (rows - 1 - len(lines)), FOOT]
 
 
+def watch_until(screen: Tmux, text: str, rows: int, command: str = TOP) -> None:
+    """Begin it, and wait for this screen: a line of it may be there before those below it."""
+    watch(screen, command)
+    eventually(lambda: timeless(screen.lines()) == shown(text, rows), "the screen")
+
+
 def test_at_80_x_24_everything_is_on_one_screen(screen: Tmux) -> None:
-    assert timeless(watch(screen)) == shown(SCREEN_80, 24)
+    watch_until(screen, SCREEN_80, 24)
 
 
 def test_at_120_x_40_there_is_room_for_more(screen: Tmux) -> None:
     screen.resize(120, 40)
-    assert timeless(watch(screen)) == shown(SCREEN_120, 40)
+    watch_until(screen, SCREEN_120, 40)
 
 
 def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None:
@@ -100,7 +106,7 @@ def test_the_status_is_one_screen_with_what_is_wrong_in_sight(screen: Tmux, rows
 @pytest.mark.parametrize("term", ["vt100", "linux", "xterm-256color"])
 def test_it_is_the_same_whatever_the_terminal_is_called(host: ServerHost, term: str) -> None:
     with terminal(host, term) as screen:
-        assert timeless(watch(screen)) == shown(SCREEN_80, 24)
+        watch_until(screen, SCREEN_80, 24)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(60, 16), (40, 10), (20, 6), (8, 3), (1, 1)])
@@ -291,9 +297,8 @@ def test_there_are_colours_and_none_with_no_color_set(screen: Tmux) -> None:
     screen.type("q")
     screen.wait_without("mallory")
     screen.wait_prompt()
-    watch(screen, f"NO_COLOR=1 {TOP}")
+    watch_until(screen, SCREEN_80, 24, f"NO_COLOR=1 {TOP}")
     assert not any("\x1b[" in line for line in screen.lines(styled=True))
-    assert timeless(screen.lines()) == shown(SCREEN_80, 24)
 
 
 def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
