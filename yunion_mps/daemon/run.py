@@ -13,10 +13,11 @@ from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
-from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec, take_lock
+from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
+from yunion_mps.host.lock import take_lock
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener

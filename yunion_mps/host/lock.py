@@ -1,0 +1,64 @@
+"""The lock that ensures a single daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.paths import Paths
+
+#: How long the last child of a daemon that has ended may take until exec.
+_LOAD_TIMEOUT_S = 2.0
+
+
+def take_lock(paths: Paths) -> int:
+    """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon.
+
+    If a daemon was killed while it started a program, that child holds the lock until exec (execve(2),
+    FD_CLOEXEC), which this function waits for.
+    """
+    descriptor = _open(paths)
+    end_s = time.monotonic() + _LOAD_TIMEOUT_S
+    while not _locked(descriptor):
+        pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        if pid.isdigit() and started_ticks(int(pid)) is None and time.monotonic() < end_s:
+            time.sleep(0.001)
+            continue
+        os.close(descriptor)
+        raise HostError(
+            f"another yunion-mps-daemon is already running (PID {pid})",
+            "check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
+        )
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _open(paths: Paths) -> int:
+    """Open the file with access only for us: any process that can open it can keep us from starting."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
+        descriptor = os.open(paths.lock, flags, 0o600)
+    except OSError as error:
+        hint = f"run as root, and check it: ls -ld {paths.lock}"
+        raise HostError(f"{paths.lock} cannot be opened: {error.strerror}", hint) from None
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        hint = f"check it (ls -l {paths.lock}), and remove it"
+        raise HostError(f"{paths.lock} was not created by yunion-mps", hint)
+    os.fchmod(descriptor, 0o600)  # an older one may be open to others
+    return descriptor
