@@ -45,7 +45,13 @@ def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if caller.uid != uid and not is_privileged(caller.uid):
         raise NotAllowedError(f"PID {pid} belongs to another user", "only root can take a lease for it")
-    owner = caller.owner if binding == "container" else Owner(uid, job_unit_of(pid) or "")
+    if binding == "container":
+        owner = caller.owner
+    else:
+        unit = job_unit_of(pid)
+        if unit is None:
+            raise NotFoundError(f"PID {pid} has ended", "")
+        owner = Owner(uid, unit)
     if caller.uid != 0 and owner.unit != caller.owner.unit:
         raise NotAllowedError(
             f"PID {pid} belongs to another systemd unit", "only root can take a lease for it"
