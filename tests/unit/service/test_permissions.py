@@ -19,7 +19,7 @@ def test_the_holder_is_the_process_and_its_user_the_owner() -> None:
 
 
 def test_a_process_of_another_user_is_refused() -> None:
-    with pytest.raises(NotAllowedError, match="is another user's"):
+    with pytest.raises(NotAllowedError, match="belongs to another user"):
         process_holder(Caller(ALICE, 1, ""), "process", os.getpid())
 
 
