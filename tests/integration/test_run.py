@@ -35,13 +35,12 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
 ) -> None:
     daemon = make_daemon(make_host()).start().wait_ready()
     why = "no budget is enforced on GPU 00:06.0 (Tesla P40), which is older than Volta"
-    ways = "--allow-unlimited (in Python: enforced=False)"
     for option in ("--dry-run", "--print-env", "--wait", "--"):
         done = run(daemon.host, option, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "false\n" if option == "--print-env" else "")
         assert done.stderr.splitlines() == [
             f"yunion-mps: {why}: a command could use all of the memory",
-            f"yunion-mps: use it anyway: {ways}",
+            "yunion-mps: use it anyway: --allow-unlimited",
         ]
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = (
@@ -51,7 +50,9 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
     status, lease = daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
     assert (status, lease["budget_enforced"]) == (201, False), "the API tells, and leaves it to who asks"
-    assert daemon.ask("POST", "/v1/leases", "enforced=true")[0] == 409
+    status, problem = daemon.ask("POST", "/v1/leases", "enforced=true")
+    assert (status, problem["code"]) == (409, "budget_not_enforced")
+    assert problem["hint"] == "to use it anyway, request it with enforced: false"
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 2}, {"kind": "tesla-p40"})
@@ -76,6 +77,7 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon
         5,
         "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
     )
+    assert done.stderr.endswith("; use a GPU that does not enforce budgets: --allow-unlimited\n")
     assert run(host, *any_gpu).stdout == "00:06.0-0\n"
     assert "GPU 00:08.0 (Tesla P40)" in run(host, "--gpu", "00:08.0", "true").stderr
     for job in jobs:
@@ -102,6 +104,34 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         done = run(ready_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "")
         assert name in done.stderr
+
+
+@pytest.mark.gpus({"kind": "v100"}, {"kind": "tesla-p40"})
+def test_what_cannot_be_granted_is_not_run_without_limits_instead(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    jobs = [start(host) for _ in range(4)]
+    for exit_status, options in (
+        (5, ["--device", "00:06.0-0"]),
+        (5, ["--gpu", "00:06.0"]),
+        (1, ["--count", "20"]),
+        (1, ["--gpu-mem", "2GiB"]),
+        (1, ["--count", "2", "--gpu", "00:07.0"]),
+    ):
+        done = run(host, "--allow-unlimited", *options, "echo", "ran")
+        assert (done.returncode, done.stdout) == (exit_status, ""), options
+    for job in jobs:
+        job.communicate()
+
+
+def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) -> None:
+    daemon.configure(enable_cuda_mps=False)
+    daemon.start().wait_ready()
+    done = run(daemon.host, "true")
+    assert (done.returncode, "MPS is disabled" in done.stderr) == (1, True)
+    assert daemon.ask("POST", "/v1/leases", "")[1]["code"] == "disabled"
+    done = run(daemon.host, "--allow-unlimited", "echo", "ran")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "echo runs without limits: MPS is disabled" in done.stderr
 
 
 @pytest.mark.parametrize(

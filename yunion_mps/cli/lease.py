@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,8 +30,10 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
+from yunion_mps.client.acquire import preview
 from yunion_mps.client.acquire import take as take_from
 from yunion_mps.client.transport import BlockingTransport, run_blocking
+from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_LEASE,
@@ -42,6 +45,7 @@ from yunion_mps.http.operations import (
     NAME,
     RENEW_LEASE,
 )
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NOTHING_FREE
 from yunion_mps.units import mebibytes
 
 if TYPE_CHECKING:
@@ -181,7 +185,31 @@ def _memory(text: str) -> int:
 
 def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
-    return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, say))
+    with hints_of_options(wanted, wait_s):
+        return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, say))
+
+
+@contextlib.contextmanager
+def hints_of_options(wanted: Mapping[str, Any], wait_s: int = 0) -> Iterator[None]:
+    """Add to the hint of a refusal the options that would help, which the daemon does not know."""
+    try:
+        yield
+    except YunionError as error:
+        if error.code == BUDGET_NOT_ENFORCED:
+            error.hint = "use it anyway: --allow-unlimited"
+        elif error.code == NOTHING_FREE:
+            hints = [] if wait_s else ["wait for it: --wait"]
+            hints.append(error.hint)
+            if wanted.get("enforced") and _is_free({**wanted, "enforced": None}):
+                hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
+            error.hint = "; ".join(hints)
+        raise
+
+
+def _is_free(wanted: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(YunionError):
+        return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
+    return False
 
 
 def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:

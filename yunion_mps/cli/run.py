@@ -14,19 +14,31 @@ import click
 from click.core import ParameterSource
 
 from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
-from yunion_mps.cli.lease import BUDGET_VARIABLES, RequestCommand, request_options, take, warn_of_limits
+from yunion_mps.cli.lease import (
+    BUDGET_VARIABLES,
+    RequestCommand,
+    hints_of_options,
+    request_options,
+    take,
+    warn_of_limits,
+)
 from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.acquire import preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_DEVICE
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+#: Why `--allow-unlimited` starts a command without a device: this host's MPS does not serve. That all devices
+#: are leased, or that the request is wrong, is no such reason: the command would take others' memory.
+_NOT_SERVED = (DAEMON_UNREACHABLE, DISABLED, CONTROL_DAEMON_SILENT)
 
 #: The formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
@@ -84,8 +96,9 @@ def run(
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
-    device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta.
-    On such a device, or without one, it is started only with --allow-unlimited.
+    device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta. Such
+    a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if MPS is disabled or
+    cannot be reached.
 
     COMMAND replaces the calling process, so signals, exit status, terminal and process group are its own.
     YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
@@ -125,7 +138,7 @@ def run(
     try:
         environment.update(_environment_of_lease(wanted, wait_s))
     except YunionError as error:
-        if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name asks for a device
+        if not allow_unlimited or error.code not in _NOT_SERVED:
             raise
         say(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
@@ -149,7 +162,7 @@ def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str
 def _show(wanted: Mapping[str, Any], output: str) -> None:
     """Print the environment that COMMAND would have in this format, or a summary if it is empty."""
     refuse_closed_output()
-    with _failing_reader(output):
+    with _failing_reader(output), hints_of_options(wanted):
         lease = run_blocking(preview(BlockingTransport(daemon()), wanted))
         if output:
             show_environment(lease["environment"], output)

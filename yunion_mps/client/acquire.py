@@ -20,6 +20,7 @@ from yunion_mps.errors import (
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import END_LEASE, TAKE_LEASE
 from yunion_mps.http.parameters import Value
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -158,4 +159,4 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
         hint = "see: yunion-mps doctor"
         if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
             hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"
-        raise HostError(what, hint)
+        raise HostError(what, hint, CONTROL_DAEMON_SILENT)

@@ -16,8 +16,8 @@ from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device, units_for
 from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED
 
-UNENFORCED_HINT = "use it anyway: --allow-unlimited (in Python: enforced=False)"
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
 
@@ -58,10 +58,11 @@ class Candidates(NamedTuple):
         return why_not_honoured(devices, self.domains[devices[0].domain])
 
     def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
-        """The environment of a process with the devices; raises HostError if MPS would not honour it."""
+        """The environment for a process with the devices; raises InfeasibleError if MPS would ignore it."""
         if len({device.domain for device in devices}) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
-            raise HostError("these devices have different control daemons; a process can use only one", hint)
+            what = "these devices have different control daemons; a process can use only one"
+            raise InfeasibleError(what, hint)
         domain = self.domains[devices[0].domain]
         if ALL in request.devices:
             return whole_environment(devices, domain)
@@ -69,7 +70,7 @@ class Candidates(NamedTuple):
         if why:
             more = f"cuda_mps_combine: {len(devices)}"
             hint = f"request them on different GPUs (--across), or set {more} in host.conf"
-            raise HostError(f"{len(devices)} devices cannot form one budget: {why}", hint)
+            raise InfeasibleError(f"{len(devices)} devices cannot form one budget: {why}", hint)
         return client_environment(devices, domain)
 
 
@@ -131,8 +132,8 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise InfeasibleError if the request could not be satisfied if everything were free and served.
 
-    Raises HostError if only GPUs without enforced budgets could satisfy it, or only devices that cannot be
-    combined into one budget.
+    That includes devices that cannot be combined into one budget. Raises HostError if only GPUs without
+    enforced budgets could satisfy it.
     """
     pools = _matching_pools(request, candidates)
     if Allocator(Ledger()).from_pools(request, [one._replace(reason="") for one in pools], candidates):
@@ -145,7 +146,8 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     if request.enforced:
         anywhere = request._replace(enforced=False)
         refuse_infeasible(anywhere, candidates)
-        raise HostError(_unenforced(anywhere, candidates), UNENFORCED_HINT)
+        hint = "to use it anyway, request it with enforced: false"
+        raise HostError(_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
     there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
@@ -168,7 +170,7 @@ def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
     for devices in groups:
         try:
             candidates.environment(request, devices)
-        except HostError as error:
+        except InfeasibleError as error:
             refusal = error
         else:
             return
@@ -187,8 +189,6 @@ class Allocator:
         request: LeaseRequest,
         candidates: Candidates,
         reserved: Reservation = NO_RESERVATION,
-        *,
-        has_waited: bool = False,
     ) -> tuple[Device, ...]:
         """The devices that satisfy the request now; raises NothingFreeError with the reason if none do."""
         made = self.from_pools(request, _matching_pools(request, candidates), candidates, reserved)
@@ -203,8 +203,7 @@ class Allocator:
             placed = _place(request, by_gpu, candidates)
         if placed:
             return placed
-        why = self._why_not(request, candidates, matching, by_gpu, reserved, has_waited=has_waited)
-        raise NothingFreeError(*why)
+        raise NothingFreeError(*self._why_not(request, candidates, matching, by_gpu, reserved))
 
     def reserve(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
@@ -284,8 +283,6 @@ class Allocator:
         matching: Sequence[Candidate],
         by_gpu: Mapping[str, Sequence[Device]],
         reserved: Reservation,
-        *,
-        has_waited: bool,
     ) -> tuple[str, str]:
         """The error message and its hint."""
         pools = _matching_pools(request, candidates)
@@ -297,7 +294,7 @@ class Allocator:
         waits = self.ledger.lease_waits([one.device for one in candidates.devices]).values()
         able = {one.device.id for one in matching if not one.reason}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
-        used = len(ids & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
+        used = len(able & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
         free = sum(map(len, by_gpu.values()))
         parts = [
             f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
@@ -312,7 +309,7 @@ class Allocator:
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
             parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
-        hint = ("" if has_waited else "wait for it: --wait; ") + "see who holds them: yunion-mps who"
+        hint = "see who holds them: yunion-mps who"
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint

@@ -30,6 +30,7 @@ from yunion_mps.leases.request import (
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import DISABLED, hint_of
 from yunion_mps.service.json_values import holder_text, lease_json, queued_json
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
@@ -240,7 +241,7 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the answer.
                 await asyncio.wait({answer}, timeout=wait_s)
             if not answer.done():
-                raise self._why_not(queued, has_waited=wait_s > 0)
+                raise self._why_not(queued)
             return answer.result()
         except asyncio.CancelledError:
             is_granted = answer.done() and not answer.cancelled() and not answer.exception()
@@ -265,7 +266,10 @@ class LeaseService:
         return self._known
 
     def _feasible(self, request: LeaseRequest) -> LeaseRequest:
-        """The request with its names resolved; raises YunionError if it is infeasible."""
+        """The request with its names resolved; raises YunionError if it is infeasible, or MPS is disabled."""
+        notice = self._supervisor.snapshot().notice
+        if notice.code == DISABLED:
+            raise HostError(notice, hint_of(DISABLED), DISABLED)
         devices, gpu = request.devices, request.gpu
         if devices and ALL not in devices:
             found = [self._queries.device(one.removeprefix("0000:"))["addr"] for one in devices]
@@ -300,11 +304,11 @@ class LeaseService:
                 self.queue.requests.remove(queued)
                 self._answers[queued.position].set_exception(refusal)
 
-    def _why_not(self, queued: QueuedRequest, *, has_waited: bool) -> YunionError:
+    def _why_not(self, queued: QueuedRequest) -> YunionError:
         candidates = self._candidates()
         try:
             reserved = self.queue.reserved(candidates, excluding=queued)
-            self._allocator.choose(queued.request, candidates, reserved, has_waited=has_waited)
+            self._allocator.choose(queued.request, candidates, reserved)
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")

@@ -100,11 +100,9 @@ class Watched(Allocator):
         request: LeaseRequest,
         candidates: Candidates,
         reserved: Reservation = NO_RESERVATION,
-        *,
-        has_waited: bool = False,
     ) -> tuple[Device, ...]:
         self.searches.append(request)
-        return super().choose(request, candidates, reserved, has_waited=has_waited)
+        return super().choose(request, candidates, reserved)
 
 
 def test_hundreds_of_different_requests_cost_no_search_each() -> None:
