@@ -105,6 +105,8 @@ def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: D
         assert status == 201
         status, again = connection.ask("POST", *request)
         assert (status, again["id"]) == (200, lease["id"])
+        status, problem = connection.ask("POST", "/v1/leases", f"{request[1]}&count=2&across=true")
+        assert (status, problem["code"]) == (409, "lease_exists")
         restart(ready_daemon)
         connection.close()
         assert connection.ask("POST", *request)[1]["id"] == lease["id"]

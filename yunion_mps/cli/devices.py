@@ -118,7 +118,7 @@ _UP_TO = Number(0, MAX_LIMIT)
     metavar="GPU",
     help="Show only devices of this GPU: an address, a UUID or a unique prefix of either.",
 )
-@click.option("--free", is_flag=True, help="Show only devices that yunion-mps run could get now.")
+@click.option("--free", is_flag=True, help="Show only devices that can be leased now.")
 @wide_output_option
 def list_devices(gpu: str | None, free: bool, output: str) -> None:
     """List the devices of this host, and the lease holder of each.
@@ -206,7 +206,7 @@ def _on(value: bool | None) -> str | None:
     metavar="N",
     help="Show only devices of GPUs on this NUMA node; -1 selects GPUs without one.",
 )
-@click.option("--unused", is_flag=True, help="Show only devices that yunion-mps run could get now.")
+@click.option("--unused", is_flag=True, help="Show only devices that can be leased now.")
 @output_option
 def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: Any) -> None:
     """List the devices of this host in the format of the Cloudpods command of the same name.

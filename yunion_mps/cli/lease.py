@@ -249,9 +249,13 @@ def lease_group() -> None:
 def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
+    Unlike yunion-mps run, this also leases devices of GPUs that do not enforce budgets, with a warning, if no
+    others are free.
+
     \b
     Examples:
-      yunion-mps lease take job-17 --ttl 1h --count 2
+      yunion-mps lease take job-17 --ttl 1h
+      yunion-mps lease take job-18 --ttl 1h --count 2 --across
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(

@@ -63,7 +63,8 @@ def status(exit_code: bool, output: str) -> None:
     (enable_cuda_mps is false). Warnings do not change it.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
-    yunion-mps run could get it; and pending if it waits for leases of an earlier division of its GPU to end.
+    it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. On a GPU
+    that does not enforce budgets, yunion-mps run uses a free device only with --allow-unlimited.
 
     \b
     Examples:
@@ -104,6 +105,9 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
         clients += f", {count(status['outside_mps'], 'process', 'processes')} outside MPS"
     up = age_of(status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
+    unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
+    unenforced = sum(one.is_spare and one.gpu in unenforced_gpus for one in host.holdings)
+    free += f" ({unenforced} without enforced budgets)" if unenforced else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
     lines = [f"State:    {status['state']}"]

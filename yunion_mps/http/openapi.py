@@ -70,7 +70,10 @@ def document() -> dict[str, object]:
             example = schemas[operation.answer]["examples"][0]
             content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
         answer: dict[str, Any] = {"description": f"{operation.summary}.", "content": content}
-        answers = {"200": answer, **({"201": {**answer, "headers": _LOCATION}} if operation.creates else {})}
+        answers = {"200": answer}
+        if operation.creates:
+            answers["201"] = {**answer, "description": "It is new.", "headers": _LOCATION}
+            answer["description"] = "It exists already, from the same request, or was only to be shown."
         if operation.watchable:
             answer["headers"] = _ETAG
             answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}

@@ -87,7 +87,7 @@ class Ledger:
                 hint = f"release it: yunion-mps lease release {holder.name}; or use another name"
                 raise HostError(what, hint, LEASE_EXISTS)
             if idempotency_key and lease.idempotency_key == idempotency_key:
-                what = f"this idempotency key already belongs to a lease of another holder: {lease.id}"
+                what = f"this idempotency key already belongs to a lease from a different request: {lease.id}"
                 raise HostError(what, "use a new idempotency key for another lease", LEASE_EXISTS)
 
     def free_by_gpu(

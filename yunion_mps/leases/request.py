@@ -78,13 +78,12 @@ class QueuedRequest(NamedTuple):
     def is_answered_by(self, lease: Lease) -> bool:
         """Whether the lease was granted for this request, or for another attempt of it.
 
-        Requests are the same if they have the same idempotency key, or the same named holder and content.
+        Requests are the same if they have the same content, and the same idempotency key or named holder.
         """
         holder, other = self.holder, lease.holder
         is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
-        if is_named and lease.request == self.sent:
-            return True
-        return holder == other and self.idempotency_key == lease.idempotency_key != ""
+        is_retry = holder == other and self.idempotency_key == lease.idempotency_key != ""
+        return lease.request == self.sent and bool(is_named or is_retry)
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:

@@ -40,7 +40,7 @@ host    ready  4242         0     1  5760 MiB, 25 %  /tmp/nvidia-mps/pipe
 HEALTHY = f"""\
 State:    ready
 {NOT_ENFORCED}\
-Devices:  4 of 4 available, 1 used, 3 free
+Devices:  4 of 4 available, 1 used, 3 free (3 without enforced budgets)
 Leases:   0; 1 MPS client
 {WHERE}{GPU.format(use=1, free=3, mib=512, title="MEMORY USED", width=15)}{DOMAIN}"""
 BUSY = f"""\
@@ -50,7 +50,7 @@ Hint:     ask its owner, or terminate it: yunion-mps terminate 4260
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
-Devices:  4 of 4 available, 3 used, 1 free
+Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
 Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 

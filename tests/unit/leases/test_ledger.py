@@ -68,7 +68,7 @@ def test_every_change_is_a_new_version() -> None:
 
 NIGHT = Holder("name", 1000, name="night")
 LEASES = [
-    lease("a", device(0, 0))._replace(idempotency_key="a-request-of-1000"),
+    lease("a", device(0, 0))._replace(idempotency_key="a-request-of-1000", request="[]"),
     lease("b", device(0, 1))._replace(holder=NIGHT, request="[]"),
     lease("c", device(0, 2)),
 ]
@@ -79,6 +79,7 @@ def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
         return Ledger(LEASES).repeated(QueuedRequest(LeaseRequest(), holder, key, sent=sent))
 
     assert repeated(HOLDER, "a-request-of-1000") is LEASES[0]
+    assert repeated(HOLDER, "a-request-of-1000", "[2]") is None
     assert repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
     assert repeated(HOLDER, "another-request") is None
     assert repeated(HOLDER, "") is None, "without a key, a process has another lease"
@@ -93,7 +94,7 @@ def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
         (
             HOLDER._replace(pid=1),
             "a-request-of-1000",
-            "this idempotency key already belongs to a lease of another holder: a",
+            "this idempotency key already belongs to a lease from a different request: a",
         ),
     ],
 )
