@@ -61,10 +61,9 @@ class ConfigError(YunionError):
     code = reasons.INVALID_CONFIGURATION
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__(
-            "\n".join(str(problem) for problem in problems),
-            "correct the lines above, then check them: yunion-mps config check",
-        )
+        fix = "fix these lines, " if any(problem.line is not None for problem in problems) else ""
+        message = "\n".join(str(problem) for problem in problems)
+        super().__init__(message, f"{fix}then run: yunion-mps config check")
         self.problems = tuple(problems)
 
 

@@ -38,6 +38,8 @@ def main(number: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or not sys.argv[1].isdecimal():
+        sys.exit("usage: llm_servers.py NUMBER COMMAND [ARG]...")
     try:
         sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
     except YunionError as error:

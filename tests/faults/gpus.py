@@ -69,7 +69,7 @@ def fatal_xid(scene: Scene) -> None:
     hear_events(scene)
     scene.strike(lambda: scene.host.gpus[0].xid(48))
     scene.unavailable()
-    scene.is_told("nvidia-smi --gpu-reset")
+    scene.is_told("XID 48 (double bit ECC error)")
 
     def mend() -> None:
         assert scene.daemon.ask("POST", "/v1/reload")[0] == 200

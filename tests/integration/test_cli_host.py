@@ -20,7 +20,7 @@ UUID = "[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
 HEADER = "ID,Dev_type,Model,Addr,Vendor_device_id,Host_id,numa_node,Device_path,PCIE_Info,Index,Device_minor"
-CONFIG_HINT = "yunion-mps: correct the lines above, then check them: yunion-mps config check\n"
+CONFIG_HINT = "yunion-mps: fix these lines, then run: yunion-mps config check\n"
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,9 @@ def test_without_a_file_the_configuration_is_bad(make_host: MakeHost, command: s
     code, words = failed(host, "config", command)
     assert code == 6
     assert words == (
-        f"yunion-mps: {missing}: cannot be read (No such file or directory): create it; "
-        "the package's documentation has an example\n" + CONFIG_HINT
+        f"yunion-mps: {missing}: cannot be read (No such file or directory): "
+        f"copy the example: cp /usr/share/yunion-mps/host.conf {missing}\n"
+        "yunion-mps: then run: yunion-mps config check\n"
     )
 
 

@@ -109,7 +109,7 @@ def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_i
     ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("These jobs would be ended:\n")
+    assert done.stderr.startswith("These jobs will be ended:\n")
     assert re.search(rf"^ *{job.pid}  root ", done.stderr, re.MULTILINE)
     assert limits(ready) == [11520]
     eventually(lambda: not stand_ins.servers(), "the server's end")
@@ -128,7 +128,7 @@ def test_a_client_is_listed_with_its_device_and_ended_safely(
     assert out.endswith("its MPS server disconnected it; ended by SIGTERM\n")
     eventually(lambda: not is_running(job.pid), "its end")
     assert len(rows(printed(ready.host, "who", "--clients", "-o", "csv"))) == 1
-    assert "requested by uid 0" in printed(ready.host, "events", "--kind", "client")
+    assert "requested by root" in printed(ready.host, "events", "--kind", "client")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

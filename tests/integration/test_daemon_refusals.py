@@ -65,7 +65,7 @@ def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) ->
     lines = refused(daemon, 6)
     conf = daemon.host.root / "etc/yunion/host.conf"
     assert [line.split(": ")[0] for line in lines[:-1]] == [f"<3>{conf}:2", f"<3>{conf}:3", f"<3>{devices}:4"]
-    assert lines[-1] == "<3>correct the lines above, then check them: yunion-mps config check"
+    assert lines[-1] == "<3>fix these lines, then run: yunion-mps config check"
 
 
 def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) -> None:

@@ -225,7 +225,7 @@ def test_devices_across_gpus_have_a_limit_each(make_host: MakeHost, make_daemon:
     refused = run(host, "--count", "2", "true")
     assert refused.returncode == 1
     assert refused.stderr.startswith(
-        "yunion-mps: 2 devices cannot form one budget: its control daemon limits each"
+        "yunion-mps: 2 devices cannot form one budget: the control daemon limits each"
     )
     assert given(daemon) == []
 

@@ -222,7 +222,7 @@ def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daem
 
 def test_several_devices_that_can_never_be_had_are_refused_at_once(ready_daemon: Daemon) -> None:
     jobs = [start(ready_daemon.host) for _ in ADDRESSES]
-    most = "its control daemon limits each process to 4096 MiB"
+    most = "the control daemon limits each process to 4096 MiB"
     for count, why in (
         ("2", f"2 devices cannot form one budget: {most}"),
         (

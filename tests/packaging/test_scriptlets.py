@@ -16,7 +16,7 @@ from .conftest import ROOT, Host
 NAMES = ("host.conf", "host_container_device.yml")
 SPEC = ROOT / "packaging/rpm/yunion-mps-daemon.spec"
 CLOUDPODS = "hypervisor: kvm\nadmin_password: secret\nenable_cuda_mps: true\n"
-REFUSED = "<3>/etc/yunion/host.conf:5: enable_cuda_mps is 3\n<3>correct the lines above"
+REFUSED = "<3>/etc/yunion/host.conf:5: enable_cuda_mps is 3\n<3>fix these lines"
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,12 @@ def test_a_bad_configuration_carries_every_problem_and_a_hint() -> None:
     error = ConfigError(problems)
     assert error.problems == tuple(problems)
     assert error.message == str(error) == "a:1: b: c\nd: e: f"
-    assert error.hint == "correct the lines above, then check them: yunion-mps config check"
+    assert error.hint == "fix these lines, then run: yunion-mps config check"
+
+
+def test_the_hint_for_a_missing_file_speaks_of_no_lines() -> None:
+    error = ConfigError([Problem("a", None, "cannot be read", "copy the example")])
+    assert error.hint == "then run: yunion-mps config check"
 
 
 @pytest.mark.parametrize(

@@ -233,4 +233,4 @@ def refuse_unattended(yes: bool) -> None:
 def confirm(question: str, yes: bool) -> None:
     """Go on if the answer is yes; raises YunionError otherwise."""
     if not yes and not click.confirm(question, err=True):
-        raise YunionError("cancelled: nothing was changed, and no job was ended", "answer y to continue")
+        raise YunionError("cancelled: nothing was changed, and no job was ended")

@@ -292,7 +292,7 @@ def list_leases(output: str) -> None:
 def show_lease(lease: str, output: str) -> None:
     """Show one lease and the environment of its job. LEASE is its name, its id, or a unique prefix of the id.
 
-    A name finds only your own leases.
+    A prefix needs at least 8 characters. A name finds only your own leases.
 
     \b
     Examples:
@@ -311,7 +311,8 @@ def show_lease(lease: str, output: str) -> None:
 def renew_lease(lease: str, output: str) -> None:
     """Renew a lease: its time to live starts again. LEASE is its name, its id, or a unique prefix of the id.
 
-    A name finds only your own leases. Root may renew any lease by its id.
+    A prefix needs at least 8 characters. A name finds only your own leases. Root may renew any lease by its
+    id.
 
     \b
     Examples:
@@ -330,8 +331,8 @@ def renew_lease(lease: str, output: str) -> None:
 def release_lease(lease: str, output: str) -> None:
     """End a lease. LEASE is its name, its id, or a unique prefix of the id.
 
-    A name finds only your own leases. Root may end any lease by its id. A process that still uses the devices
-    keeps running.
+    A prefix needs at least 8 characters. A name finds only your own leases. Root may end any lease by its
+    id. A process that still uses the devices keeps running.
 
     \b
     Examples:

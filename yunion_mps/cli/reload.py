@@ -136,14 +136,15 @@ def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
 
 
 def _confirm_end_of_jobs(yes: bool) -> None:
-    """Say which jobs `--now` would end, and go on if that is confirmed; raises YunionError otherwise."""
+    """Say which jobs `--now` ends, and go on if that is confirmed; raises YunionError otherwise."""
     would_end = _would_end(call(GET_PLAN), call(GET_STATUS))
     if would_end is None:
         return
     answer = call(GET_CLIENTS)
     clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
-        click.echo(f"These jobs would be ended:\n{clients_table(clients)}", nl=False, err=True)
+        verb = "will" if yes else "would"
+        click.echo(f"These jobs {verb} be ended:\n{clients_table(clients)}", nl=False, err=True)
     for error in answer["errors"]:
         say(f"not all clients are known: {error}")
     if clients or answer["errors"]:

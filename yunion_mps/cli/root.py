@@ -78,6 +78,12 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 """
 
 
+#: How alike two words must be for one to be offered for the other: `clients` is not `events`.
+_CLOSE = 0.7
+#: What former commands have become.
+_MOVED = {"clients": "who --clients"}
+
+
 class SuggestingGroup(click.Group):
     """As click's group, with the commands in the order of their definition, and the nearest one in the error.
 
@@ -105,7 +111,8 @@ class SuggestingGroup(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            moved = [_MOVED[args[0]]] if args[0] in _MOVED else []
+            near = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=_CLOSE)
             error.message += f" Did you mean {near[0]}?" if near else ""
             raise
 
@@ -243,7 +250,14 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
     """Click's words for it, in one line, and the help of the command that it met."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else _PROGRAM
-    found = YunionError(cell(" ".join(error.format_message().split())), f"see: {path} --help")
+    if isinstance(error, click.NoSuchOption):
+        from difflib import get_close_matches
+
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
+        message = f"{error.message}." + (f" Did you mean {near[0]}?" if near else "")
+    else:
+        message = error.format_message()
+    found = YunionError(cell(" ".join(message.split())), f"see: {path} --help")
     found.exit_code = error.exit_code
     return found
 

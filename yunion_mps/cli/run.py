@@ -83,7 +83,10 @@ class EngineCommand(RequestCommand):
 @click.option("--docker", is_flag=True, help='Run a container: COMMAND is what follows "docker run".')
 @click.option("--allow-unlimited", is_flag=True, help="Run COMMAND even if nothing enforces its budget.")
 @click.option("--dry-run", is_flag=True, help="Only print which device COMMAND would get.")
-@click.option("--print-env", is_flag=True, help="Only print the environment that COMMAND would get.")
+@click.option(
+    "--print-env", is_flag=True,
+    help="Only print the environment that COMMAND would get; takes no lease.",
+)  # fmt: skip
 @style_option
 @click.pass_context
 @click.argument(
@@ -107,7 +110,8 @@ def run(
     command. The device is leased until the container ends, even with -d.
 
     If no device is free, run exits with 5; with --wait, it waits in a queue, first come, first served. If the
-    request could not be satisfied even on an idle host, it exits with 1.
+    request could not be satisfied even on an idle host, it exits with 1. If COMMAND does not exist, run exits
+    with 127; if it cannot be executed, with 126.
 
     \b
     Examples:
@@ -115,7 +119,6 @@ def run(
       yunion-mps run --wait=10m --gpu 00:06.0 -- ./simulate --steps 100
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
       yunion-mps run --podman -- --rm IMAGE python train.py
-      eval "$(yunion-mps run --print-env)" && python train.py
     """
     if podman and docker:
         raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")

@@ -75,7 +75,9 @@ def whole_seconds(wait_s: float) -> int:
     """The time to wait in whole seconds, rounded up and at most the API's; raises YunionError."""
     if not isinstance(wait_s, (int, float)) or math.isnan(wait_s):
         raise _invalid(f"wait_s: {wait_s!r} is not a number", "write seconds, or math.inf")
-    return MAX_WAIT_S if wait_s >= MAX_WAIT_S else max(0, math.ceil(wait_s))
+    if wait_s < 0:
+        raise _invalid(f"wait_s: {wait_s!r} is negative", "write seconds, or math.inf")
+    return MAX_WAIT_S if wait_s >= MAX_WAIT_S else math.ceil(wait_s)
 
 
 def format_since(since: datetime | timedelta | None) -> str | None:

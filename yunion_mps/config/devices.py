@@ -88,7 +88,7 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def read(self) -> DeviceFile:
-        nodes = self._file_nodes(read_document(self._file))
+        nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
         items = self._items(nodes)
         found = DeviceFile()
         if "gpu_memory_unit" in nodes:
@@ -107,7 +107,9 @@ class _Reader:
     def _file_nodes(self, root: Node | None) -> Nodes:
         """The file's keys; those that are not nearly ours are left alone."""
         if root is None:
-            raise FileProblemError(self._problem(None, "is empty", "to divide no GPU, write devices: []"))
+            hint = "write devices: [] to divide every GPU into cuda_mps_replicas devices"
+            hint += ", or enable_cuda_mps: false in host.conf to divide none"
+            raise FileProblemError(self._problem(None, "is empty", hint))
         if not isinstance(root, yaml.MappingNode):
             what = f"contains {written(root)}, not a mapping"
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))

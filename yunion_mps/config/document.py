@@ -22,6 +22,9 @@ _MAX_NUMBER = 64
 
 #: The C parser if PyYAML was built with it (8 times as fast), else the one in Python.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: Where the packages install the examples of both files.
+_EXAMPLES = "/usr/share/yunion-mps"
+
 _construct = yaml.constructor.SafeConstructor()
 
 Node = yaml.nodes.Node
@@ -37,9 +40,12 @@ class FileProblemError(Exception):
         self.problem = problem
 
 
-def read_document(path: str) -> Node | None:
-    """Return the root of the YAML file `path`, None when it holds nothing; raises FileProblemError."""
-    text = _read(path)
+def read_document(path: str, example: str) -> Node | None:
+    """Return the root of the YAML file `path`, None when it holds nothing; raises FileProblemError.
+
+    `example` is the name of the package's example of such a file.
+    """
+    text = _read(path, example)
     try:
         _check_bounds(path, text)
         root = yaml.compose(text, Loader=_Loader)
@@ -129,14 +135,14 @@ def _problem(path: str, line: int | None, what: str, hint: str) -> FileProblemEr
     return FileProblemError(Problem(path, line, what, hint))
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, example: str) -> bytes:
     """The file's bytes. Opened without waiting, so that a FIFO in its place cannot hang us."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         hint = "make it readable: chmod 0644, and its directory 0755"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            hint = "create it; the package's documentation has an example"
+            hint = f"copy the example: cp {_EXAMPLES}/{example} {path}"
         raise _problem(path, None, f"cannot be read ({error.strerror})", hint) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

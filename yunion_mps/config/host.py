@@ -118,7 +118,7 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
     sources = {name: Source("default", None) for name in KEYS}
     problems: list[Problem] = []
     try:
-        root = _mapping(file, read_document(file))
+        root = _mapping(file, read_document(file, "host.conf"))
     except FileProblemError as error:
         return values, sources, [error.problem]
     # The override comes first, because it bounds another key.

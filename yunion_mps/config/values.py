@@ -71,7 +71,8 @@ def whole_number(lowest: int, highest: int) -> Kind:
 
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
-        hint = f"write a whole number from {lowest} to {highest}, without quotes"
+        quotes = ", without quotes" if isinstance(value, str) else ""
+        hint = f"write a whole number from {lowest} to {highest}{quotes}"
         if not isinstance(value, int) or isinstance(value, bool):
             raise WrongValueError(key, node, "not a whole number", hint)
         if not lowest <= value <= highest:
@@ -87,7 +88,8 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
     def kind(key: str, node: Node) -> float:
         value = value_of(node)
         some = "one decimal" if decimals == 1 else f"{decimals} decimals"
-        hint = f"write a number from {lowest:g} to {highest:g}, with at most {some} and without quotes"
+        quotes = " and without quotes" if isinstance(value, str) else ""
+        hint = f"write a number from {lowest:g} to {highest:g}, with at most {some}{quotes}"
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise WrongValueError(key, node, "not a number", hint)
         if not lowest <= value <= highest:
@@ -122,8 +124,10 @@ def one_of(*choices: str) -> Kind:
         value = value_of(node)
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
-            hint = f"write {near}" if near else f"write one of {', '.join(choices)}"
-            raise WrongValueError(key, node, f"not one of {', '.join(choices)}", hint)
+            allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise WrongValueError(
+                key, node, f"but must be {allowed}", f"did you mean {near}?" if near else ""
+            )
         return str(value)
 
     return kind

@@ -157,7 +157,7 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
     """The error for a failure to connect to the socket."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
-            f"permission denied: you may not connect to {path}",
+            f"permission denied: cannot connect to {path}",
             "run as root, or join the group: usermod -aG yunion-mps USER, then log in again",
         )
     if error.errno == errno.ENOENT:

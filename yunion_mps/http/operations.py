@@ -172,7 +172,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     headers=(
         Parameter("Idempotency-Key", "A random string. A request that is repeated with it gets the lease "
                   "that it was granted, or keeps its position in the queue.", pattern=IDEMPOTENCY_KEY,
-                  hint="write 16 to 64 letters, digits and -, at random"),
+                  hint="write 16 to 64 random characters: letters, digits and -"),
     ),
     access=OWNER, refusals=(404, 409, 410, 423), creates=True,
 )  # fmt: skip

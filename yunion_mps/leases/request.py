@@ -116,7 +116,7 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
         hint = (
             ("refer to another owner's lease by its id: yunion-mps lease list")
             if named
-            else "see: yunion-mps who"
+            else "list the leases: yunion-mps lease list"
         )
         raise NotFoundError(f"there is no lease {shortened(name)}", hint)
     if len(found) > 1:

@@ -79,7 +79,7 @@ def reason_against(gpu: Gpu, config: Config) -> Reason:
     if gpu.uuid is None or gpu.memory_mib is None:
         return Reason("the driver does not report the GPU's UUID and memory", reasons.GPU_ERROR)
     if gpu.mig_enabled:
-        what = "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)"
+        what = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
         return Reason(what, reasons.MIG_ENABLED)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:

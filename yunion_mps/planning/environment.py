@@ -66,14 +66,14 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
         most_mib = domain.memory_limit_of(uuid)
         if most_mib is not None and wanted_mib > most_mib:
             return (
-                f"its control daemon limits each process to {most_mib} MiB of GPU "
+                f"the control daemon limits each process to {most_mib} MiB of GPU "
                 f"{own[0].gpu_address}, not {wanted_mib} MiB"
             )
         wanted = min(100.0, sum(device.thread_percentage for device in own))
         if round(wanted, 1) > domain.thread_percentage:
             most = decimal(domain.thread_percentage)
             instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(wanted)} %"
-            return f"its control daemon limits each process to {instead}"
+            return f"the control daemon limits each process to {instead}"
     return ""
 
 

@@ -115,7 +115,7 @@ class ClientService:
         finally:
             process.close()
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
-        cause = f"requested by uid {uid}"
+        cause = f"requested by {user_name(uid)}"
         log.warning("%s (%s)", what, cause)
         event = Event("warning", "client", found["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
         self._supervisor.event_log.record(event)

@@ -79,8 +79,7 @@ class Gpus:
         if not is_fatal:
             means = "jobs on it may have failed; its devices stay available"
             return event._replace(consequence=means, code=reasons.XID)
-        hint = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
-        self._faults[pci_address] = Reason(f"XID {xid} ({words}): {hint}", reasons.GPU_FAULT)
+        self._faults[pci_address] = Reason(f"XID {xid} ({words})", reasons.GPU_FAULT)
         self._write_faults()
         self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
         means = "its devices are unavailable"

@@ -131,7 +131,7 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
     seen = ready.look("--pid", "1", user=STRANGER)
     assert seen.code == 0
     assert {line.split(" ", 1)[0] for line in seen.bad()} == {"skipped"}
-    assert "permission denied: you may not connect" in seen.one("daemon", "skipped")["what"]
+    assert "permission denied: cannot connect" in seen.one("daemon", "skipped")["what"]
     assert "no permission to inspect PID 1" in seen.one("environment", "skipped")["what"]
     assert seen.one("compute mode", "ok")
     assert seen.one("pipe directory", "ok")

@@ -110,7 +110,7 @@ def test_a_gpu_without_devices_says_why() -> None:
     reasons = [shown["reason"] for shown in plan_json(preflight_of(settings, found))["gpus"]]
     assert reasons == [
         "",
-        "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)",
+        "the GPU is in MIG mode, so MPS cannot serve it as a whole",
         "not configured",
         "GPU is lost",
     ]

@@ -55,7 +55,7 @@ Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
-MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)"
+MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
 
 
 def shown(cli: Cli) -> str:

@@ -137,7 +137,9 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["stauts"], "No such command 'stauts'. Did you mean status?"),
         (["config", "chek"], "No such command 'chek'. Did you mean check?"),
         (["zzz"], "No such command 'zzz'."),
-        ([CLOUDPODS, "--limt", "3"], "No such option: --limt Did you mean --limit?"),
+        ([CLOUDPODS, "--limt", "3"], "No such option: --limt. Did you mean --limit?"),
+        (["run", "--bogus"], "No such option: --bogus."),
+        (["clients"], "No such command 'clients'. Did you mean who --clients?"),
         (
             [CLOUDPODS, "--limit", "x"],
             "Invalid value for '--limit': x is not a whole number from 0 to 100000.",
@@ -228,7 +230,7 @@ def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: l
 def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
     cli: Cli, command: list[str]
 ) -> None:
-    why = f"permission denied: you may not connect to {cli.root}/{SOCKET}"
+    why = f"permission denied: cannot connect to {cli.root}/{SOCKET}"
     assert as_nobody(cli, *command) == (4, f"yunion-mps: {why}\nyunion-mps: {JOIN}\n")
 
 

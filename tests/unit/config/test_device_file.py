@@ -10,7 +10,11 @@ from yunion_mps.config import load
 
 from unit.config.conftest import DEVICES, Files, annotated
 
-NUMBER = "write a whole number from 1 to 60, without quotes"
+EMPTY = (
+    "write devices: [] to divide every GPU into cuda_mps_replicas devices, "
+    "or enable_cuda_mps: false in host.conf to divide none"
+)
+NUMBER = "write a whole number from 1 to 60"
 KEYS = "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_overcommit"
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
@@ -62,8 +66,8 @@ def test_a_list_without_entries_is_right(files: Files) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ": is empty: to divide no GPU, write devices: []"),
-        ("# nothing\n", ": is empty: to divide no GPU, write devices: []"),
+        ("", f": is empty: {EMPTY}"),
+        ("# nothing\n", f": is empty: {EMPTY}"),
         ("- path: a\n", ":1: contains a list, not a mapping: begin the file with devices:"),
         ("\n\nword\n", ':3: contains "word", not a mapping: begin the file with devices:'),
         ("version: 1\n", ":1: missing key devices: begin the file with devices:"),
@@ -133,7 +137,7 @@ devices:
 ! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
 - {type: NVIDIA_MPS, path: 5, virtual_number: '4'}
 ! path is 5, not a string: $PATH
-! virtual_number is "4", not a whole number: $NUMBER
+! virtual_number is "4", not a whole number: $NUMBER, without quotes
 - {type: NVIDIA_MPS, path: , virtual_number: 4.5}
 ! path is nothing (null), not a string: $PATH
 ! virtual_number is 4.5, not a whole number: $NUMBER
@@ -178,7 +182,7 @@ def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> No
     files.write("cuda_mps_max_clients: 128\n", entry.format(128))
     assert files.load().devices[0].virtual_number == 128
     files.write("cuda_mps_max_clients: 128\n", entry.format(129))
-    hint = "write a whole number from 1 to 128, without quotes"
+    hint = "write a whole number from 1 to 128"
     assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {hint}"]
 
 

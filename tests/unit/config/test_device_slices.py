@@ -9,12 +9,12 @@ from yunion_mps.models import DeviceEntry, SliceEntry, Source
 from unit.config.conftest import DEVICES, Files, annotated
 
 ENTRY = "devices:\n- type: NVIDIA_MPS\n  path: 00:06.0\n"
-UNITS = "not one of 1GiB, 128MiB: write one of 1GiB, 128MiB"
+UNITS = "but must be 1GiB or 128MiB"
 HINTS = {
     "AMOUNT": "write a whole number of MiB or GiB, for example 8192MiB or 8GiB",
     "DASH": "write each device after a dash: - {memory: 8GiB, thread_percentage: 50}",
-    "OVERCOMMIT": "write a number from 1 to 4096, with at most 2 decimals and without quotes",
-    "PERCENTAGE": "write a number from 0.1 to 100, with at most one decimal and without quotes",
+    "OVERCOMMIT": "write a number from 1 to 4096, with at most 2 decimals",
+    "PERCENTAGE": "write a number from 0.1 to 100, with at most one decimal",
     "UNITS": UNITS,
 }
 
@@ -113,15 +113,15 @@ devices:
   - {memory: 1GiB, thread_percentage: 100.1}
 ! thread_percentage is 100.1, out of range: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: 50%}
-! thread_percentage is "50%", not a number: $PERCENTAGE
+! thread_percentage is "50%", not a number: $PERCENTAGE and without quotes
   - {memory: 1GiB, thread_percentage: 33.33}
 ! thread_percentage is 33.33, too precise: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: .nan}
 ! thread_percentage is .nan, out of range: $PERCENTAGE
   - {memory: 1GiB, priority: below-normal}
-! priority is "below-normal", not one of normal, below_normal: write below_normal
+! priority is "below-normal", but must be normal or below_normal: did you mean below_normal?
   - {memory: 1GiB, priority: 1}
-! priority is 1, not one of normal, below_normal: write one of normal, below_normal
+! priority is 1, but must be normal or below_normal
   - {memroy: 1GiB}
 ! unknown key memroy in a slice (did you mean memory?)
   - {memory: 1GiB, colour: 1}

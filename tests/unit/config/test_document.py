@@ -17,7 +17,8 @@ FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
 FLAT = "write one key: value per line, as in the example"
 SYNTAX = "correct the syntax near this line"
 UTF_8 = "save it as UTF-8 text"
-CREATE = "create it; the package's documentation has an example"
+CREATE = "copy the example: cp /usr/share/yunion-mps/host.conf {}"
+CREATE_DEVICES = "copy the example: cp /usr/share/yunion-mps/host_container_device.yml {}"
 READABLE = "make it readable: chmod 0644, and its directory 0755"
 
 #: Processor time, which a loaded machine does not change: enough for the slowest machine, too little for what
@@ -97,14 +98,14 @@ def test_what_is_no_mapping_of_yaml_is_refused_with_its_line(
 
 def test_a_missing_host_conf_is_named(files: Files) -> None:
     files.write(host=None)
-    assert files.messages() == [f"{HOST}: cannot be read (No such file or directory): {CREATE}"]
+    assert files.messages() == [f"{HOST}: cannot be read (No such file or directory): {CREATE.format(HOST)}"]
 
 
 @pytest.mark.parametrize(
     ("path", "why", "hint"),
     [
-        ("/etc/devices.yml", "No such file or directory", CREATE),
-        (f"{HOST}/x.yml", "Not a directory", CREATE),
+        ("/etc/devices.yml", "No such file or directory", CREATE_DEVICES),
+        (f"{HOST}/x.yml", "Not a directory", CREATE_DEVICES),
         ("/" + "x" * 300, "File name too long", READABLE),
     ],
     ids=["missing", "below a file", "too long"],
@@ -113,7 +114,7 @@ def test_a_device_file_that_host_conf_names_must_be_there(
     files: Files, path: str, why: str, hint: str
 ) -> None:
     files.write(f"container_device_config_file: {path}\n")
-    assert files.messages() == [f"{path}: cannot be read ({why}): {hint}"]
+    assert files.messages() == [f"{path}: cannot be read ({why}): {hint.format(path)}"]
 
 
 def test_the_device_file_may_be_missing_if_host_conf_does_not_name_it(files: Files) -> None:
@@ -122,7 +123,9 @@ def test_the_device_file_may_be_missing_if_host_conf_does_not_name_it(files: Fil
 
 def test_a_dangling_link_in_place_of_the_device_file_is_named(files: Files) -> None:
     files.write().devices.symlink_to("nowhere")
-    assert files.messages() == [f"{DEVICES}: cannot be read (No such file or directory): {CREATE}"]
+    assert files.messages() == [
+        f"{DEVICES}: cannot be read (No such file or directory): {CREATE_DEVICES.format(DEVICES)}"
+    ]
 
 
 @pytest.mark.processes
@@ -193,7 +196,7 @@ def test_a_small_file_is_read_although_memory_is_short(files: Files) -> None:
     def read(_: list[bytearray]) -> None:
         with pytest.raises(MemoryError):
             bytearray(MIB)
-        assert read_document(str(files.host)) is not None
+        assert read_document(str(files.host), "host.conf") is not None
 
     with_memory_short(read)
 

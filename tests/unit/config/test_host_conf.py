@@ -9,13 +9,13 @@ from yunion_mps.models import Source
 from unit.config.conftest import HOST, Files
 
 NULL = "nothing (null)"
-MODES, SCOPES, PERCENTAGES = "exclusive_process, keep", "host, gpu", "equal, double, none"
+MODES, SCOPES, PERCENTAGES = "exclusive_process or keep", "host or gpu", "equal, double or none"
 A_TEXT = "write cuda_mps_log_directory: followed by a text"
 PIPE, LOG, DEVICE_FILE = "cuda_mps_pipe_directory", "cuda_mps_log_directory", "container_device_config_file"
 
 
 def whole(most: int) -> str:
-    return f"write a whole number from 1 to {most}, without quotes"
+    return f"write a whole number from 1 to {most}"
 
 
 #: For each key: what is wrong, what would be right, and such values with how they are shown.
@@ -31,10 +31,13 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
         {"no such group": '"no such group"'},
     ),
     (
+        "cuda_mps_replicas", "not a whole number", f"{whole(60)}, without quotes",
+        {'"4"': '"4"', "1e1": '"1e1"', "four": '"four"', '!!int "-"': "-", '!!int "four"': "four"},
+    ),
+    (
         "cuda_mps_replicas", "not a whole number", whole(60),
-        {'"4"': '"4"', "4.5": "4.5", "4.0": "4.0", "1e1": '"1e1"', ".inf": ".inf", "true": "true",
-         "yes": "yes", "null": NULL, "four": '"four"', "[4]": "a list", "2001-01-01": "2001-01-01",
-         '!!int "-"': "-", '!!int "four"': "four", "!!float 4": "4", "!mine 4": "4"},
+        {"4.5": "4.5", "4.0": "4.0", ".inf": ".inf", "true": "true", "yes": "yes", "null": NULL,
+         "[4]": "a list", "2001-01-01": "2001-01-01", "!!float 4": "4", "!mine 4": "4"},
     ),
     (
         "cuda_mps_replicas", "out of range", whole(60),
@@ -43,23 +46,26 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("cuda_mps_max_clients", "out of range", whole(4096), {"0": "0", "4097": "4097"}),
     ("cuda_mps_max_clients", "not a whole number", whole(4096), {"null": NULL}),
     ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
-    ("max_leases_per_user", "not a whole number", whole(1_000_000), {"none": '"none"'}),
+    ("max_leases_per_user", "not a whole number", f"{whole(1_000_000)}, without quotes", {"none": '"none"'}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
     (
-        "cuda_mps_compute_mode", f"not one of {MODES}", f"write one of {MODES}",
+        "cuda_mps_compute_mode", f"but must be {MODES}", "",
         {"default": '"default"', "3": "3", "": NULL},
     ),
     (
-        "cuda_mps_compute_mode", f"not one of {MODES}", "write exclusive_process",
+        "cuda_mps_compute_mode", f"but must be {MODES}", "did you mean exclusive_process?",
         {"EXCLUSIVE_PROCESS": '"EXCLUSIVE_PROCESS"'},
     ),
-    ("cuda_mps_scope", f"not one of {SCOPES}", "write host", {"hots": '"hots"'}),
+    ("cuda_mps_scope", f"but must be {SCOPES}", "did you mean host?", {"hots": '"hots"'}),
     (
-        "cuda_mps_scope", f"not one of {SCOPES}", f"write one of {SCOPES}",
+        "cuda_mps_scope", f"but must be {SCOPES}", "",
         {"true": "true", "[host]": "a list"},
     ),
-    ("cuda_mps_thread_percentage", f"not one of {PERCENTAGES}", "write equal", {"equals": '"equals"'}),
-    ("cuda_mps_thread_percentage", f"not one of {PERCENTAGES}", f"write one of {PERCENTAGES}", {"25": "25"}),
+    (
+        "cuda_mps_thread_percentage", f"but must be {PERCENTAGES}", "did you mean equal?",
+        {"equals": '"equals"'},
+    ),
+    ("cuda_mps_thread_percentage", f"but must be {PERCENTAGES}", "", {"25": "25"}),
     (PIPE, "not an absolute path", "write an absolute path", {"tmp/x": '"tmp/x"'}),
     (DEVICE_FILE, "not an absolute path", "write an absolute path", {"~/d.yml": '"~/d.yml"'}),
     (PIPE, "the root directory", "use a separate directory", {"/": '"/"'}),
@@ -134,7 +140,7 @@ def test_a_wrong_value_is_named_with_its_line_and_a_hint(
     files: Files, key: str, what: str, hint: str, written: str, shown: str
 ) -> None:
     files.write(f"# a comment\nhypervisor: kvm\n{key}: {written}\n", "devices: []\n")
-    assert files.messages() == [f"{HOST}:3: {key} is {shown}, {what}: {hint}"]
+    assert files.messages() == [f"{HOST}:3: {key} is {shown}, {what}" + (f": {hint}" if hint else "")]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -
 def test_the_override_bounds_the_number_of_devices_wherever_it_stands(files: Files) -> None:
     assert files.write("cuda_mps_replicas: 96\ncuda_mps_max_clients: 96\n").load().cuda_mps_replicas == 96
     files.write("cuda_mps_replicas: 97\ncuda_mps_max_clients: 96\n")
-    hint = "write a whole number from 1 to 96, without quotes"
+    hint = "write a whole number from 1 to 96"
     assert files.messages() == [f"{HOST}:1: cuda_mps_replicas is 97, out of range: {hint}"]
 
 
@@ -272,9 +278,7 @@ def test_a_byte_order_mark_and_any_line_ends_are_read(files: Files, bom: bytes, 
 def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
     files.write('cuda_mps_scope: "a\\nb\\e[31mc\\u202e"\n"cuda_mps_\\nx": 1\n')
     messages = files.messages()
-    assert messages[0] == (
-        f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", not one of host, gpu: write one of host, gpu'
-    )
+    assert messages[0] == (f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", but must be host or gpu')
     assert messages[1].startswith(f"{HOST}:2: unknown key cuda_mps_\\nx: ")
 
 

@@ -114,7 +114,7 @@ def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
     with as_user(NOBODY):
         code, wrong, hint = failure(DaemonClient(host.paths))
     assert code == 4
-    assert wrong == f"permission denied: you may not connect to {host.paths.socket}"
+    assert wrong == f"permission denied: cannot connect to {host.paths.socket}"
     assert hint == "run as root, or join the group: usermod -aG yunion-mps USER, then log in again"
 
 

@@ -237,7 +237,7 @@ def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/plan").problem == (
         422,
         "a.conf:3: x is 0: write 1\nb.yml: y: z",
-        "correct the lines above, then check them: yunion-mps config check",
+        "fix these lines, then run: yunion-mps config check",
     )
 
 

@@ -133,7 +133,7 @@ FILTERS = "addr, dev_type, device_path, limit, model, numa_node, offset, unused,
 KINDS = "write one of domain, limit, gpu, compute_mode, configuration, client, lease, daemon"
 NO_PARAMETERS = "omit it: this operation has no parameters"
 A_TIME = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
-REQUEST = "write 16 to 64 letters, digits and -, at random"
+REQUEST = "write 16 to 64 random characters: letters, digits and -"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
         ({"memory_mib": None}, "the driver does not report the GPU's UUID and memory"),
         (
             {"mig_enabled": True},
-            "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)",
+            "the GPU is in MIG mode, so MPS cannot serve it as a whole",
         ),
         ({"compute_capability": (3, 0)}, "MPS requires compute capability 3.5, but the GPU has 3.0"),
         ({"compute_capability": (2, 1)}, "MPS requires compute capability 3.5, but the GPU has 2.1"),

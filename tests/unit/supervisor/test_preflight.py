@@ -70,11 +70,11 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
     twice = "line 2 already divides as /dev/dri/renderD128: remove one of the two entries"
     no_gpu = "path 00:0f.0 is not a GPU of this host: the GPUs of this host are /dev/dri/renderD128"
     assert messages(host) == [
-        '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", not one of host, gpu: write host',
+        '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", but must be host or gpu: did you mean host?',
         *(
             f"/etc/yunion/host_container_device.yml:{message}"
             for message in (
-                "4: virtual_number is 0, out of range: write a whole number from 1 to 60, without quotes",
+                "4: virtual_number is 0, out of range: write a whole number from 1 to 60",
                 f"2: virtual_number is 17, {clients}",
                 f"3: path 00:06.0 is GPU 00:06.0, which {twice}",
                 f"4: {no_gpu}",
