@@ -82,7 +82,7 @@ class TestJobs:
         machine.write("/etc/yunion/jobs/thief", f"COMMAND={command}\nOPTIONS={OPTIONS}\n")
         machine.run("systemctl", "start", thief)
         machine.wait_until("it has failed", lambda: machine.show("ActiveState", thief) == "failed")
-        assert f"is {JOB}'s" in machine.journal(thief)
+        assert f"belongs to {JOB}" in machine.journal(thief)
         machine.run("systemctl", "reset-failed", thief)
         assert lease_of(host, JOB)["id"] == lease["id"]
         machine.run("systemctl", "stop", JOB)
