@@ -258,6 +258,8 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
         "  virtual_number: 0\n  memory_unit: 128MiB\n"
     )
     daemon = make_daemon(host).start().wait_ready()
+    all_of_it = "23040 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
+    assert host.run(["yunion-mps", "list"]).stdout == f"No devices.\n00:06.0: {all_of_it}\n"
     done = run(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
     environment = json.loads(done.stdout)
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
@@ -272,8 +274,8 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["mps_memory_limit"] for one in shown) == 23040
-    left = "00:06.0: 0 of 23040 MiB are free to lease: yunion-mps run --gpu-mem"
-    for screen in ("gpus", "status"):
+    left = "00:06.0: 0 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
+    for screen in ("gpus", "status", "list"):
         assert left in host.run(["yunion-mps", screen]).stdout
     refused = run(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5

@@ -101,8 +101,9 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(
             screen.wait(r"^00:06\.0-m\* +\S+ +10\.0 +free +in units$")
             screen.wait(rf"^00:06\.0-m0 .* 6\.0 +37\.5 +root +{command.pid} ")
             for name in ("gpus", "status"):
-                assert "00:06.0: 10240 of 16384 MiB are free to lease: yunion-mps run --gpu-mem\n" in printed(
-                    host, name
+                assert (
+                    "00:06.0: 10240 of 16384 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND\n"
+                    in printed(host, name)
                 )
             host.gpus[0].lose()
             screen.wait(r"^00:06\.0-m\* +\S+ +0\.0 +unavail")

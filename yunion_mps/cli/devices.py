@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.common import Number, call, device_argument, listed_devices, one_device
+from yunion_mps.cli.common import (
+    Number,
+    call,
+    complete_gpu,
+    device_argument,
+    listed_devices,
+    one_device,
+)
 from yunion_mps.cli.output import (
     Column,
     cell,
@@ -116,6 +123,7 @@ _UP_TO = Number(0, MAX_LIMIT)
 @click.option(
     "--gpu",
     metavar="GPU",
+    shell_complete=complete_gpu,
     help="Show only devices of this GPU: an address, a UUID or a unique prefix of either.",
 )
 @click.option("--free", is_flag=True, help="Show only devices that can be leased now.")
@@ -132,16 +140,26 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
       yunion-mps list --output wide
       yunion-mps list --output json
     """
+    gpus = call(GET_GPUS)["gpus"]
+    if gpu is not None:
+        from yunion_mps.leases.request import index_of_gpu  # for which a plain list does not wait
+
+        gpus = [gpus[index_of_gpu(gpu, [(one["addr"], one["uuid"] or "") for one in gpus])]]
+    shown = {one["addr"] for one in gpus}
     devices = [
         one
         for one in listed_devices()
-        if (one["free"] or not free)
-        and (not gpu or gpu_of(one["addr"]).startswith(gpu) or one["gpu_uuid"].startswith(gpu))
+        if (one["free"] or not free) and (gpu is None or gpu_of(one["addr"]) in shown)
     ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     rows = [fields(one, _DEVICE_FIELDS) for one in devices]
-    none = "No devices match." if gpu or free else "No devices; see why: yunion-mps status"
-    show(answer, output, _DEVICE_FIELDS, rows, lambda: _devices_text(devices, none, wide=output == "wide"))
+    units = pools(gpus)
+    none = "No devices match." if gpu or free else "No devices."
+    none += "" if units or gpu or free else " See why: yunion-mps status"
+    show(
+        answer, output, _DEVICE_FIELDS, rows,
+        lambda: _devices_text(devices, none, wide=output == "wide") + units,
+    )  # fmt: skip
 
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
@@ -317,11 +335,9 @@ def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
 
 def pools(gpus: Iterable[Gpu]) -> str:
     """What is free of the GPUs whose memory is handed out in units."""
+    command = "yunion-mps run --gpu-mem SIZE COMMAND"
     return notes(
-        (
-            gpu["addr"],
-            f"{gpu['memory_free']} of {gpu['memory_total']} MiB are free to lease: yunion-mps run --gpu-mem",
-        )
+        (gpu["addr"], f"{gpu['memory_free']} of {gpu['memory_total']} MiB are free to lease: {command}")
         for gpu in gpus
         if gpu["memory_free"] is not None and not gpu["reason"]
     )

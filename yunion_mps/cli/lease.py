@@ -18,6 +18,7 @@ from yunion_mps.cli.common import (
     complete_gpu,
     complete_lease,
     daemon,
+    listed_devices,
 )
 from yunion_mps.cli.output import (
     date_and_time,
@@ -302,7 +303,7 @@ def show_lease(lease: str, output: str) -> None:
     found = call(GET_LEASE, lease=_one_lease(lease))
     from yunion_mps.cli.leases import lease_text
 
-    show_pairs(found, output, lambda: lease_text(found))
+    show_pairs(found, output, lambda: lease_text(found, listed_devices()))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")

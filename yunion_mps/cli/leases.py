@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.cli.devices import described, environment_text
 from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, table
-from yunion_mps.cli.who import waiting_text
+from yunion_mps.cli.who import unavailable_gpus, waiting_text
 from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseList, LeaseRecord
+    from yunion_mps.answers import Device, LeaseList, LeaseRecord
 
 #: The fields of a lease in CSV.
 FIELDS = (
@@ -44,8 +44,13 @@ def leases_text(answer: LeaseList, *, wide: bool) -> str:
     return table(_COLUMNS, answer["leases"], none="No leases.", wide=wide) + waiting_text(answer["waiting"])
 
 
-def lease_text(lease: LeaseRecord) -> str:
-    """What it is, and the environment in lines that can be copied as they are."""
+def lease_text(lease: LeaseRecord, devices: Iterable[Device] = ()) -> str:
+    """What it is, and the environment in lines that can be copied as they are.
+
+    `devices` are those of the host, of which the lease's may be unavailable.
+    """
+    broken = unavailable_gpus(one for one in devices if one["addr"] in lease["devices"])
+    reasons = "; ".join(f"GPU {gpu}: {reason}" for gpu, reason in broken)
     enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
@@ -61,6 +66,7 @@ def lease_text(lease: LeaseRecord) -> str:
         "Holder": holder_of(lease),
         "Command": in_container(lease["container"], lease["command"] or ""),
         "Devices": ", ".join(lease["devices"]),
+        **({"State": f"unavailable ({reasons})"} if reasons else {}),
         "Budget": f"{sum(lease['memory'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + enforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),

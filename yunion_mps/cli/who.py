@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,15 +29,17 @@ from yunion_mps.overview.holdings import (
     NO_CLIENTS,
     Holding,
     folded_addresses,
+    gpu_of,
     holdings,
     in_container,
 )
-from yunion_mps.overview.host import state_of
+from yunion_mps.overview.host import UNAVAILABLE, state_of
 from yunion_mps.reasons import CLIENT_WAITING, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
         ClientList,
+        Device,
         MpsClient,
         MpsServer,
         ProcessFields,
@@ -135,7 +137,19 @@ def who(clients_only: bool, output: str) -> None:
         "total": len(uses),
     }
     rows = [fields(use, _FIELDS) for use in uses]
-    show(answer, output, _FIELDS, rows, lambda: _who_text(answer, wrong, wide=output == "wide"))
+    used = {address for holding in found for address in holding.devices}
+    reasons = unavailable_gpus(one for one in devices if one["addr"] in used)
+    show(
+        answer, output, _FIELDS, rows,
+        lambda: _who_text(answer, wrong, wide=output == "wide") + notes(reasons),
+    )  # fmt: skip
+
+
+def unavailable_gpus(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
+    """Each GPU on which one of the devices is unavailable, with the reason."""
+    return dict.fromkeys(
+        (gpu_of(one["addr"]), one["reason"]) for one in devices if one["state"] == "unavailable"
+    )
 
 
 def _uses(holding: Holding) -> list[Json]:
@@ -156,7 +170,7 @@ def _uses(holding: Holding) -> list[Json]:
             "memory_used": process.memory_mib,
             "memory_budget": holding.budget_mib,
             "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
-            "state": state_of(holding),
+            "state": state_of(holding) if holding.available else UNAVAILABLE,
             "memory_peak": holding.peak_mib,
             "sm_utilization": process.sm,
         }

@@ -88,10 +88,13 @@ class QueuedRequest(NamedTuple):
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
     """The GPU of this address or UUID, or a unique prefix of either; raises NotFoundError."""
-    found = [gpu for gpu in gpus if name in (gpu.address, gpu.uuid)]
-    found = found or [
-        gpu for gpu in gpus if gpu.address.startswith(name) or (gpu.uuid or "").startswith(name)
-    ]
+    return gpus[index_of_gpu(name, [(gpu.address, gpu.uuid or "") for gpu in gpus])]
+
+
+def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
+    """The index of that GPU among these addresses and UUIDs; raises NotFoundError."""
+    found = [index for index, names in enumerate(gpus) if name in names]
+    found = found or [index for index, names in enumerate(gpus) if any(one.startswith(name) for one in names)]
     if len(found) != 1:
         what = (
             f"{shortened(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shortened(name)}"

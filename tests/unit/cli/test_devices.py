@@ -165,6 +165,15 @@ def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
     assert header[:3] == ["addr", "model", "mps_memory_limit"]
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("0", "0 matches 2 GPUs"), ("00:09.0", "there is no GPU 00:09.0")]
+)
+def test_a_gpu_that_is_not_one_is_refused(troubled: Cli, name: str, what: str) -> None:
+    done = troubled("list", "--gpu", name)
+    hint = "yunion-mps: list the GPUs: yunion-mps gpus\n"
+    assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what}\n{hint}")
+
+
 def test_why_devices_are_unavailable_is_said_once_for_each_gpu(troubled: Cli) -> None:
     header, *rows, p40, h100 = troubled.good("list").splitlines()
     assert header.split("  ")[0] == "ADDRESS"
@@ -175,7 +184,7 @@ def test_why_devices_are_unavailable_is_said_once_for_each_gpu(troubled: Cli) ->
 
 def test_where_no_device_is_listed_that_is_said(troubled: Cli, serve: Serve) -> None:
     assert troubled.good("list", "--free") == "No devices match.\n"
-    assert serve(snapshots.disabled()).good("list") == "No devices; see why: yunion-mps status\n"
+    assert serve(snapshots.disabled()).good("list") == "No devices. See why: yunion-mps status\n"
     assert serve(snapshots.disabled()).good("gpus") == "No GPUs.\n"
 
 

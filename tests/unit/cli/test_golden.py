@@ -50,7 +50,7 @@ GOLDENS = {
     "list": answer("DeviceList"),
     "list --free": answer("DeviceList"),
     "list -o wide": TEXT,
-    "list --gpu 99": answer("DeviceList"),
+    "list --gpu 99": failure(1),
     "isolated-device-list": answer("DeviceList"),
     "show 17:00.0-1": answer("DeviceDetails"),
     "show 17:00.0-9": failure(1),

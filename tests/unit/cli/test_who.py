@@ -59,6 +59,16 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     assert rows[1]["lease"] == TWO["id"]
 
 
+def test_a_lease_on_an_unavailable_device_says_so_with_the_reason(troubled: Cli) -> None:
+    hold(troubled.host, LEASE)
+    why = "its domain is failed: nvidia-cuda-mps-control is missing"
+    answer, (header, row) = troubled.read("who")
+    assert (answer["uses"][0]["state"], dict(zip(header, row))["state"]) == ("unavailable", "unavailable")
+    assert troubled.good("who").splitlines()[-1] == f"00:06.0: {why}"
+    shown = " ".join(troubled.good("lease", "show", LEASE["id"]).split())
+    assert f"State: unavailable (GPU 00:06.0: {why})" in shown
+
+
 def test_what_is_not_known_is_said(own: Cli) -> None:
     own.host.clients.found = clients(errors=("domain host: it does not answer",))
     assert own.good("who").splitlines()[-1] == "Incomplete: domain host: it does not answer"
