@@ -64,7 +64,7 @@ def status(exit_code: bool, output: str) -> None:
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
     it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. On a GPU
-    that does not enforce budgets, yunion-mps run uses a free device only with --allow-unlimited.
+    that does not enforce budgets, yunion-mps run needs --allow-unlimited to use a free device.
 
     \b
     Examples:
