@@ -112,7 +112,28 @@ def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_i
     assert done.stderr.startswith("These jobs will be ended:\n")
     assert re.search(rf"^ *{job.pid}  root ", done.stderr, re.MULTILINE)
     assert limits(ready) == [11520]
+    assert not is_running(job.pid)
+    events = printed(ready.host, "events", "--kind", "client")
+    assert f"(PID {job.pid})" in events
     eventually(lambda: not stand_ins.servers(), "the server's end")
+
+
+def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Daemon) -> None:
+    assert ready.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
+    ready.host.divide(2)
+    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 1
+    assert "wait for lease job-17 of root to end\n" in done.stdout
+    assert re.search(
+        r"^yunion-mps: still pending: GPU 00:06.0: .* lease job-17 of root", done.stderr, re.MULTILINE
+    )
+
+
+def test_a_change_of_control_daemons_without_jobs_waits_for_none(ready: Daemon) -> None:
+    ready.configure(cuda_mps_scope="gpu")
+    out = printed(ready.host, "reload")
+    assert "List the jobs" not in out
+    assert "once its MPS servers" not in out
 
 
 def test_a_client_is_listed_with_its_device_and_ended_safely(

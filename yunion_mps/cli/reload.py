@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -14,11 +14,21 @@ from yunion_mps.cli.output import Column, fields, notes, output_option, say, sho
 from yunion_mps.cli.who import clients_table
 from yunion_mps.client.acquire import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operation import SLOW_S
-from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_PLAN, GET_STATUS, REEXEC, RELOAD
+from yunion_mps.http.operations import (
+    GET_CLIENTS,
+    GET_EVENTS,
+    GET_GPUS,
+    GET_PLAN,
+    GET_STATUS,
+    REEXEC,
+    RELOAD,
+    TERMINATE_CLIENT,
+)
 from yunion_mps.overview.findings import REEXEC as REEXEC_HINT
 from yunion_mps.overview.findings import version_mismatch
+from yunion_mps.reasons import LEASES_PENDING, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, MpsClient, Status
@@ -37,6 +47,8 @@ _POLL_S = 0.5
 _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 #: What `--now` may take if no time is given: servers end within moments.
 _NOW_S = 60
+#: What a lease may take to end after its jobs: its holder may be their parent.
+_RELEASE_S = 2.0
 #: A control daemon in one of these does not serve, for a reason.
 _TROUBLED = ("failed", "backoff", "wedged")
 _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
@@ -55,8 +67,11 @@ def plan(output: str) -> None:
       yunion-mps plan --output json
     """
     answer = call(GET_PLAN)
-    is_empty = not answer["changes"]
-    title = "A reload would change nothing." if is_empty else "A reload would make these changes:"
+    title = "A reload would change nothing."
+    if answer["changes"]:
+        title = "A reload would make these changes:"
+        if answer["pending"]:
+            title = "These changes are pending, or would be made by a reload:"
     show(answer, output, _FIELDS, _rows(answer), lambda: _text(title, answer))
 
 
@@ -97,7 +112,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
     the new ones are pending. With --drain, that server gets no new clients, and reload waits for its jobs.
-    With --now, the server is ended together with its jobs.
+    With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload fails
+    if devices are still pending because of a lease.
 
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.
@@ -112,34 +128,41 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         raise click.UsageError("--timeout requires --drain or --now.")
     if yes and not now:
         raise click.UsageError("--yes requires --now.")
+    jobs: list[MpsClient] = []
     if now:
         refuse_unattended(yes)
-        _confirm_end_of_jobs(yes)
-    answer = call(RELOAD, mode="now" if now else "drain" if drain else None)
-    show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
+        jobs = _confirm_end_of_jobs(yes)
+    # Before a job is ended, the reload must have been accepted.
+    answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
+    status = call(GET_STATUS)
+    show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, status, waits=drain or now))
     sys.stdout.flush()
-    status = _wait(timeout or (None if drain else _NOW_S)) if drain or now else call(GET_STATUS)
+    if jobs:
+        _end(jobs)
+        call(RELOAD, mode="now")
+    if drain or now:
+        status = _wait(timeout or (None if drain else _NOW_S))
     if version_mismatch(status):
         say(f"{version_mismatch(status)}: {REEXEC_HINT}")
     _refuse_trouble(status)
 
 
-def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
+def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
     title = "Reloaded with these changes:" if answer["changes"] else "Reloaded; nothing has changed."
-    for_leases = {bool(one.get("leases")) for one in answer["pending"]}
     text = _text(title, answer)
-    if False in for_leases and not waits:
+    if any(domain["waits_for"] for domain in status["domains"]) and not waits:
         text += (
             "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
         )
-    return text + ("See who holds the leases: yunion-mps who\n" if True in for_leases else "")
+    has_leases = any(one["leases"] for one in answer["pending"])
+    return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
 
-def _confirm_end_of_jobs(yes: bool) -> None:
-    """Say which jobs `--now` ends, and go on if that is confirmed; raises YunionError otherwise."""
+def _confirm_end_of_jobs(yes: bool) -> list[MpsClient]:
+    """The jobs that `--now` is to end, named to the user; raises YunionError unless that is confirmed."""
     would_end = _would_end(call(GET_PLAN), call(GET_STATUS))
     if would_end is None:
-        return
+        return []
     answer = call(GET_CLIENTS)
     clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
@@ -149,6 +172,21 @@ def _confirm_end_of_jobs(yes: bool) -> None:
         say(f"not all clients are known: {error}")
     if clients or answer["errors"]:
         confirm("End them?", yes)
+    return clients
+
+
+def _end(jobs: Iterable[MpsClient]) -> None:
+    """End the jobs as `terminate` does: without its MPS server, a job gets an error, but may not exit."""
+    for job in jobs:
+        try:
+            ended = call(TERMINATE_CLIENT, pid=job["pid"])
+        except NotFoundError:  # it has ended
+            continue
+        except YunionError as error:
+            say(f"PID {job['pid']}: {error.message}")
+            continue
+        if not ended["ended"]:
+            say(f"PID {job['pid']} is still running; end it: yunion-mps terminate {job['pid']} --force")
 
 
 def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] | None:
@@ -169,7 +207,8 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
     if not domains and not waiting:
         return None
     return lambda client: (
-        client["domain"] in domains or (client["domain"] in waiting and client["server"] in servers)
+        client["mps"] is not False
+        and (client["domain"] in domains or (client["domain"] in waiting and client["server"] in servers))
     )
 
 
@@ -182,6 +221,7 @@ def _wait(timeout_s: int | None) -> Status:
         status = run_blocking(retrier.call(GET_STATUS))
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
+            _refuse_pending_devices(status)
             if said:
                 say("all changes are in effect")
             return status
@@ -192,6 +232,18 @@ def _wait(timeout_s: int | None) -> Status:
             hint = "it takes effect automatically; see: yunion-mps status"
             raise YunionError(f"still pending after {timeout_s} s: {pending}", hint)
         time.sleep(_POLL_S)
+
+
+def _refuse_pending_devices(status: Status) -> None:
+    """Raise YunionError, which names the leases, if devices of a new division wait for them."""
+    end_s = time.monotonic() + _RELEASE_S
+    while status["devices"]["pending"] and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+        status = call(GET_STATUS)
+    if status["devices"]["pending"]:
+        pending = "; ".join(one["pending"] for one in call(GET_PLAN)["pending"] if one["leases"])
+        if pending:
+            raise YunionError(f"still pending: {pending}", hint_of(LEASES_PENDING))
 
 
 def _refuse_trouble(status: Status) -> None:

@@ -193,7 +193,9 @@ class Rollover:
         """The pending changes of the domain, and what they wait for; empty if there are none."""
         waits = []
         if retiring:
-            waits.append("it ends once its MPS servers have ended, because the configuration has changed")
+            has_servers = bool(self.blocking_servers(every=True))
+            what = "it ends once its MPS servers have ended" if has_servers else "it is ending"
+            waits.append(f"{what}, because the configuration has changed")
         elif self.in_effect.old_servers:
             waits.append(
                 f"new limits take effect once {describe_servers(self.in_effect.old_servers)} has ended"

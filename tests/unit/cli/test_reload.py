@@ -46,7 +46,12 @@ CLIENTS = r"""These jobs will be ended:
 def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapshot:
     """The reference case, with something pending; a new version with each call."""
     shown = snapshots.reference()
-    domain = shown.domains[0]._replace(pending=text, state=state, reason=Reason(reason, CONTROL_DAEMON_ERROR))
+    domain = shown.domains[0]._replace(
+        pending=text,
+        state=state,
+        reason=Reason(reason, CONTROL_DAEMON_ERROR),
+        waits_for=(4250,) if text else (),
+    )
     return shown._replace(version=id(domain), domains=(domain,))
 
 
@@ -60,6 +65,9 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
     assert own.good("plan") == "A reload would change nothing.\n"
     own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"]}
     assert own.good("plan") == "A reload would change nothing.\n" + PENDING
+    own.host.reloader.planned = RELOADED
+    title = "These changes are pending, or would be made by a reload:\n"
+    assert own.good("plan") == title + TABLE + PENDING
 
 
 def test_what_is_not_there_before_or_after_is_a_dash(own: Cli) -> None:
@@ -145,7 +153,20 @@ def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
     done = own("reload", "--now", "--yes")
     assert (done.code, done.out) == (0, SAME)
     assert re.fullmatch(CLIENTS, done.err)
-    assert own.host.reloader.done == ["plan", "reload now"]
+    assert own.host.reloader.done == ["plan", "reload", "reload now"]
+    assert f"terminate 4260 for {os.geteuid()}" in own.host.clients.done
+
+
+def test_now_says_which_job_it_could_not_end(own: Cli) -> None:
+    own.host.reloader.planned, own.host.clients.ended = PLANNED, False
+    done = own("reload", "--now", "--yes")
+    assert done.err.endswith("PID 4260 is still running; end it: yunion-mps terminate 4260 --force\n")
+
+
+def test_now_leaves_processes_outside_mps_alone(own: Cli) -> None:
+    own.host.reloader.planned = PLANNED
+    own.host.clients.found = by_hand.clients({**by_hand.CLIENT, "mps": False, "server": None})
+    assert own("reload", "--now", "--yes") == (0, SAME, "")
 
 
 def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
@@ -231,7 +252,7 @@ def test_now_asks_first_and_goes_on_only_with_yes(own: Cli, answer: bytes, code:
     assert status == code
     assert text.startswith("These jobs would be ended:\n")
     assert text.endswith(end)
-    assert own.host.reloader.done == (["plan"] if code else ["plan", "reload now"])
+    assert own.host.reloader.done == (["plan"] if code else ["plan", "reload", "reload now"])
 
 
 def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
