@@ -150,12 +150,13 @@ def table(
 ) -> str:
     """The records below the columns' headers; the text `none` if there are no records.
 
-    What is not known is a dash; `boxed`, which has borders, leaves it empty.
+    What is not known is a dash; `boxed`, which has borders, leaves it empty. A `wide` table has all columns
+    whole, whatever the terminal's width.
     """
     if none and not records:
         return wrapped(none)
     unknown, between, around = ("", 3, 4) if boxed else ("-", 2, 0)
-    width = terminal_size()[0]
+    width = 0 if wide else terminal_size()[0]
     cells = {
         one: [_of(one.value, record) or unknown for record in records]
         for one in columns

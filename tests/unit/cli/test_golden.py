@@ -120,7 +120,7 @@ def test_a_command_prints_what_was_reviewed(host: Cli, command: str) -> None:
     words, golden = command.split(), GOLDENS[command]
     done = {f"{width} columns": host.done_on_terminal(width, *words) for width in golden.widths}
     wide = [line for line in done["80 columns"].out.splitlines() if columns_of(line) > 80]
-    if words[0] != "completion":
+    if words[0] != "completion" and "wide" not in words:
         assert [line for line in wide if not re.fullmatch(r" *\S+", line)] == [], "but a path or a variable"
     done["piped"] = host(*words)
     places: dict[str, list[str]] = {}
