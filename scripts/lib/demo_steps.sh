@@ -31,7 +31,7 @@ start_daemon() {
 }
 
 end() { # whatever still runs
-    for pid in $job $daemon; do kill "$pid" 2>/dev/null && wait "$pid" || :; done
+    for pid in $job $daemon; do { kill "$pid" && wait "$pid"; } 2>/dev/null || :; done # without "Terminated"
     daemon='' job=''
 }
 trap end EXIT
