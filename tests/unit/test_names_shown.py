@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
-from yunion_mps.cli.output import Column, notes, say, show, table, wrapped
+from yunion_mps.cli.output import Column, notes, print_notice, show, table, wrapped
 from yunion_mps.doctor.host import Check, Host, problem
 from yunion_mps.doctor.report import run
 from yunion_mps.host.logs import JournalFormatter, LineFormatter
@@ -92,7 +92,7 @@ def test_json_and_yaml_keep_what_they_escape(capsys: pytest.CaptureFixture[str],
 def test_tables_csv_and_lines_are_printable(capsys: pytest.CaptureFixture[str], text: str) -> None:
     rows = [(text, {"name": text}, [text])]
     show({}, "csv", ("A", "B", "C"), rows, str)
-    say(text)
+    print_notice(text)
     out, err = capsys.readouterr()
     columns = [Column(name, place) for place, name in enumerate("ABC")]
     shown = (out, err, table(columns, rows), wrapped(text), notes([(text, text)]))

@@ -15,7 +15,7 @@ from yunion_mps.cli.output import (
     csv_rows,
     date_and_time,
     output_option,
-    say,
+    print_notice,
     show,
     wrapped,
 )
@@ -107,7 +107,9 @@ def _follow(answer: Any, kind: str | None, output: str) -> None:
     """Print what there is and what comes, until it is ended."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
-    for events in iterate_blocking(follow_events(BlockingTransport(daemon()), answer["last"], kind, say)):
+    for events in iterate_blocking(
+        follow_events(BlockingTransport(daemon()), answer["last"], kind, print_notice)
+    ):
         _print(events, output)
         _refuse_without_reader()
 

@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
     date_and_time,
     fields,
     output_option,
-    say,
+    print_notice,
     show,
     show_pairs,
     wide_output_option,
@@ -187,7 +187,7 @@ def _memory(text: str) -> int:
 def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
     with hints_of_options(wanted, wait_s):
-        return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, say))
+        return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
     """Say so, beside the output, if some of the GPUs hold no process to its budget."""
     if unenforced_gpus:
         gpus = ", ".join(unenforced_gpus)
-        say(
+        print_notice(
             f"budgets are not enforced on GPU {gpus}, which is older than Volta: a job can use all of its "
             "memory"
         )

@@ -169,9 +169,9 @@ def table(
     widths = _widths(cells)
     if width:
         _narrow(widths, width - around, between)
-    header = [fit(one.header, widths[one], to_the_right=one.numeric) for one in widths]
+    header = [fit(one.header, widths[one], right_aligned=one.numeric) for one in widths]
     rows = (
-        [fit(cells[one][i], widths[one], to_the_right=one.numeric) for one in widths]
+        [fit(cells[one][i], widths[one], right_aligned=one.numeric) for one in widths]
         for i in range(len(records))
     )
     if boxed:
@@ -194,7 +194,7 @@ def _of(value: Value, record: Any) -> str:
 
 
 def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
-    return {one: max(map(columns_of, (one.header, *texts))) for one, texts in cells.items()}
+    return {one: max(map(display_width, (one.header, *texts))) for one, texts in cells.items()}
 
 
 def _taken(widths: Mapping[Column, int], between: int) -> int:
@@ -204,7 +204,7 @@ def _taken(widths: Mapping[Column, int], between: int) -> int:
 def _least(widths: Mapping[Column, int]) -> dict[Column, int]:
     """The widths down to which the columns can be cut."""
     return {
-        one: min(taken, max(one.least, columns_of(one.header))) if one.least else taken
+        one: min(taken, max(one.least, display_width(one.header))) if one.least else taken
         for one, taken in widths.items()
     }
 
@@ -266,12 +266,12 @@ def is_utf8() -> bool:
     return "utf-8" in locale.lower() or "utf8" in locale.lower()
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """The columns that the text takes on a terminal."""
-    return len(text) if text.isascii() else sum(map(_columns_of_one, text))
+    return len(text) if text.isascii() else sum(map(_character_width, text))
 
 
-def _columns_of_one(character: str) -> int:
+def _character_width(character: str) -> int:
     """Two for what is wide in East Asia, none for what combines with the one before (UAX #11)."""
     if character < "\u0300":
         return 1
@@ -282,21 +282,21 @@ def _columns_of_one(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def fit(text: str, width: int, *, utf8: bool | None = None, to_the_right: bool = False) -> str:
+def fit(text: str, width: int, *, utf8: bool | None = None, right_aligned: bool = False) -> str:
     """The text, cut or filled to so many columns; `utf8` is that of the locale if it is not given."""
     text = cell(text)
-    taken = columns_of(text)
+    taken = display_width(text)
     if taken <= width:
         space = " " * (width - taken)
-        return space + text if to_the_right else text + space
+        return space + text if right_aligned else text + space
     kept, taken = "", 0
     for one in text:
-        taken += _columns_of_one(one)
+        taken += _character_width(one)
         if taken > width - 1:
             break
         kept += one
     mark = "…" if (is_utf8() if utf8 is None else utf8) else "~"
-    return kept + mark + " " * (width - 1 - columns_of(kept)) if width > 0 else ""
+    return kept + mark + " " * (width - 1 - display_width(kept)) if width > 0 else ""
 
 
 def age(duration_s: float) -> str:
@@ -329,7 +329,7 @@ def date_and_time(moment: str) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds(moment)))
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """Tell a person how it goes, beside the output."""
     if sys.stderr is not None:  # print would take standard output instead
         print(f"yunion-mps: {printable(text)}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
-from yunion_mps.cli.output import Column, fields, notes, output_option, say, show, table
+from yunion_mps.cli.output import Column, fields, notes, output_option, print_notice, show, table
 from yunion_mps.cli.who import clients_table
 from yunion_mps.client.acquire import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
@@ -50,7 +50,7 @@ _NOW_S = 60
 #: What a lease may take to end after its jobs: its holder may be their parent.
 _RELEASE_S = 2.0
 #: A control daemon in one of these does not serve, for a reason.
-_TROUBLED = ("failed", "backoff", "wedged")
+_NOT_SERVING = ("failed", "backoff", "wedged")
 _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 
 
@@ -143,7 +143,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     if drain or now:
         status = _wait(timeout or (None if drain else _NOW_S))
     if version_mismatch(status):
-        say(f"{version_mismatch(status)}: {REEXEC_HINT}")
+        print_notice(f"{version_mismatch(status)}: {REEXEC_HINT}")
     _refuse_trouble(status)
 
 
@@ -169,7 +169,7 @@ def _confirm_end_of_jobs(yes: bool) -> list[MpsClient]:
         verb = "will" if yes else "would"
         click.echo(f"These jobs {verb} be ended:\n{clients_table(clients)}", nl=False, err=True)
     for error in answer["errors"]:
-        say(f"not all clients are known: {error}")
+        print_notice(f"not all clients are known: {error}")
     if clients or answer["errors"]:
         confirm("End them?", yes)
     return clients
@@ -183,10 +183,12 @@ def _end(jobs: Iterable[MpsClient]) -> None:
         except NotFoundError:  # it has ended
             continue
         except YunionError as error:
-            say(f"PID {job['pid']}: {error.message}")
+            print_notice(f"PID {job['pid']}: {error.message}")
             continue
         if not ended["ended"]:
-            say(f"PID {job['pid']} is still running; end it: yunion-mps terminate {job['pid']} --force")
+            print_notice(
+                f"PID {job['pid']} is still running; end it: yunion-mps terminate {job['pid']} --force"
+            )
 
 
 def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] | None:
@@ -215,7 +217,7 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 def _wait(timeout_s: int | None) -> Status:
     """The status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, say)
+    retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, print_notice)
     said = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
@@ -223,10 +225,10 @@ def _wait(timeout_s: int | None) -> Status:
         if not pending:
             _refuse_pending_devices(status)
             if said:
-                say("all changes are in effect")
+                print_notice("all changes are in effect")
             return status
         if pending != said:
-            say(f"waiting: {pending}")
+            print_notice(f"waiting: {pending}")
             said = pending
         if end_s is not None and time.monotonic() > end_s:
             hint = "it takes effect automatically; see: yunion-mps status"
@@ -251,7 +253,7 @@ def _refuse_trouble(status: Status) -> None:
     errors = [
         f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
         for domain in status["domains"]
-        if domain["state"] in _TROUBLED
+        if domain["state"] in _NOT_SERVING
     ]
     if errors:
         raise YunionError("\n".join(errors), "the configuration was reloaded; see: yunion-mps status")
@@ -273,7 +275,7 @@ def reexec() -> None:
     last = call(GET_EVENTS, limit=1)["last"]
     call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
-    retrier = Retrier(BlockingTransport(daemon()), _REEXEC_TIMEOUT_S, say)
+    retrier = Retrier(BlockingTransport(daemon()), _REEXEC_TIMEOUT_S, print_notice)
     after = run_blocking(retrier.call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:

@@ -22,7 +22,7 @@ from yunion_mps.cli.lease import (
     take,
     warn_of_limits,
 )
-from yunion_mps.cli.output import cell, refuse_closed_output, say
+from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.client.acquire import preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, YunionError
@@ -143,9 +143,9 @@ def run(
     except YunionError as error:
         if not allow_unlimited or error.code not in _NOT_SERVED:
             raise
-        say(f"warning: {cell(argv[0])} runs without limits: {error.message}")
+        print_notice(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
-            say(error.hint)
+            print_notice(error.hint)
     _become(argv, environment)
 
 
@@ -203,9 +203,9 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
         os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        say(f"{name} cannot be started: {why}")
+        print_notice(f"{name} cannot be started: {why}")
         if isinstance(error, OSError) and error.errno == errno.ENOEXEC:
-            say("begin the script with #!/bin/sh, or run it with its interpreter: sh SCRIPT")
+            print_notice("begin the script with #!/bin/sh, or run it with its interpreter: sh SCRIPT")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         raise click.exceptions.Exit(status) from None
 

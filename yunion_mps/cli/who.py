@@ -23,7 +23,7 @@ from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES
-from yunion_mps.overview.findings import HostFinding, folded, of_devices, of_uses, with_hints, worst_first
+from yunion_mps.overview.findings import HostFinding, by_severity, folded, of_devices, of_uses, with_hints
 from yunion_mps.overview.holdings import (
     ID_LENGTH,
     NO_CLIENTS,
@@ -128,7 +128,7 @@ def who(clients_only: bool, output: str) -> None:
     clients = ask_clients(SLOW_S)
     found = [one for one in holdings(devices, leases["leases"], clients["clients"]) if one.in_use]
     uses = [use for holding in found for use in _uses(holding)]
-    wrong = worst_first([*of_devices(devices), *of_uses(found, clients)])
+    wrong = by_severity([*of_devices(devices), *of_uses(found, clients)])
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],

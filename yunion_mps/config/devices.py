@@ -22,8 +22,8 @@ from yunion_mps.config.document import (
 )
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
+    InvalidValueError,
     Kind,
-    WrongValueError,
     memory,
     number,
     one_of,
@@ -309,7 +309,7 @@ class _Reader:
         node = nodes[name][1]
         try:
             return kind(name, node)
-        except WrongValueError as error:
+        except InvalidValueError as error:
             self._wrong(node, error.what, error.hint)
             return None
 

@@ -20,9 +20,9 @@ from yunion_mps.config.document import (
 from yunion_mps.config.values import (
     MAX_DEVICES,
     MAX_OVERRIDE,
+    InvalidValueError,
     Key,
     Kind,
-    WrongValueError,
     absolute_path,
     boolean,
     endpoint,
@@ -135,7 +135,7 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
             sources[name] = Source(file, line)
             try:
                 values[name] = _kind(name, values)(name, node)
-            except WrongValueError as error:
+            except InvalidValueError as error:
                 minor = name.startswith(_MINOR)
                 problems.append(Problem(file, line_of(node), error.what, error.hint, minor))
     problems += _check_pipe_directory(paths, values, sources)

@@ -37,7 +37,7 @@ _EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to know them, not to listen t
 ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or '[::1]:9435'"
 
 
-class WrongValueError(Exception):
+class InvalidValueError(Exception):
     """A value that cannot be used: what is wrong with it, and what would be right."""
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
@@ -46,7 +46,7 @@ class WrongValueError(Exception):
         super().__init__(self.what)
 
 
-#: A kind turns the node of a key into its value or raises WrongValueError.
+#: A kind turns the node of a key into its value or raises InvalidValueError.
 Kind = Callable[[str, Node], Any]
 
 
@@ -62,7 +62,7 @@ def boolean(key: str, node: Node) -> bool:
     """`true` or `false`."""
     value = value_of(node)
     if not isinstance(value, bool):
-        raise WrongValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
+        raise InvalidValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
     return value
 
 
@@ -74,9 +74,9 @@ def whole_number(lowest: int, highest: int) -> Kind:
         quotes = ", without quotes" if isinstance(value, str) else ""
         hint = f"write a whole number from {lowest} to {highest}{quotes}"
         if not isinstance(value, int) or isinstance(value, bool):
-            raise WrongValueError(key, node, "not a whole number", hint)
+            raise InvalidValueError(key, node, "not a whole number", hint)
         if not lowest <= value <= highest:
-            raise WrongValueError(key, node, "out of range", hint)
+            raise InvalidValueError(key, node, "out of range", hint)
         return value
 
     return kind
@@ -91,11 +91,11 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
         quotes = " and without quotes" if isinstance(value, str) else ""
         hint = f"write a number from {lowest:g} to {highest:g}, with at most {some}{quotes}"
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise WrongValueError(key, node, "not a number", hint)
+            raise InvalidValueError(key, node, "not a number", hint)
         if not lowest <= value <= highest:
-            raise WrongValueError(key, node, "out of range", hint)
+            raise InvalidValueError(key, node, "out of range", hint)
         if round(value, decimals) != value:
-            raise WrongValueError(key, node, "too precise", hint)
+            raise InvalidValueError(key, node, "too precise", hint)
         return float(value)
 
     return kind
@@ -109,9 +109,9 @@ def memory(lowest_mib: int) -> Kind:
         mib = mebibytes(value) if isinstance(value, str) else None
         hint = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
         if mib is None:
-            raise WrongValueError(key, node, "not an amount of memory", hint)
+            raise InvalidValueError(key, node, "not an amount of memory", hint)
         if mib < lowest_mib:
-            raise WrongValueError(key, node, "too little", f"write at least {lowest_mib}MiB")
+            raise InvalidValueError(key, node, "too little", f"write at least {lowest_mib}MiB")
         return mib
 
     return kind
@@ -125,7 +125,7 @@ def one_of(*choices: str) -> Kind:
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
             allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            raise WrongValueError(
+            raise InvalidValueError(
                 key, node, f"but must be {allowed}", f"did you mean {near}?" if near else ""
             )
         return str(value)
@@ -137,10 +137,10 @@ def absolute_path(key: str, node: Node) -> str:
     """The path of a file or directory, from `/`; normalised."""
     value = text(key, node)
     if not value.startswith("/"):
-        raise WrongValueError(key, node, "not an absolute path", "write an absolute path")
+        raise InvalidValueError(key, node, "not an absolute path", "write an absolute path")
     normal = "/" + os.path.normpath(value).lstrip("/")
     if normal == "/":
-        raise WrongValueError(key, node, "the root directory", "use a separate directory")
+        raise InvalidValueError(key, node, "the root directory", "use a separate directory")
     return normal
 
 
@@ -149,7 +149,7 @@ def textfile(key: str, node: Node) -> str:
     path = absolute_path(key, node)
     if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
         hint = "use a separate file that ends in .prom"
-        raise WrongValueError(key, node, "which node_exporter does not read", hint)
+        raise InvalidValueError(key, node, "which node_exporter does not read", hint)
     return path
 
 
@@ -160,7 +160,7 @@ def own_directory(example: str) -> Kind:
         path = absolute_path(key, node)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
             hint = f"use a separate directory, for example {example}"
-            raise WrongValueError(key, node, "which is shared with other software", hint)
+            raise InvalidValueError(key, node, "which is shared with other software", hint)
         return path
 
     return kind
@@ -175,7 +175,7 @@ def group(key: str, node: Node) -> str:
         grp.getgrnam(name)
     except KeyError:
         hint = "create it (groupadd --system NAME), or choose one that exists: getent group"
-        raise WrongValueError(key, node, "a group that does not exist", hint) from None
+        raise InvalidValueError(key, node, "a group that does not exist", hint) from None
     return name
 
 
@@ -190,9 +190,9 @@ def text(key: str, node: Node, what: str = "a text") -> str:
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
-        raise WrongValueError(key, node, "not a string", f"write {key}: followed by {what}")
+        raise InvalidValueError(key, node, "not a string", f"write {key}: followed by {what}")
     if not value.isprintable():
-        raise WrongValueError(key, node, "which contains control characters", "remove them")
+        raise InvalidValueError(key, node, "which contains control characters", "remove them")
     return value
 
 
@@ -201,7 +201,7 @@ def endpoint(key: str, node: Node) -> str:
     try:
         return normal_endpoint(text(key, node, "an IP address and a port"))
     except ValueError as error:
-        raise WrongValueError(key, node, str(error), f"write {ENDPOINT_EXAMPLE}") from None
+        raise InvalidValueError(key, node, str(error), f"write {ENDPOINT_EXAMPLE}") from None
 
 
 def normal_endpoint(value: str) -> str:

@@ -13,7 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
-from yunion_mps.host.files import read_beginning
+from yunion_mps.host.files import read_text
 from yunion_mps.paths import Paths
 
 #: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
@@ -68,7 +68,7 @@ class Containers:
 
     def of(self, pid: int) -> Container | None:
         """The container of the process; None if it is in none, or has ended."""
-        found = container_in(read_beginning(f"{self._proc}/{pid}/cgroup"))
+        found = container_in(read_text(f"{self._proc}/{pid}/cgroup"))
         return Container(found.id, self._name(pid, found)) if found else None
 
     def _name(self, pid: int, found: _CgroupMatch) -> str:
@@ -110,9 +110,9 @@ class Containers:
         This works for every user's storage, wherever it is.
         """
         for _ in range(_MAX_ANCESTORS):
-            fields = read_beginning(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+            fields = read_text(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
             pid = int(fields[1]) if len(fields) > 1 else 0
-            words = read_beginning(f"{self._proc}/{pid}/cmdline").split("\0")
+            words = read_text(f"{self._proc}/{pid}/cmdline").split("\0")
             if words[0].endswith("conmon") and container_id in words and "-n" in words[:-1]:
                 return words[words.index("-n") + 1]
             if pid <= 1:
@@ -153,7 +153,7 @@ def _names_of(found: Any) -> dict[str, str]:
 def _json(path: str, kind: type) -> Any:
     """The content of a file, empty if it has another type."""
     try:
-        found = json.loads(read_beginning(path) or "null")
+        found = json.loads(read_text(path) or "null")
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, kind) else kind()

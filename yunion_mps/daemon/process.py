@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import NamedTuple
 
-from yunion_mps.host.processes import reap_forgotten
+from yunion_mps.host.processes import reap_inherited_children
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP, signal.SIGHUP)
@@ -84,7 +84,7 @@ def inherited_state() -> ReexecState | None:
             fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     except (ValueError, TypeError, IndexError, OSError):
         return None
-    reap_forgotten()
+    reap_inherited_children()
     return state
 
 

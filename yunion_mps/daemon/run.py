@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     paths = Paths.from_environment()
     try:
         if options.is_offline:
-            logs.begin_with(PROGRAM)
+            logs.set_prefix(PROGRAM)
             return _run_offline(paths, options)
         state = inherited_state()
         lock = state.lock if state else take_lock(paths)
@@ -61,7 +61,7 @@ def run(options: Options) -> int:
         finally:
             os.close(lock)
     except YunionError as error:
-        logs.begin_with(PROGRAM)
+        logs.set_prefix(PROGRAM)
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("%s", problem)

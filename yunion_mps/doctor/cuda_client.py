@@ -90,7 +90,7 @@ class Failure(TypedDict):
 
 
 @final
-class Given(TypedDict):
+class DeviceProbe(TypedDict):
     """What the program was given: memory in MiB, SMs in all and those that its kernel ran on."""
 
     name: str
@@ -236,7 +236,7 @@ def _gets(gpu: CudaGpu, mib: int) -> bool:
     return True
 
 
-def main(over_mib: int) -> Given:
+def main(over_mib: int) -> DeviceProbe:
     """What a client has; raises CudaError."""
     gpu = CudaGpu(CudaDriver())
     return {
@@ -250,7 +250,7 @@ def main(over_mib: int) -> Given:
 
 
 if __name__ == "__main__":
-    answer: Given | Failure
+    answer: DeviceProbe | Failure
     try:
         answer = main(int(sys.argv[1]))
     except CudaError as error:

@@ -14,8 +14,8 @@ from yunion_mps.doctor import variables
 from yunion_mps.doctor.gpus import library_version
 from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, YunionError
-from yunion_mps.host.files import read_beginning
-from yunion_mps.host.proc import command_of, environment_of, name_of, title_of, uid_of
+from yunion_mps.host.files import read_text
+from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.overview import count
@@ -97,10 +97,10 @@ def outside_mps(host: Host) -> Findings:
                 unread += 1
                 continue
             place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
-            if not any(same_place(pid, place, ours) for ours in places):
+            if not any(is_same_directory(pid, place, ours) for ours in places):
                 what = (
-                    f"{title_of(pid)} uses GPU {gpu.address} outside yunion-mps (its pipe directory is "
-                    f"{place})"
+                    f"{describe_process(pid)} uses GPU {gpu.address} outside yunion-mps "
+                    f"(its pipe directory is {place})"
                 )
                 hint = f"start it with: yunion-mps run COMMAND; see why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
@@ -115,7 +115,7 @@ def outside_mps(host: Host) -> Findings:
     raise SkipError(f"only root can see how {unread} of {seen} programs use the GPUs", "run it as root")
 
 
-def same_place(pid: int, seen: str, ours: str) -> bool:
+def is_same_directory(pid: int, seen: str, ours: str) -> bool:
     """Whether the directory that a process sees as `seen` is ours, also from within a container."""
     try:
         mine = os.stat(ours)
@@ -174,7 +174,7 @@ def _domain_at(host: Host, subject: Subject) -> DomainPlan | None:
     for domain in host.domains():
         if subject.pid is None and os.path.realpath(place) == os.path.realpath(domain.pipe_directory):
             return domain
-        if subject.pid is not None and same_place(subject.pid, place, domain.pipe_directory):
+        if subject.pid is not None and is_same_directory(subject.pid, place, domain.pipe_directory):
             return domain
     return None
 
@@ -224,7 +224,7 @@ def _device_of(path: str) -> int | None:
 
 
 def _mapped(pid: int) -> set[str]:
-    lines = read_beginning(f"/proc/{pid}/maps").splitlines()
+    lines = read_text(f"/proc/{pid}/maps").splitlines()
     return {line.split(None, 5)[5].strip() for line in lines if "libcuda.so" in line}
 
 

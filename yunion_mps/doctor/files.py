@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, warning
-from yunion_mps.host.files import read_beginning
+from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
@@ -141,7 +141,7 @@ def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
         for file in glob.glob(host.paths.under(f"{folder}/*.conf")):
             files.setdefault(os.path.basename(file), file)
     for file in files.values():
-        for line in read_beginning(file).splitlines():
+        for line in read_text(file).splitlines():
             words = line.split()
             if len(words) > 1 and not line.startswith("#"):
                 age = words[5] if len(words) > 5 and words[5] != "-" else ""
@@ -216,8 +216,8 @@ def shm(host: Host) -> Findings:
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
     under = host.paths.under
-    enforcing = read_beginning(under("/sys/fs/selinux/enforce")).strip()
-    apparmor = read_beginning(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
+    enforcing = read_text(under("/sys/fs/selinux/enforce")).strip()
+    apparmor = read_text(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
     if not enforcing and not apparmor:
         return [ok("neither is active")]
     texts, readable = _logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.errors import DriverError, HostError
-from yunion_mps.host.files import read_beginning
+from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
@@ -136,7 +136,7 @@ def library_version(path: str) -> str | None:
 
 def _versions(host: Host) -> Iterator[tuple[str, str]]:
     """Each part of the driver whose version can be seen, and the version."""
-    found = _MODULE.search(read_beginning(host.paths.under("/proc/driver/nvidia/version")))
+    found = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
     if found:
         yield "the loaded kernel module", found[1]
     for path in _libraries(host):
@@ -152,7 +152,7 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _program(path: str, what: str) -> Iterator[tuple[str, str]]:
-    versions = set(_IN_PROGRAM.findall(read_beginning(path)))  # none in another user's process
+    versions = set(_IN_PROGRAM.findall(read_text(path)))  # none in another user's process
     if len(versions) == 1:
         yield what, versions.pop()
 
@@ -163,7 +163,7 @@ def _libraries(host: Host) -> list[str]:
     named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
     candidates = [os.path.join(folder, _LIBRARY) for folder in named]
     # What the loader's cache (ldconfig(8)) names.
-    cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_beginning(under("/etc/ld.so.cache")))
+    cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_text(under("/etc/ld.so.cache")))
     candidates += cached
     for folder in _LIBRARY_FOLDERS:
         candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
@@ -317,7 +317,7 @@ def _guests(host: Host, gpu: Gpu) -> str:
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:
         return f"{len(mediated)} vGPU{'s' if len(mediated) > 1 else ''}"
-    number = read_beginning(os.path.join(folder, "sriov_numvfs")).strip()
+    number = read_text(os.path.join(folder, "sriov_numvfs")).strip()
     return f"{number} virtual functions" if number.isdigit() and int(number) else ""
 
 

@@ -98,7 +98,7 @@ class SkipError(YunionError):
         super().__init__(message, hint)
 
 
-class Once(Generic[T]):
+class Lazy(Generic[T]):
     """What `work` returns or raises, called by the first thread that asks; others wait for that."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -129,23 +129,23 @@ class Host:
         self.timeout_s = timeout_s
         client = DaemonClient(paths, timeout_s * _SHARE)
         #: The configuration and the problems of both files.
-        self.config: Once[tuple[Config, list[Problem]]] = Once(lambda: load(paths))
+        self.config: Lazy[tuple[Config, list[Problem]]] = Lazy(lambda: load(paths))
         #: NVML, opened; raises DriverError.
-        self.nvml: Once[Nvml] = Once(lambda: _opened(timeout_s * _SHARE))
+        self.nvml: Lazy[Nvml] = Lazy(lambda: _opened(timeout_s * _SHARE))
         #: The driver and the GPUs; raises DriverError.
-        self.inventory: Once[Inventory] = Once(lambda: scan(self.nvml(), paths))
+        self.inventory: Lazy[Inventory] = Lazy(lambda: scan(self.nvml(), paths))
         #: What should be, and what the GPUs show to be wrong with it; raises DriverError and HostError.
-        self.plan: Once[tuple[Plan, list[Problem]]] = Once(
+        self.plan: Lazy[tuple[Plan, list[Problem]]] = Lazy(
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
         )
         #: The daemon's /v1/status; raises UnreachableError, NotAllowedError.
-        self.status: Once[Status] = Once(lambda: client.call(GET_STATUS))
+        self.status: Lazy[Status] = Lazy(lambda: client.call(GET_STATUS))
         #: The daemon's devices, each as /v1/devices lists it; raises as `status`.
-        self.devices: Once[list[Device]] = Once(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
+        self.devices: Lazy[list[Device]] = Lazy(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
         #: The memory in MiB that processes use, by GPU UUID and PID; raises DriverError.
-        self.users: Once[dict[str, dict[int, int | None]]] = Once(lambda: self.nvml().processes())
+        self.users: Lazy[dict[str, dict[int, int | None]]] = Lazy(lambda: self.nvml().processes())
         #: The domains as they run, or as they would; their directories are below the root.
-        self.domains: Once[list[DomainPlan]] = Once(self._domains)
+        self.domains: Lazy[list[DomainPlan]] = Lazy(self._domains)
         self._client = client
 
     @property

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import read_beginning
-from yunion_mps.host.proc import all_pids, environment_of, program_of, title_of, uid_of, user_name
+from yunion_mps.host.files import read_text
+from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Probe, UnresponsiveError, peer_of
 from yunion_mps.mps.diagnosis import diagnose, front_end_at, holders, peers
@@ -132,7 +132,7 @@ def _greeted(place: str, pid: int) -> float:
     return time.monotonic() - began_s
 
 
-class _Other(NamedTuple):
+class _OtherControlDaemon(NamedTuple):
     """A control daemon that is none of our domains'. What may not be read is None."""
 
     pid: int
@@ -182,7 +182,7 @@ def others(host: Host) -> Findings:
             yield ok(f"another control daemon, {other}, serves other GPUs")
 
 
-def _shares_gpus(host: Host, other: _Other) -> bool | None:
+def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
     """None if that cannot be seen: numbers count what its container shows it, or CUDA's own order."""
     ours = {uuid for domain in host.domains() for uuid in domain.gpu_uuids}
     if not ours:
@@ -197,7 +197,7 @@ def _shares_gpus(host: Host, other: _Other) -> bool | None:
     return any(uuid.startswith(word) for uuid in ours for word in words)
 
 
-def _others(host: Host) -> list[_Other]:
+def _others(host: Host) -> list[_OtherControlDaemon]:
     ours = {*host.control_pids(), *host.known_pids().values()}
     found = []
     for pid in all_pids():
@@ -211,7 +211,7 @@ def _others(host: Host) -> list[_Other]:
         if MARK in environment and not (peer and peer.pid == pid):
             continue  # one of ours that is being tried, or about to end
         gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
-        found.append(_Other(pid, place, gpus, _in_container(pid)))
+        found.append(_OtherControlDaemon(pid, place, gpus, _in_container(pid)))
     return found
 
 
@@ -220,7 +220,7 @@ def _options(pid: int) -> int | None:
 
     It comes from the command line, which all users may read.
     """
-    words = read_beginning(f"/proc/{pid}/cmdline", 4096).split("\0")
+    words = read_text(f"/proc/{pid}/cmdline", 4096).split("\0")
     if os.path.basename(words[0]) != PROGRAM:
         return None
     return sum(word.startswith("-") for word in words[1:])
@@ -330,7 +330,7 @@ def user_switching(host: Host) -> Findings:
             users = ", ".join(user_name(uid) for uid in sorted(serving))
             hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting(domain, known, serving):
-                what = f"{title_of(pid)} is waiting for the jobs of {users} to end"
+                what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 

@@ -86,13 +86,13 @@ class Report(NamedTuple):
 
 def run(checks: Sequence[Check], host: Host) -> Report:
     """Run all checks; takes no longer than the slowest check's deadline, and never raises."""
-    running = [_Running(check, host) for check in checks]
+    running = [_CheckRun(check, host) for check in checks]
     lines = [Line(one.check.name, finding) for one in running for finding in one.findings()]
     levels = list(NAGIOS_CODES)
     return Report(tuple(sorted(lines, key=lambda line: levels.index(line.finding.level))))
 
 
-class _Running:
+class _CheckRun:
     """One check on a thread of its own, which nothing waits for after its deadline."""
 
     def __init__(self, check: Check, host: Host) -> None:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor import cuda_client
-from yunion_mps.doctor.cuda_client import Failure, Given
+from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
 from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
 #: another's jobs is to be reported.
-_TIMES_AS_LONG = 6
+_TIMEOUT_FACTOR = 6
 #: A piece so much larger than the budget, or the whole, is to be refused.
 _OVER_MIB = 64
 
@@ -62,7 +62,7 @@ _NO_GPU = (-1, 100)
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
-@check("selftest", SELFTEST_FAILED, times=_TIMES_AS_LONG + 1)
+@check("selftest", SELFTEST_FAILED, times=_TIMEOUT_FACTOR + 1)
 def selftest(host: Host) -> Findings:
     """One device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
@@ -84,7 +84,7 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
         return skipped(what, f"run it as {other}, or while no MPS server is running")
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
-    timeout_s = host.timeout_s * _TIMES_AS_LONG
+    timeout_s = host.timeout_s * _TIMEOUT_FACTOR
     answer = _answer(device["client_environment"], over_mib, timeout_s)
     if answer is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
@@ -100,7 +100,7 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
     return _judged(device, answer)
 
 
-def _judged(device: DeviceDetails, answer: Given) -> Finding:
+def _judged(device: DeviceDetails, answer: DeviceProbe) -> Finding:
     budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
     addr, memory = device["addr"], answer["memory_mib"]
     used, all_of = answer["used"], answer["multiprocessors"]
@@ -132,7 +132,7 @@ def _other_user(host: Host, domain: str) -> str:
     return ""
 
 
-def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> Given | Failure | None:
+def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> DeviceProbe | Failure | None:
     """What the program prints; None if that does not come in time."""
     kept = {name: value for name, value in os.environ.items() if name in _KEPT}
     # Nothing of ours stays in a home directory.
@@ -142,7 +142,7 @@ def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> Given
     if status is None:
         return None
     try:
-        answer: Given | Failure = json.loads(text)
+        answer: DeviceProbe | Failure = json.loads(text)
     except ValueError:
         return {"call": "the program", "code": -3, "name": "it exited without output"}
     return answer

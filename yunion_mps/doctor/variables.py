@@ -17,7 +17,7 @@ MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 #: Those that decide what a client of MPS gets (NVIDIA's MPS documentation, its appendix).
-THAT_MATTER = (
+RELEVANT = (
     PIPE,
     VISIBLE,
     ORDER,
@@ -49,13 +49,13 @@ _HOW = (
 def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
     """Variables that no program reads, and that were likely meant to be another."""
     for name in sorted(variables):
-        if name in THAT_MATTER or name in _OTHERS:
+        if name in RELEVANT or name in _OTHERS:
             continue
-        near = name.upper() if name.upper() in THAT_MATTER else nearest_key(name, THAT_MATTER)
+        near = name.upper() if name.upper() in RELEVANT else nearest_key(name, RELEVANT)
         if near:
             yield problem(f"{name} has no effect (did you mean {near}?)", f"write {near} instead")
         elif name.startswith("CUDA_MPS_"):
-            real = ", ".join(known for known in THAT_MATTER if known.startswith("CUDA_MPS_"))
+            real = ", ".join(known for known in RELEVANT if known.startswith("CUDA_MPS_"))
             yield warning(f"{name} is not a known MPS variable", f"known variables: {real}")
 
 

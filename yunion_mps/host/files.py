@@ -43,7 +43,7 @@ def write_atomically(
     return about
 
 
-def read_beginning(path: str, most_bytes: int = 16 << 20) -> str:
+def read_text(path: str, most_bytes: int = 16 << 20) -> str:
     """The beginning of a file, empty if it cannot be read."""
     try:
         with open(path, "rb") as file:

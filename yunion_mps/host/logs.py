@@ -88,10 +88,10 @@ def set_up(level: str, *, plain: bool = False) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # What these record costs time on every message, and no format of ours uses it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    atexit.register(_give_up_what_is_left)
+    atexit.register(_discard_unwritten)
 
 
-def begin_with(program: str) -> None:
+def set_prefix(program: str) -> None:
     """From now on, begin lines that are not for systemd as a command's errors do: with the program's name."""
     if not _for_systemd():
         logging.getLogger().handlers[0].setFormatter(LineFormatter(f"{program}: %(message)s"))
@@ -108,7 +108,7 @@ def _for_systemd() -> bool:
     return bool(os.environ.get("NOTIFY_SOCKET")) and not os.isatty(2)
 
 
-def _give_up_what_is_left() -> None:
+def _discard_unwritten() -> None:
     """Lines that could not be written (a full disk) would make Python end with 120."""
     try:
         sys.stderr.flush()

@@ -120,7 +120,7 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def title_of(pid: int) -> str:
+def describe_process(pid: int) -> str:
     """`PID 4711 (python3, alice)`."""
     return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"
 

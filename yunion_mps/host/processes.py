@@ -174,6 +174,7 @@ def outcome_of(
     Ctrl-C, which does not reach it in its own session. Raises HostError as `spawn` does.
     """
     output, answer_in = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the process is known
     try:
         with open(os.devnull, "r+b") as null:
             stderr = answer_in if with_stderr else null.fileno()
@@ -184,13 +185,15 @@ def outcome_of(
                 stdout=answer_in,
                 stderr=stderr,
             )
-    except HostError:
+    except BaseException:
         os.close(output)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise
     finally:
         os.close(answer_in)
     try:
         with open(output, "rb", buffering=0) as file:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             found = _read_all(file.fileno(), timeout_s)
         if found is not None:  # it has closed its output, and is about to end
             _readable(process.fileno(), timeout_s)
@@ -212,7 +215,7 @@ def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
     return None
 
 
-def reap_forgotten() -> None:
+def reap_inherited_children() -> None:
     """Reap ended children that the program which this process ran before has left to us."""
     with contextlib.suppress(ChildProcessError):
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
@@ -226,7 +229,7 @@ def wake(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-class Driven(Protocol):
+class Tickable(Protocol):
     """A state machine that never waits itself."""
 
     def tick(self, now_s: float) -> float | None:
@@ -244,7 +247,7 @@ class Wakeup(Protocol):
     def clear(self) -> None: ...
 
 
-def drive(driven: Driven, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
+def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
     """Tick until `done`: for what cannot wait until asyncio is loaded, or goes on without it."""
     while True:
         if wakeup:

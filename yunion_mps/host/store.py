@@ -158,12 +158,12 @@ class Store:
     def _open(self) -> sqlite3.Connection:
         try:
             if _is_torn(self._file):
-                return self._make_again()
+                return self._recreate()
             return self._connect()
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            return self._make_again()
+            return self._recreate()
 
     def _connect(self) -> sqlite3.Connection:
         had_log = os.path.exists(f"{self._file}-wal")
@@ -182,7 +182,7 @@ class Store:
             for statement in _SCHEMA:
                 connection.execute(statement)
             if version == 0:  # new, or torn to nothing, which looks the same
-                self._take_copies(connection)
+                self._import_copies(connection)
             connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # last: it says that all is there
             if had_log and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("it is damaged")
@@ -191,7 +191,7 @@ class Store:
             raise
         return connection
 
-    def _make_again(self) -> sqlite3.Connection:
+    def _recreate(self) -> sqlite3.Connection:
         """Keep the unreadable file aside, and take compute modes and leases from their copies."""
         self.set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
@@ -199,7 +199,7 @@ class Store:
                 os.replace(self._file + end, self.set_aside + end)
         return self._connect()
 
-    def _take_copies(self, connection: sqlite3.Connection) -> None:
+    def _import_copies(self, connection: sqlite3.Connection) -> None:
         modes = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
         connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", modes)
         leases = []
@@ -240,7 +240,7 @@ class Store:
                     if self._is_closed or not _is_damage(error):
                         raise
                     self._connection.close()  # it was damaged while in use
-                    self._connection = self._make_again()
+                    self._connection = self._recreate()
                     found = work()
             except MemoryError:
                 raise ShortageError(f"the state file cannot be {what}: memory is low") from None

@@ -70,7 +70,7 @@ def _family(library: _Library, metric: Metric, samples: Iterable[Sample]) -> Any
     return family
 
 
-class _One:
+class _SingleMetricCollector:
     """One family, collected already."""
 
     def __init__(self, family: Any) -> None:
@@ -85,7 +85,7 @@ def _written(library: _Library, family: Any, *, openmetrics: bool) -> bytes:
         family.name += _ENDINGS.get(family.type, "")
         family.type = GAUGE if family.type == INFO else family.type
     # This escaping looks at our names as a whole; the default one at each of their letters.
-    return bytes(library.write(_One(family), escaping="allow-utf-8"))[: -len(_END)]
+    return bytes(library.write(_SingleMetricCollector(family), escaping="allow-utf-8"))[: -len(_END)]
 
 
 def _load() -> _Library:

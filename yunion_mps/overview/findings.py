@@ -142,10 +142,10 @@ def all_findings(
 ) -> list[HostFinding]:
     """All findings, worst first."""
     found = [*of_status(status, gpus), *of_devices(devices), *of_uses(held, clients)]
-    return worst_first([*found, *of_leases(leases, status, gpus)])
+    return by_severity([*found, *of_leases(leases, status, gpus)])
 
 
-def worst_first(findings: Iterable[HostFinding]) -> list[HostFinding]:
+def by_severity(findings: Iterable[HostFinding]) -> list[HostFinding]:
     """The findings by their kind, notices and problems before warnings."""
     return sorted(findings, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 

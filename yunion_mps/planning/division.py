@@ -72,7 +72,7 @@ def enforces_budgets(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
-def reason_against(gpu: Gpu, config: Config) -> Reason:
+def unusable_reason(gpu: Gpu, config: Config) -> Reason:
     """Why the GPU cannot serve MPS devices, empty if it can."""
     if gpu.reason:
         return gpu.reason
@@ -138,7 +138,7 @@ def overcommit_of(entry: DeviceEntry, config: Config) -> float | None:
     return _OVERCOMMIT[config.cuda_mps_thread_percentage]
 
 
-def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
+def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
     """What the slices take that the GPU has not, and the hints."""
     total_mib = gpu.memory_mib
     if total_mib is None:
@@ -163,7 +163,7 @@ def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
     return wrong
 
 
-def wrong_pool(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
+def pool_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
     """Why no client could get anything of the pool, and the hint."""
     if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
         return []

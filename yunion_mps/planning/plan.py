@@ -30,10 +30,10 @@ from yunion_mps.planning.division import (
     divide,
     enforces_budgets,
     max_clients,
+    pool_error,
     pools_of,
-    reason_against,
-    wrong_pool,
-    wrong_slices,
+    slices_error,
+    unusable_reason,
 )
 
 
@@ -52,7 +52,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
-    found = {gpu.pci_address: reason_against(gpu, config) for gpu in divided}
+    found = {gpu.pci_address: unusable_reason(gpu, config) for gpu in divided}
     unavailable = {address: reason for address, reason in found.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
     problems += _too_many_in_one_domain(config, usable)
@@ -171,7 +171,7 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
             problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
         else:
             entries[gpu.pci_address] = entry
-            problems += _wrong_for(entry, gpu, config, inventory)
+            problems += _entry_error(entry, gpu, config, inventory)
     if not config.devices:
         at = config.sources["cuda_mps_replicas"]
         for gpu in inventory.gpus:
@@ -214,16 +214,16 @@ def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
     return Problem(*entry.path_at, f"path {entry.path} is not a GPU of this host", hint)
 
 
-def _wrong_for(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
+def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
     """What the entry asks of its GPU and the GPU cannot give; a broken GPU is not checked."""
     if gpu.reason:
         return []
     at = entry.divided_at
     if entry.slices:
         many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
-        return many + [Problem(*at, *wrong) for wrong in wrong_slices(entry, gpu, config)]
+        return many + [Problem(*at, *wrong) for wrong in slices_error(entry, gpu, config)]
     if entry.memory_unit_mib:
-        return [Problem(*at, *wrong) for wrong in wrong_pool(entry, gpu)]
+        return [Problem(*at, *wrong) for wrong in pool_error(entry, gpu)]
     return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
 
 

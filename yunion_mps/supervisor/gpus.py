@@ -20,7 +20,7 @@ from yunion_mps.inventory.scan import GONE, save_served
 from yunion_mps.inventory.sysfs import sort_key
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import reason_against
+from yunion_mps.planning.division import unusable_reason
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Gpus:
     def _with_reason(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
         """The GPU with the reason why it cannot serve the devices that it should, such as MIG mode."""
         gpu = self._with_mode_error(gpu)
-        reason = reason_against(gpu, config) if gpu.pci_address in divided else gpu.reason
+        reason = unusable_reason(gpu, config) if gpu.pci_address in divided else gpu.reason
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:

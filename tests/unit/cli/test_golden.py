@@ -17,7 +17,7 @@ import click
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from yunion_mps import __version__
-from yunion_mps.cli.output import columns_of
+from yunion_mps.cli.output import display_width
 from yunion_mps.cli.root import COMMANDS, cli
 
 from unit.cli.conftest import Cli, Done
@@ -119,7 +119,7 @@ def host() -> Iterator[Cli]:
 def test_a_command_prints_what_was_reviewed(host: Cli, command: str) -> None:
     words, golden = command.split(), GOLDENS[command]
     done = {f"{width} columns": host.done_on_terminal(width, *words) for width in golden.widths}
-    wide = [line for line in done["80 columns"].out.splitlines() if columns_of(line) > 80]
+    wide = [line for line in done["80 columns"].out.splitlines() if display_width(line) > 80]
     if words[0] != "completion" and "wide" not in words:
         assert [line for line in wide if not re.fullmatch(r" *\S+", line)] == [], "but a path or a variable"
     done["piped"] = host(*words)

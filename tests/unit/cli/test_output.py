@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from yunion_mps.cli.output import Column, age, columns_of, fit, table
+from yunion_mps.cli.output import Column, age, display_width, fit, table
 from yunion_mps.overview import count
 
 from unit.cli.conftest import Cli, table_of
@@ -119,9 +119,9 @@ def test_a_cell_is_one_line_that_cannot_steer_the_terminal(value: object, shown:
 def test_text_with_wide_letters_is_cut_and_filled_to_columns(width: int) -> None:
     for text in ("", "train", "訓練をする", "e\u0301te\u0301", "a\x1b[2Jb"):
         for utf8 in (True, False):
-            assert columns_of(fit(text, width, utf8=utf8)) == width
+            assert display_width(fit(text, width, utf8=utf8)) == width
     assert fit("訓練をする", 6) == "訓練… "
-    assert fit("12", 5, to_the_right=True) == "   12"
+    assert fit("12", 5, right_aligned=True) == "   12"
 
 
 def test_ages_and_counts_read_as_people_say_them() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.cli.output import columns_of
-from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame
+from yunion_mps.cli.output import display_width
+from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview.findings import HostFinding, folded
@@ -54,7 +54,7 @@ AWAY = Outage(NOW_S - 60, "the daemon is not running", "start it")
 
 
 def lines_of(scene: Scene, columns: int, rows: int, outage: Outage | None = None, **look: Any) -> list[str]:
-    shown = frame(scene, Look(columns, rows, **look), outage, NOW_S, 2)
+    shown = frame(scene, ViewState(columns, rows, **look), outage, NOW_S, 2)
     return ["".join(text for text, _ in line) for line in shown.lines]
 
 
@@ -68,7 +68,7 @@ def test_a_frame_never_has_more_lines_or_columns_than_the_terminal(scene: Scene,
             for utf8 in (True, False):
                 lines = lines_of(scene, columns, rows, AWAY, view=view, utf8=utf8)
                 assert len(lines) <= rows
-                assert all(columns_of(line) <= columns for line in lines)
+                assert all(display_width(line) <= columns for line in lines)
                 assert utf8 or "".join(lines).isascii()
 
 
@@ -91,7 +91,7 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
     assert any(line.startswith("GPU 1-3/10 ") for line in lines)
     assert any(line.startswith("DEVICE 1-7/480 ") for line in lines)
     assert any(line.startswith("DEVICE 5-11/480 ") for line in lines_of(MANY, 80, 24, offset=4))
-    last = frame(MANY, Look(80, 24), None, NOW_S, 2).last_offset
+    last = frame(MANY, ViewState(80, 24), None, NOW_S, 2).last_offset
     assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.cli.output import say
+from yunion_mps.cli.output import print_notice
 from yunion_mps.client.acquire import Retrier
 from yunion_mps.client.transport import run_blocking
 from yunion_mps.errors import UnreachableError
@@ -36,7 +36,7 @@ class UnreachableTransport:
 def test_an_outage_and_its_end_are_announced_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    retrier = Retrier(UnreachableTransport(2), 60.0, say)
+    retrier = Retrier(UnreachableTransport(2), 60.0, print_notice)
     for _ in range(2):
         run_blocking(retrier.call(GET_STATUS))
     said = "yunion-mps: it is away; waiting up to 60 s for it\nyunion-mps: the daemon answers again\n"
@@ -44,7 +44,7 @@ def test_an_outage_and_its_end_are_announced_once(
 
 
 def test_retries_end_at_the_deadline_which_an_answer_resets() -> None:
-    retrier = Retrier(UnreachableTransport(0), 1e-9, say)
+    retrier = Retrier(UnreachableTransport(0), 1e-9, print_notice)
     run_blocking(retrier.wait(UNREACHABLE))
     with pytest.raises(UnreachableError, match="it is away"):
         run_blocking(retrier.wait(UNREACHABLE))
@@ -54,5 +54,5 @@ def test_retries_end_at_the_deadline_which_an_answer_resets() -> None:
 
 def test_without_a_timeout_the_first_failure_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnreachableError, match="it is away"):
-        run_blocking(Retrier(UnreachableTransport(1), 0, say).call(GET_STATUS))
+        run_blocking(Retrier(UnreachableTransport(1), 0, print_notice).call(GET_STATUS))
     assert capsys.readouterr() == ("", "")

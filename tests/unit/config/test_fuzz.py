@@ -37,7 +37,7 @@ def assert_problems_name_real_lines(files: Files) -> None:
     for problem in problems:
         assert problem.file in (str(files.host), str(files.devices))
         assert problem.what
-        assert problem.hint or problem.what.endswith("?)")
+        assert problem.hint or problem.what.endswith("?)") or " but must be " in problem.what
         assert "\n" not in str(problem)
         if problem.line is not None:
             assert 1 <= problem.line <= lines_in(Path(problem.file)), problem

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.doctor.host import Finding, Host, Once
+from yunion_mps.doctor.host import Finding, Host, Lazy
 from yunion_mps.doctor.report import OF_THE_HOST, findings_of
 from yunion_mps.errors import DriverError, UnreachableError
 from yunion_mps.models import Gpu, Snapshot
@@ -37,9 +37,9 @@ def host_of(root: Path, *gpus: Gpu, snapshot: Snapshot | None = None, **keys: st
     keys = {"enable_cuda_mps": "true", **keys}
     write(root / "etc/yunion/host.conf", "".join(f"{name}: {value}\n" for name, value in keys.items()))
     host = Host(Paths(str(root)), 30)
-    host.inventory = Once(lambda: builders.inventory(*gpus, driver=DRIVER) if gpus else _no_driver())
-    host.status = Once(Queries(lambda: snapshot, time.time(), 4200).status if snapshot else _no_daemon)
-    host.users = Once(dict)
+    host.inventory = Lazy(lambda: builders.inventory(*gpus, driver=DRIVER) if gpus else _no_driver())
+    host.status = Lazy(Queries(lambda: snapshot, time.time(), 4200).status if snapshot else _no_daemon)
+    host.users = Lazy(dict)
     return host
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from yunion_mps.doctor.environment import of_command, of_process
-from yunion_mps.doctor.host import Finding, Host, Once
+from yunion_mps.doctor.host import Finding, Host, Lazy
 from yunion_mps.planning.environment import client_environment
 
 from unit.doctor.hosts import host_of, one, the
@@ -130,13 +130,13 @@ def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
 def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
     outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
     with job(scene.given) as inside, job(outside) as wild:
-        scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
+        scene.host.users = Lazy(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
         found = one(scene.host, "outside MPS", "warning")
     assert found.what.startswith(f"PID {wild} (python")
     assert (
         "uses GPU 00:06.0 outside yunion-mps (its pipe directory is /nowhere): it has no limits"
     ) in found.what
-    scene.host.users = Once(dict)
+    scene.host.users = Lazy(dict)
     assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
 
 

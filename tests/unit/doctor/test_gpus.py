@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.doctor.host import Host, Once
+from yunion_mps.doctor.host import Host, Lazy
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import GPU_LOST, Reason
 
@@ -199,5 +199,5 @@ def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> Non
 )
 def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, level: str, what: str) -> None:
     host = host_of(tmp_path, FIRST, cuda_mps_max_clients="20")
-    host.users = Once(lambda: {str(FIRST.uuid): dict.fromkeys(range(4_000_000, 4_000_000 + clients), 10)})
+    host.users = Lazy(lambda: {str(FIRST.uuid): dict.fromkeys(range(4_000_000, 4_000_000 + clients), 10)})
     assert what in one(host, "client limit", level).what

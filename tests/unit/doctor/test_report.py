@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.host import Check, Finding, Findings, Host, Once, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
 from yunion_mps.doctor.report import OF_THE_HOST, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
@@ -111,12 +111,12 @@ def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
         calls.append(1)
         raise HostError("no", "")
 
-    once = Once(work)
+    once = Lazy(work)
     for _ in range(2):
         with pytest.raises(HostError):
             once()
     assert calls == [1]
-    good = Once(lambda: calls.append(2))
+    good = Lazy(lambda: calls.append(2))
     assert (good(), good(), calls) == (None, None, [1, 2])
 
 

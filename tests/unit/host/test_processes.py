@@ -11,11 +11,12 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of, variable_of
-from yunion_mps.host.processes import Process, describe_exit, find_program, spawn
+from yunion_mps.host.processes import Process, describe_exit, find_program, outcome_of, spawn
 
 PATIENCE_MS = 60_000
 
@@ -254,3 +255,21 @@ def test_a_missing_program_is_an_error_with_the_hint(monkeypatch: pytest.MonkeyP
         "no-such-program is not installed",
         "install it: so and so",
     )
+
+
+def test_an_interrupt_while_a_program_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can run before posix_spawn returns, so Ctrl-C may come while its PID is unknown."""
+    started: list[int] = []
+
+    def spawn_and_interrupt(*arguments: Any, **options: Any) -> int:
+        started.append(posix_spawn(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[0]
+
+    posix_spawn = os.posix_spawn
+    monkeypatch.setattr(os, "posix_spawn", spawn_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        outcome_of(["/bin/sleep", "600"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -15,9 +15,9 @@ import click
 
 from yunion_mps.cli.common import Duration, call, listed_devices
 from yunion_mps.cli.output import is_utf8, notes, terminal_size, wrapped
-from yunion_mps.cli.top.frame import VIEWS, WHOLE, Look, Outage, clock, frame
+from yunion_mps.cli.top.frame import VIEWS, WHOLE, Outage, ViewState, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
-from yunion_mps.cli.top.terminal import ENDING, Terminal, WakeUp
+from yunion_mps.cli.top.terminal import STOP_SIGNALS, Terminal, WakeUp
 from yunion_mps.cli.who import ask_clients, ask_clients_soon
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
@@ -92,7 +92,7 @@ def _once(first: Poll) -> str:
     clients = ask_clients_soon()
     asked = os.environ.get("COLUMNS", "")
     columns = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 5 else 0
-    look = Look(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
+    look = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first, clients), look, None, time.time(), 0)
     lines = ["".join(text for text, _ in line).rstrip() for line in shown.lines]
     unknown = notes(("Incomplete", error) for error in clients["errors"])
@@ -178,7 +178,7 @@ def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> i
         descriptors = {descriptor for descriptor, _ in ready.poll()}
         numbers = wake_up.signals() if wake_up.fileno() in descriptors else []
         for number in numbers:
-            if number in ENDING:
+            if number in STOP_SIGNALS:
                 return number
         if signal.SIGTSTP in numbers:
             terminal.stop()
@@ -210,7 +210,7 @@ class _View:
         self._scene: Scene | None = None
         self._last_offset = 0
         self._page = 1
-        self._look = Look(*terminal.size(), utf8=utf8)
+        self._look = ViewState(*terminal.size(), utf8=utf8)
 
     def learn(self, queued: queue.SimpleQueue[_News]) -> None:
         """Take what the daemon said; raises a fault of the thread that asked."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.cli.output import age, cell, columns_of, fit
+from yunion_mps.cli.output import age, cell, display_width, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
@@ -49,7 +49,7 @@ _NEARLY = 0.9
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-class Look(NamedTuple):
+class ViewState(NamedTuple):
     """How it is looked at: the size, the order, the view, and how far it was scrolled."""
 
     columns: int
@@ -76,7 +76,7 @@ class Frame(NamedTuple):
     page: int
 
 
-class _Room(NamedTuple):
+class _Layout(NamedTuple):
     """How many lines each part gets, its heading with it."""
 
     gpus: int
@@ -84,7 +84,7 @@ class _Room(NamedTuple):
     events: int
 
 
-def frame(scene: Scene, look: Look, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
+def frame(scene: Scene, look: ViewState, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
     """What there is to see; with `outage`, what there was to see."""
     whole = look.rows >= WHOLE
     top = _top(scene, outage, now_s)
@@ -171,16 +171,16 @@ def _findings(scene: Scene, most: int) -> list[Line]:
     return [*shown[: max(most - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:most]
 
 
-def _room(scene: Scene, look: Look, rows: int) -> _Room:
+def _room(scene: Scene, look: ViewState, rows: int) -> _Layout:
     if look.rows >= WHOLE:
-        return _Room(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
+        return _Layout(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
     events = min(len(scene.events), 5 if rows >= 16 else 3 if rows >= 11 else 0)
     events += 1 if events else 0
     rest = max(rows - events, 0)
     if look.view == "GPUs":
-        return _Room(rest, 0, events)
+        return _Layout(rest, 0, events)
     if look.view == "devices" or rest < 5:
-        return _Room(0, rest, events)
+        return _Layout(0, rest, events)
     gpus = min(len(scene.gpus), max(1, rest // 3 - 1)) + 1
     devices = rest - gpus
     if devices > len(scene.devices) + 1:  # the rest is the events'
@@ -188,7 +188,7 @@ def _room(scene: Scene, look: Look, rows: int) -> _Room:
         gpus += min(spare, len(scene.gpus) + 1 - gpus)
         devices = min(rest - gpus, len(scene.devices) + 1)
         events = min(rows - gpus - devices, len(scene.events) + 1) if events else 0
-    return _Room(gpus, devices, events)
+    return _Layout(gpus, devices, events)
 
 
 def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
@@ -214,7 +214,13 @@ def _taken(widths: dict[str, int]) -> int:
 
 
 def _table(
-    name: str, rows: Sequence[Row], room: int, offset: int, widths: dict[str, int], look: Look, now_s: float
+    name: str,
+    rows: Sequence[Row],
+    room: int,
+    offset: int,
+    widths: dict[str, int],
+    look: ViewState,
+    now_s: float,
 ) -> tuple[list[Line], int]:
     """The heading and as many rows as there is room for, and how many rows there are more."""
     if not room:
@@ -227,18 +233,18 @@ def _table(
     return lines, len(rows) - shown
 
 
-def _headings(name: str, words: str, widths: dict[str, int], look: Look) -> str:
+def _headings(name: str, words: str, widths: dict[str, int], look: ViewState) -> str:
     """The headings of a table; `words` say how much of it is to be seen."""
     room = widths["address"] + (1 + widths["bar"] if "bar" in widths else 0)
     cells = [
-        fit(_HEADINGS[name].get(one, ""), width, utf8=look.utf8, to_the_right=one in _ON_THE_RIGHT)
+        fit(_HEADINGS[name].get(one, ""), width, utf8=look.utf8, right_aligned=one in _ON_THE_RIGHT)
         for one, width in widths.items()
         if one not in ("address", "bar")
     ]
     return " ".join([fit(name + words, room, utf8=look.utf8), *cells])
 
 
-def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
+def _line(row: Row, widths: dict[str, int], look: ViewState, now_s: float) -> Line:
     texts = {
         "address": row.address + row.mark,
         "used": _gib(row.used_mib) if row.in_use else "",
@@ -262,7 +268,7 @@ def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
             style = "bad" if row.share > 1 else "warn" if row.share >= _NEARLY else "good"
             line.append((bar(row.share, width, utf8=look.utf8), style))
         else:
-            shown = fit(texts[name], width, utf8=look.utf8, to_the_right=name in _ON_THE_RIGHT)
+            shown = fit(texts[name], width, utf8=look.utf8, right_aligned=name in _ON_THE_RIGHT)
             line.append((shown, styles.get(name, "")))
     return line
 
@@ -285,7 +291,7 @@ def _gib(number_mib: int) -> str:
     return f"{number_mib / 1024:.1f}"
 
 
-def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:
+def _events(scene: Scene, look: ViewState, room: int, now_s: float) -> list[Line]:
     """The newest first."""
     newest = list(reversed(scene.events))[: max(room - 1, 0)]
     lines = [_heading("EVENTS", look)] if newest else []
@@ -301,11 +307,11 @@ def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:
     return lines
 
 
-def _heading(text: str, look: Look) -> Line:
+def _heading(text: str, look: ViewState) -> Line:
     return [(fit(text, look.columns, utf8=look.utf8), "head")]
 
 
-def _foot(look: Look, interval_s: int) -> Line:
+def _foot(look: ViewState, interval_s: int) -> Line:
     arrows = "↑↓" if look.utf8 else "j k"
     keys = (("q", "quit"), ("s", f"sort: {look.order}"), ("v", f"view: {look.view}"), (arrows, "scroll"))
     line: Line = []
@@ -314,14 +320,14 @@ def _foot(look: Look, interval_s: int) -> Line:
     return [*line, (f" every {interval_s} s", "dim")]
 
 
-def _fitted(line: Line, look: Look) -> Line:
+def _fitted(line: Line, look: ViewState) -> Line:
     """The line in the columns that there are."""
     left = look.columns
     fitted: Line = []
     for text, style in line:
-        shown = fit(text, min(columns_of(text), left), utf8=look.utf8)
+        shown = fit(text, min(display_width(text), left), utf8=look.utf8)
         fitted.append((shown, style))
-        left -= columns_of(shown)
+        left -= display_width(shown)
         if left <= 0:
             break
     return fitted

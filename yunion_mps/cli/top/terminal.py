@@ -22,7 +22,7 @@ _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
 _LEAVE = b"\x1b[0m\x1b[?25h\x1b[?1049l"
 _SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
 #: These end a program; the terminal is restored before they have their effect.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _OTHERS = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _KEYS = {
     b"A": "up", b"B": "down", b"5~": "page up", b"6~": "page down", b"H": "home", b"F": "end",
@@ -56,7 +56,7 @@ class WakeUp:
         return []
 
     def __enter__(self) -> WakeUp:  # noqa: PYI034 - typing.Self is not in 3.9
-        for number in (*ENDING, *_OTHERS):
+        for number in (*STOP_SIGNALS, *_OTHERS):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 self._before[number] = signal.signal(number, _only_wake)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
