@@ -263,7 +263,7 @@ def test_an_interrupt_while_a_program_starts_ends_it(monkeypatch: pytest.MonkeyP
 
     def spawn_and_interrupt(*arguments: Any, **options: Any) -> int:
         started.append(posix_spawn(*arguments, **options))
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # for this thread: another one would not have blocked it
         return started[0]
 
     posix_spawn = os.posix_spawn
