@@ -19,6 +19,8 @@ from simhost.mps import StandIns, program_version
 CONTROL = "nvidia-cuda-mps-control"
 #: nobody: a user who is neither root nor us.
 STRANGER = 65534
+#: Enough time for each check on a busy machine; the doctor's default of 5 s is made for monitoring.
+PATIENT = ("--timeout", "60")
 #: A process that says that it runs, and then waits.
 SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
@@ -73,7 +75,7 @@ class Scene:
 
     def look(self, *arguments: str, before: tuple[str, ...] = (), user: int = 0, **variables: str) -> Seen:
         """Run the doctor, perhaps behind other words (`unshare`) or as a user; it says nothing but JSON."""
-        words = [*before, "yunion-mps", "doctor", "--nagios", "-o", "json", *arguments]
+        words = [*before, "yunion-mps", "doctor", "--nagios", "-o", "json", *PATIENT, *arguments]
         as_user = {"user": user, "group": user, "extra_groups": []} if user else {}
         done = self.host.run(words, env={**self.host.env, **variables}, **as_user)
         assert done.stderr == "", done.stderr

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from integration.daemon_host import eventually
-from integration.doctor_host import SLEEP, STRANGER, Scene
+from integration.doctor_host import PATIENT, SLEEP, STRANGER, Scene
 
 # -- a healthy host
 
@@ -41,13 +41,13 @@ def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
 
 
 def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> None:
-    done = ready.host.run(["yunion-mps", "doctor"])
+    done = ready.host.run(["yunion-mps", "doctor", *PATIENT])
     first, *lines = done.stdout.splitlines()
     assert (done.returncode, first) == (0, f"ok: {len(lines)} ok")
     assert lines[0] == "ok       daemon: running; 8 of 8 devices available"
     ready.host.gpus[1].compute_mode = "default"
     (ready.host.root / "dev/shm").chmod(0o755)
-    done = ready.host.run(["yunion-mps", "doctor"])
+    done = ready.host.run(["yunion-mps", "doctor", *PATIENT])
     lines = done.stdout.splitlines()
     assert (done.returncode, lines[0]) == (1, "problem: 2 problems, 22 ok")
     assert lines[1].startswith(
@@ -58,7 +58,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
 
 @pytest.mark.parametrize("output", ["yaml", "csv"])
 def test_it_answers_in_every_format(ready: Scene, output: str) -> None:
-    done = ready.host.run(["yunion-mps", "doctor", "-o", output])
+    done = ready.host.run(["yunion-mps", "doctor", *PATIENT, "-o", output])
     assert (done.returncode, done.stderr) == (0, "")
     start = {"yaml": "state: ok\ncounts:\n", "csv": "level,check,what,hint\nok,daemon,"}
     assert done.stdout.startswith(start[output])
@@ -115,14 +115,14 @@ def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: Ex
     scene = Scene(stack, {"kind": "t4", "count": 8}).start()
     for gpu in scene.host.gpus[:5]:
         gpu.compute_mode = "default"
-    lines = scene.host.run(["yunion-mps", "doctor"]).stdout.splitlines()
+    lines = scene.host.run(["yunion-mps", "doctor", *PATIENT]).stdout.splitlines()
     assert lines[0] == "problem: 5 problems, 23 ok"
     assert [line.split(" (")[0] for line in lines[1:8:2]] == [
         *(f"problem  compute mode: GPU 00:0{number}.0" for number in (6, 7, 8)),
         "problem  compute mode: 2 more of this kind",
     ]
     assert lines[8].startswith("ok       daemon: ")
-    rows = scene.host.run(["yunion-mps", "doctor", "-o", "csv"]).stdout
+    rows = scene.host.run(["yunion-mps", "doctor", *PATIENT, "-o", "csv"]).stdout
     assert rows.count("problem,compute mode,") == 5
 
 
@@ -142,8 +142,8 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
 
 def test_a_driver_that_hangs_is_one_problem_and_delays_no_other_check(ready: Scene) -> None:
     ready.host.fail("nvmlInit*", "success", delay_ms=600_000)
-    seen = ready.look("--timeout", "1")
-    assert seen.one("driver", "problem")["what"] == "the NVIDIA driver does not answer within 0.8 s"
+    seen = ready.look("--timeout", "5")
+    assert seen.one("driver", "problem")["what"] == "the NVIDIA driver does not answer within 4 s"
     assert "does not answer" in seen.one("compute mode", "skipped")["what"]
     assert seen.one("daemon", "ok")
 
@@ -151,7 +151,7 @@ def test_a_driver_that_hangs_is_one_problem_and_delays_no_other_check(ready: Sce
 def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Scene) -> None:
     ready.host.hide_library()
     assert "no NVIDIA driver" in ready.look().one("driver", "problem")["what"]
-    told = ready.host.run(["yunion-mps", "doctor"]).stdout
+    told = ready.host.run(["yunion-mps", "doctor", *PATIENT]).stdout
     skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, outside MPS"
     reason = "not checked: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
     assert f"\n{skipped}: {reason}\n" in told
