@@ -151,11 +151,14 @@ def _gpu_table(host: HostOverview) -> str:
     return table(_GPU_COLUMNS, shown)
 
 
-def _default_limit(domain: Domain) -> str:
-    """`5760 MiB, 25 %`: what a client gets that sets no limit, which is the largest device's budget."""
-    limits = {limit for limit in domain["memory_limits"] if limit is not None}
-    memory = ",".join(map(str, sorted(limits)))
-    return (f"{memory} MiB, " if memory else "") + f"{domain['thread_percentage']} %"
+def _default_limit(domain: Domain) -> str | None:
+    """`5760-20389 MiB, 25 %`: what a client gets that sets no limit, by GPU."""
+    limits = [limit for limit in domain["memory_limits"] if limit is not None]
+    if not limits:
+        return None
+    least, most = min(limits), max(limits)
+    memory = f"{least}-{most}" if least < most else str(most)
+    return f"{memory} MiB, {domain['thread_percentage']} %"
 
 
 def _domain_table(domains: Sequence[Domain], most: int) -> str:

@@ -118,9 +118,14 @@ def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None
 
 @pytest.mark.parametrize(
     ("limits", "percentage", "shown"),
-    [([15360, 5760], 33.3, "5760,15360 MiB, 33.3 %"), ([None, 5760, None], 25, "5760 MiB, 25 %")],
+    [
+        ([15360, 5760, 11520], 33.3, "5760-15360 MiB, 33.3 %"),
+        ([5760, 5760], 25, "5760 MiB, 25 %"),
+        ([None, 5760, None], 25, "5760 MiB, 25 %"),
+        ([None], 25, "-"),
+    ],
 )
-def test_a_domain_shows_the_default_limits_of_its_gpus_in_the_plan(
+def test_a_domain_shows_the_range_of_the_default_limits_of_its_gpus(
     serve: Serve, limits: list[int | None], percentage: float, shown: str
 ) -> None:
     found = snapshots.reference()
