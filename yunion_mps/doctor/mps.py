@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import time
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
+from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Probe, UnresponsiveError, peer_of
 from yunion_mps.mps.diagnosis import diagnose, front_end_at, holders, peers
@@ -123,10 +123,8 @@ def _greeted(place: str, pid: int) -> float:
     began_s = time.monotonic()
     probe = Probe(place, pid, began_s, _GREETING_S)
     try:
-        poll = select.poll()
-        poll.register(probe.fileno(), select.POLLIN)
         while not probe.poll(time.monotonic()):
-            poll.poll(20)
+            readable(probe.fileno(), 0.02)
     finally:
         probe.close()
     return time.monotonic() - began_s

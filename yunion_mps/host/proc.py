@@ -121,8 +121,10 @@ def user_name(uid: int) -> str:
 
 
 def describe_process(pid: int) -> str:
-    """`PID 4711 (python3, alice)`."""
-    return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"
+    """`PID 4711 (python3, alice)`, with what is still known of it."""
+    uid = uid_of(pid)
+    about = [name_of(pid), "" if uid is None else user_name(uid)]
+    return f"PID {pid} ({', '.join(filter(None, about))})"
 
 
 def children_of(pid: int) -> list[int]:

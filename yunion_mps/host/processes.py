@@ -69,7 +69,7 @@ class Process:
 
     def status(self) -> int | None:
         """None while it runs; then its exit status, negative for a signal, -1000 for another's child."""
-        if self._status is None and _readable(self._pidfd):
+        if self._status is None and readable(self._pidfd):
             self._status = -1000
             if self.is_child:
                 with contextlib.suppress(ChildProcessError):  # it was reaped elsewhere
@@ -95,7 +95,8 @@ class Process:
         os.close(self._pidfd)
 
 
-def _readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
+def readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
+    """Whether the descriptor is readable within `timeout_s`; None waits without end."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
@@ -144,6 +145,14 @@ def spawn(
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
+
+
+def refuse_if_no_file_can_be_opened(what: str) -> None:
+    """Raise ShortageError, which begins with `what`, if no descriptor is left."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise ShortageError(f"{what}: {error.strerror}") from None
 
 
 def refuse_if_no_process_can_start() -> None:
@@ -196,7 +205,7 @@ def outcome_of(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             found = _read_all(file.fileno(), timeout_s)
         if found is not None:  # it has closed its output, and is about to end
-            _readable(process.fileno(), timeout_s)
+            readable(process.fileno(), timeout_s)
         status = process.status()
     finally:
         process.kill()
@@ -207,7 +216,7 @@ def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
     """All that comes until it is closed; None if that takes longer."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     found = b""
-    while _readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
+    while readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
         piece = os.read(descriptor, 1 << 16)
         if not piece:
             return found

@@ -18,6 +18,7 @@ from typing import Any
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.files import UNFINISHED, write_atomically
+from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
 from yunion_mps.paths import Paths
 
 _SCHEMA_VERSION = 2
@@ -84,7 +85,8 @@ class Store:
                 self._boot_id = file.read().strip()
             self._connection = self._open()
         except (OSError, sqlite3.Error) as error:
-            _refuse_shortage()
+            # SQLite takes a shortage of descriptors for a file that it cannot open.
+            refuse_if_no_file_can_be_opened("the state file cannot be opened")
             raise self._trouble("used", error) from None
 
     @property
@@ -298,11 +300,3 @@ def _is_torn(path: str) -> bool:
         return len(header) > 0
     page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
     return length < pages * (65536 if page == 1 else page)
-
-
-def _refuse_shortage() -> None:
-    """Raise ShortageError if descriptors are short, which SQLite takes for a file that it cannot open."""
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        raise ShortageError(f"the state file cannot be opened: {error.strerror}") from None

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -144,7 +144,8 @@ class Deadline:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._hanging: threading.Event | None = None
+        #: Gets the outcome of a call that took too long.
+        self._hanging: SimpleQueue[Any] | None = None
 
     def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
         """Return what `work` returns and raise what it raises; DriverError when it takes too long.
@@ -152,33 +153,25 @@ class Deadline:
         As long as an earlier call hangs, no other is made. Without a thread for it, raises ShortageError, or
         with `may_hang` makes it on the caller's, with no deadline.
         """
-        if self._hanging and not self._hanging.is_set():
+        if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
             raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG)
-        ended = threading.Event()
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def done(result: T, error: BaseException | None) -> None:
-            if error:
-                errors.append(error)
-            else:
-                results.append(result)
-            ended.set()
-
+        outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
         try:
-            threads.start(work, done)
+            threads.start(work, lambda *given: outcome.put(given))
         except ShortageError:
             if not may_hang:
                 raise
             return work()
-        if not ended.wait(self._timeout_s):
-            self._hanging = ended
+        try:
+            result, error = outcome.get(timeout=self._timeout_s)
+        except Empty:
+            self._hanging = outcome
             what = f"the NVIDIA driver does not answer within {self._timeout_s:g} s"
-            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG)
-        if errors:
-            raise errors[0]
-        return results[0]
+            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG) from None
+        if error:
+            raise error
+        return result
 
 
 def bounded(method: F) -> F:

@@ -7,13 +7,12 @@ monotonic: that clock cannot be set, and stops while the host is suspended and n
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 
 from yunion_mps.errors import ShortageError
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.host.processes import Process
+from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.models import Holder, Lease
 
 #: How long a holder has to renew its lease after the daemon could not be reached.
@@ -96,9 +95,6 @@ def _has_ended(process: Process, holder: Holder) -> bool:
     """Whether the holder has ended, even if its PID was reused; raises ShortageError."""
     started = started_ticks(process.pid)
     if started is None and process.status() is None:  # it runs, but cannot be inspected
-        try:
-            os.close(os.open(os.devnull, os.O_RDONLY))
-        except OSError as error:
-            raise ShortageError(f"PID {process.pid} cannot be inspected: {error.strerror}") from None
+        refuse_if_no_file_can_be_opened(f"PID {process.pid} cannot be inspected")
         return False  # only its first thread has ended
     return started != holder.started

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
 from yunion_mps.host.proc import is_stopped, uid_of
+from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import (
     ANSWER_TIMEOUT_S,
@@ -93,10 +93,8 @@ def _run_command(program: str, plan: DomainPlan, command: str) -> list[str]:
     now_s = time.monotonic()
     conversation = Conversation(program, plan.pipe_directory, [PING, command], now_s, ANSWER_TIMEOUT_S)
     try:
-        poll = select.poll()
-        poll.register(conversation.fileno(), select.POLLIN)
         while (answer := conversation.poll(time.monotonic())) is None:
-            poll.poll(100)
+            readable(conversation.fileno(), 0.1)
     finally:
         conversation.close()
     if not answer:

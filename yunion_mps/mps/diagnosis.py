@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Collection, Iterator
 
-from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, program_name, uid_of, user_name
+from yunion_mps.host.proc import all_pids, count_open, describe_process, is_stopped, program_name
 from yunion_mps.mps.processes import PROGRAM, server_pids
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 
@@ -49,7 +49,7 @@ def front_end_at(pipe_directory: str) -> str:
     """The front-ends that are connected there, as text; empty if there are none. Never raises."""
     with contextlib.suppress(Exception):
         connected = _connections(pipe_directory)
-        return ", ".join(_described(pid) for pid in connected if program_name(pid) == PROGRAM)
+        return ", ".join(describe_process(pid) for pid in connected if program_name(pid) == PROGRAM)
     return ""
 
 
@@ -69,23 +69,16 @@ def _blocking_connection(pid: int, pipe_directory: str) -> str:
     strangers = [other for other in connections if other not in known and program_name(other) != PROGRAM]
     if sum(connections.values()) > QUEUE:
         most = sorted(strangers, key=lambda other: -connections[other])[:5]
-        who = ", ".join(f"{_described(other)} has {connections[other]} connections" for other in most)
+        who = ", ".join(f"{describe_process(other)} has {connections[other]} connections" for other in most)
         return f"its queue is full, so no other process can connect: {who}"
     stopped = [other for other in strangers if is_stopped(other)]
-    who = ", ".join(_described(other) for other in stopped[:1] or strangers[:5])
+    who = ", ".join(describe_process(other) for other in stopped[:1] or strangers[:5])
     if stopped:
         return f"{who} is connected to it and was stopped, so all others wait for that process"
     if strangers:
         one_of = "one of " if len(strangers) > 1 else ""
         return f"{one_of}{who} is connected to it but sends nothing, so all others wait for that process"
     return ""
-
-
-def _described(pid: int) -> str:
-    """`PID 4711 (python3, alice)`."""
-    uid = uid_of(pid)
-    about = [name_of(pid), "" if uid is None else user_name(uid)]
-    return f"PID {pid} ({', '.join(word for word in about if word)})"
 
 
 def _connections(pipe_directory: str) -> dict[int, int]:

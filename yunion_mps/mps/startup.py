@@ -6,7 +6,6 @@ Another program's control daemon is left alone, unless an operator ordered its a
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.host.processes import Process, spawn
+from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
 from yunion_mps.mps.conversation import peer_of
@@ -40,7 +39,7 @@ MULTIUSER = "-multiuser-server"
 
 #: How long a trial of a control program may take: it serves within milliseconds, or later under load.
 _TRIAL_S = 2.0
-_TRIAL_POLL_MS = 5
+_TRIAL_POLL_S = 0.005
 
 #: The results of trials, by a program's path, modification time and size.
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
@@ -272,13 +271,11 @@ def _try_multiuser(program: str, run_directory: str, deadline_s: float) -> bool 
 def _wait_until_serving(process: Process, place: str, deadline_s: float) -> bool | None:
     """Whether it serves there; None if it neither serves nor exits before the deadline."""
     end_s = time.monotonic() + deadline_s
-    poll = select.poll()
-    poll.register(process.fileno(), select.POLLIN)
     while time.monotonic() < end_s:
         if process.status() is not None:
             return False
         peer = peer_of(place)
         if peer and peer.pid == process.pid:
             return True
-        poll.poll(_TRIAL_POLL_MS)
+        readable(process.fileno(), _TRIAL_POLL_S)
     return None
