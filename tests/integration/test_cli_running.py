@@ -118,6 +118,7 @@ def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_i
     eventually(lambda: not stand_ins.servers(), "the server's end")
 
 
+@pytest.mark.gpus({"kind": "v100"})
 def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Daemon) -> None:
     assert ready.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
     ready.host.divide(2)

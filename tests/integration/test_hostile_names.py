@@ -60,7 +60,8 @@ def hostile(host_of_hostile_names: Daemon) -> Iterator[subprocess.Popen[bytes]]:
         assert process.stdout
         assert process.stdout.readline() == b"connected\n"
         daemon.host.gpus[0].add_process(process.pid, 9000, "M+C")
-        assert daemon.ask("POST", "/v1/leases", f"holder.pid={process.pid}&devices=00:06.0-0")[0] == 201
+        request = f"holder.pid={process.pid}&devices=00:06.0-0&allow_unlimited=true"
+        assert daemon.ask("POST", "/v1/leases", request)[0] == 201
         daemon.configure(cuda_mps_thread_percentage="none")
         daemon.signal(signal.SIGHUP)  # the daemon asks the control daemon now, and not within 10 s
         yield process

@@ -12,6 +12,8 @@ import pytest
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger
 
+pytestmark = pytest.mark.gpus({"kind": "v100"})
+
 
 @pytest.fixture
 def inside() -> Iterator[subprocess.Popen[bytes]]:

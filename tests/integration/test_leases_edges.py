@@ -31,6 +31,8 @@ from integration.lease_host import (
     who_waits,
 )
 
+pytestmark = pytest.mark.gpus({"kind": "v100"})
+
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:

@@ -58,7 +58,8 @@ def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
     assert value(ready_daemon, "yunion_mps_domain_state", domain="host", state="ready") == 1
     assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
     assert value(ready_daemon, "yunion_mps_device_leased", **device) == 0
-    ready_daemon.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}&devices=00:06.0-1")
+    request = f"holder.pid={os.getpid()}&devices=00:06.0-1&allow_unlimited=true"
+    assert ready_daemon.ask("POST", "/v1/leases", request)[0] == 201
     eventually(lambda: value(ready_daemon, "yunion_mps_device_leased", **device) == 1, "the lease")
     assert value(ready_daemon, "yunion_mps_leases", binding="process") == 1
 

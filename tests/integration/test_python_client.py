@@ -340,6 +340,19 @@ def test_what_makes_no_sense_is_told_as_every_failure_is(client: Client) -> None
     assert given(client) == []
 
 
+@pytest.mark.gpus({"kind": "tesla-p40"})
+def test_a_device_without_an_enforced_budget_is_leased_only_on_request(client: Client) -> None:
+    for request in ({}, {"devices": [ADDRESSES[0]]}, {"gpu": "00:06.0", "wait_s": 600}):
+        with pytest.raises(YunionError, match="no budget is enforced") as caught:
+            client.lease(**request)
+        assert (caught.value.code, caught.value.hint) == (
+            "budget_not_enforced",
+            "to use it anyway, set allow_unlimited",
+        )
+    with client.lease(allow_unlimited=True) as lease:
+        assert (lease.devices, lease.budget_enforced) == ((ADDRESSES[0],), False)
+
+
 def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daemon, client: Client) -> None:
     began = datetime.now(timezone.utc)
     client.lease(devices=[ADDRESSES[1]]).release()

@@ -12,7 +12,7 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
-from integration.lease_host import Connection, given, run, start
+from integration.lease_host import ADDRESSES, Connection, given, run, start
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -30,34 +30,43 @@ def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daem
     assert "PRIORITY" not in host.run(["yunion-mps", "run", "env"], env=inner).stdout
 
 
-def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(make_host()).start().wait_ready()
+@pytest.mark.gpus({"kind": "tesla-p40"})
+def test_a_gpu_that_enforces_no_budget_is_leased_only_on_request(ready_daemon: Daemon) -> None:
+    daemon = ready_daemon
     why = "no budget is enforced on GPU 00:06.0 (Tesla P40), which is older than Volta"
-    for option in ("--dry-run", "--print-env", "--wait", "--"):
-        done = run(daemon.host, option, "echo", "ran")
-        assert (done.returncode, done.stdout) == (1, "false\n" if option == "--print-env" else "")
+    refusal = f"{why}: a command could use all of the memory"
+    take = ["yunion-mps", "lease", "take", "job-17", "--ttl", "600"]
+    commands = [
+        *(["yunion-mps", "run", option, "echo", "ran"] for option in ("--dry-run", "--print-env", "--wait")),
+        *(["yunion-mps", "run", "--device", ADDRESSES[0], "echo", "ran"], take, [*take, "--wait"]),
+        *([*take, "--device", ADDRESSES[0]], [*take, "--gpu", "00:06.0"]),
+    ]
+    for command in commands:
+        done = daemon.host.run(command)
+        assert (done.returncode, done.stdout) == (1, "false\n" if "--print-env" in command else ""), command
         assert done.stderr.splitlines() == [
-            f"yunion-mps: {why}: a command could use all of the memory",
+            f"yunion-mps: {refusal}",
             "yunion-mps: use it anyway: --allow-unlimited",
-        ]
+        ], command
+    for request in ("dry_run=true", f"devices={ADDRESSES[0]}", "devices=all", "gpu=00:06.0", "wait_s=60"):
+        status, problem = daemon.ask("POST", "/v1/leases", request)
+        assert (status, problem["code"], problem["detail"]) == (409, "budget_not_enforced", refusal), request
+        assert problem["hint"] == "to use it anyway, set allow_unlimited"
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = (
         "budgets are not enforced on GPU 00:06.0, which is older than Volta: a job can use all of its memory"
     )
     done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
-    status, lease = daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
-    assert (status, lease["budget_enforced"]) == (201, False), "the API tells, and leaves it to who asks"
-    status, problem = daemon.ask("POST", "/v1/leases", "enforced=true")
-    assert (status, problem["code"]) == (409, "budget_not_enforced")
-    assert problem["hint"] == "to use it anyway, request it with enforced: false"
+    done = daemon.host.run([*take, "--allow-unlimited"])
+    assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
+    status, lease = daemon.ask("POST", "/v1/leases", "allow_unlimited=true")
+    assert (status, lease["budget_enforced"]) == (201, False)
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 2}, {"kind": "tesla-p40"})
 def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon) -> None:
-    request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across"]
+    request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across", "--allow-unlimited"]
     done = ready_daemon.host.run(["yunion-mps", *request])
     said = (
         "budgets are not enforced on GPU 00:08.0, which is older than Volta: a job can use all of its memory"

@@ -171,6 +171,7 @@ def test_a_page_that_has_the_picture_is_told_only_when_it_was_taken(page: Served
     assert "gpus" in ask(page, "/overview.json?mark=other").json
 
 
+@pytest.mark.gpus({"kind": "v100"})
 def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
     served: Served, ready_daemon: Daemon
 ) -> None:

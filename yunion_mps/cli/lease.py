@@ -63,7 +63,9 @@ BUDGET_VARIABLES = (
     "YUNION_MPS_DEVICE",
     "YUNION_MPS_LEASE",
 )
-_REQUEST_OPTIONS = ("device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units")
+_REQUEST_OPTIONS = (
+    "device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
+)  # fmt: skip
 #: What is meant as a duration, and is no command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
 _WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
@@ -114,6 +116,10 @@ def request_options(function: F) -> F:
             help="Prefer the GPU with the most free devices. Default: the one with the fewest.",
         ),
         click.option(
+            "--allow-unlimited", is_flag=True,
+            help="Also use a GPU that does not enforce budgets (older than Volta).",
+        ),
+        click.option(
             "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
             metavar="[=DURATION]",
             help="If no device is free, wait up to DURATION (90, 90s, 10m, 2h, 1d). Default: 30d.",
@@ -148,7 +154,7 @@ class RequestCommand(click.Command):
 
 def _request(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None,
+    gpu_mem: str | None, gpu_mem_units: int | None, allow_unlimited: bool,
 ) -> Json:  # fmt: skip
     """The lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
@@ -173,6 +179,7 @@ def _request(
         "memory_units": gpu_mem_units,
         "across": across or None,
         "placement": "spread" if spread else None,
+        "allow_unlimited": allow_unlimited or None,
     }
 
 
@@ -201,7 +208,7 @@ def hints_of_options(wanted: Mapping[str, Any], wait_s: int = 0) -> Iterator[Non
         elif error.code == NOTHING_FREE:
             hints = [] if wait_s else ["wait for it: --wait"]
             hints.append(error.hint)
-            if wanted.get("enforced") and _is_free({**wanted, "enforced": None}):
+            if not wanted.get("allow_unlimited") and _is_free({**wanted, "allow_unlimited": True}):
                 hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
             error.hint = "; ".join(hints)
         raise
@@ -250,8 +257,7 @@ def lease_group() -> None:
 def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
-    Unlike yunion-mps run, this also leases devices of GPUs that do not enforce budgets, with a warning, if no
-    others are free.
+    As with yunion-mps run, a GPU that does not enforce budgets is used only with --allow-unlimited.
 
     \b
     Examples:

@@ -81,7 +81,6 @@ class EngineCommand(RequestCommand):
 @request_options
 @click.option("--podman", is_flag=True, help='Run a container: COMMAND is what follows "podman run".')
 @click.option("--docker", is_flag=True, help='Run a container: COMMAND is what follows "docker run".')
-@click.option("--allow-unlimited", is_flag=True, help="Run COMMAND even if nothing enforces its budget.")
 @click.option("--dry-run", is_flag=True, help="Only print which device COMMAND would get.")
 @click.option(
     "--print-env", is_flag=True,
@@ -93,8 +92,8 @@ class EngineCommand(RequestCommand):
     "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
 )
 def run(
-    ctx: click.Context, wanted: Json, wait_s: int, podman: bool, docker: bool, allow_unlimited: bool,
-    dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
+    ctx: click.Context, wanted: Json, wait_s: int, podman: bool, docker: bool, dry_run: bool,
+    print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
@@ -123,7 +122,6 @@ def run(
     if podman and docker:
         raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")
     engine = "podman" if podman else "docker" if docker else ""
-    wanted["enforced"] = None if allow_unlimited else True
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output requires --print-env.")
     if dry_run or print_env:
@@ -141,7 +139,7 @@ def run(
     try:
         environment.update(_environment_of_lease(wanted, wait_s))
     except YunionError as error:
-        if not allow_unlimited or error.code not in _NOT_SERVED:
+        if not wanted["allow_unlimited"] or error.code not in _NOT_SERVED:
             raise
         print_notice(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:

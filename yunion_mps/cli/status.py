@@ -63,8 +63,8 @@ def status(exit_code: bool, output: str) -> None:
     (enable_cuda_mps is false). Warnings do not change it.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
-    it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. On a GPU
-    that does not enforce budgets, yunion-mps run needs --allow-unlimited to use a free device.
+    it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. Free
+    devices of a GPU that does not enforce budgets are leased only with --allow-unlimited.
 
     \b
     Examples:

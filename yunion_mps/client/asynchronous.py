@@ -65,7 +65,7 @@ class AsyncClient:
         devices: Sequence[str] = (),
         gpu: str | None = None,
         placement: str = "binpack",
-        enforced: bool = True,
+        allow_unlimited: bool = False,
         wait_s: float = 0,
         name: str | None = None,
         ttl_s: int | None = None,
@@ -76,7 +76,7 @@ class AsyncClient:
         """
         request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
+            allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
         return LeaseContextManager(self._transport, request, self._on_message)
 

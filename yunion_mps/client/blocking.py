@@ -87,7 +87,7 @@ class Client:
         devices: Sequence[str] = (),
         gpu: str | None = None,
         placement: str = "binpack",
-        enforced: bool = True,
+        allow_unlimited: bool = False,
         wait_s: float = 0,
         name: str | None = None,
         ttl_s: int | None = None,
@@ -97,8 +97,9 @@ class Client:
         `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units. The
         `count` devices are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and
         `gpu` (UUID or address) restrict the choice. The `placement` "spread" prefers the GPU with the most
-        free devices, "binpack" the one with the fewest. Only GPUs that enforce budgets (Volta or newer) are
-        used unless `enforced=False`. `wait_s` is how long to wait in the queue, `math.inf` for no limit.
+        free devices, "binpack" the one with the fewest. GPUs that do not enforce budgets (older than Volta)
+        are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no
+        limit.
 
         A lease with a `name` is bound to the name instead of this process: it is renewed while this process
         runs, and expires `ttl_s` (60) seconds after that.
@@ -108,6 +109,6 @@ class Client:
         """
         request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
+            allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
         return run_blocking(acquire(Lease, self._transport, self._daemon, request, self._on_message))

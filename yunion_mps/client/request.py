@@ -34,7 +34,7 @@ def lease_request(
     devices: Sequence[str],
     gpu: str | None,
     placement: str,
-    enforced: bool,
+    allow_unlimited: bool,
     wait_s: float,
     name: str | None,
     ttl_s: int | None,
@@ -55,7 +55,7 @@ def lease_request(
         "devices": list(devices) or None,
         "gpu": gpu,
         "placement": placement if placement != "binpack" else None,
-        "enforced": enforced or None,
+        "allow_unlimited": allow_unlimited or None,
         "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
     }
     given = {member: value for member, value in members.items() if value is not None}

@@ -87,8 +87,13 @@ def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRec
         try:
             if len(name) == _ID_LENGTH:
                 return daemon.call(BIND_LEASE, lease=name, pid=pid)
+            # An engine's options name a device, and have no place for --allow-unlimited.
             return daemon.call(
-                TAKE_LEASE, devices=[name], holder={"kind": "container", "pid": pid}, idempotency_key=key
+                TAKE_LEASE,
+                devices=[name],
+                allow_unlimited=True,
+                holder={"kind": "container", "pid": pid},
+                idempotency_key=key,
             )
         except NothingFreeError as error:
             raise _taken_error(name, daemon) or error from None

@@ -145,7 +145,7 @@ class Handlers:
         devices: Sequence[str] | None,
         gpu: str | None,
         placement: str,
-        enforced: bool,
+        allow_unlimited: bool,
         wait_s: int,
         cdi: bool,
         dry_run: bool,
@@ -165,7 +165,7 @@ class Handlers:
                 "across requires several devices, but count is 1", "set count to 2 or more"
             )
         mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
-        wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, enforced)
+        wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, allow_unlimited)
         queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
         if dry_run:
             return self._leases.preview(queued)

@@ -162,7 +162,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "`binpack` takes from the GPU with the fewest free devices, `spread` from the one "
               "with the most.", default=PLACEMENTS[0], choices=PLACEMENTS),
-    _flag("enforced", "Only devices of GPUs that enforce budgets (Volta and later)."),
+    _flag("allow_unlimited", "Also devices of GPUs that do not enforce budgets (older than Volta)."),
     _number("wait_s", "If nothing is free, wait this many seconds: first come, first served.",
             0, MAX_WAIT_S, 0),
     _flag("cdi", "Make the lease available to container engines, as `yunion.io/mps=` and its id."),

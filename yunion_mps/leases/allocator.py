@@ -143,10 +143,10 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     by_gpu = _by_gpu(one.device for one in matching)
     if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
         return
-    if request.enforced:
-        anywhere = request._replace(enforced=False)
+    if not request.allow_unlimited:
+        anywhere = request._replace(allow_unlimited=True)
         refuse_infeasible(anywhere, candidates)
-        hint = "to use it anyway, request it with enforced: false"
+        hint = "to use it anyway, set allow_unlimited"
         raise HostError(_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
     there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
@@ -344,7 +344,7 @@ def _usable_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCan
         one
         for one in candidates.pools
         if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
-        and not (request.enforced and one.pool.gpu_uuid in candidates.unenforced)
+        and (request.allow_unlimited or one.pool.gpu_uuid not in candidates.unenforced)
     ]
 
 

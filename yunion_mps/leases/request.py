@@ -20,7 +20,7 @@ class LeaseRequest(NamedTuple):
     """A request for `number` devices on one GPU or on different GPUs (`across`), or for `memory_mib` each.
 
     `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
-    it is not empty, and `enforced` restricts it to GPUs that enforce budgets.
+    it is not empty. Without `allow_unlimited`, only GPUs that enforce budgets are used.
     """
 
     number: int = 1
@@ -29,11 +29,11 @@ class LeaseRequest(NamedTuple):
     across: bool = False
     placement: str = BINPACK
     memory_mib: int = 0
-    enforced: bool = False
+    allow_unlimited: bool = False
 
     def matches(self, device: Device) -> bool:
         """Whether the device matches the request, free or not."""
-        if device.memory_limit_mib < self.memory_mib or (self.enforced and not device.budget_enforced):
+        if device.memory_limit_mib < self.memory_mib or not (self.allow_unlimited or device.budget_enforced):
             return False
         if self.devices and not {ALL, device.id, device.addr}.intersection(self.devices):
             return False

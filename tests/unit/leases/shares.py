@@ -52,7 +52,7 @@ def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48)
 def requests(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LeaseRequest]:
     """Requests with these fields; `st.builds` by itself draws the others at random, defaults or not."""
     fixed: dict[str, Any] = {name: st.just(value) for name, value in LeaseRequest()._asdict().items()}
-    varied = {"placement": st.sampled_from(["binpack", "spread"]), "enforced": st.booleans()}
+    varied = {"placement": st.sampled_from(["binpack", "spread"]), "allow_unlimited": st.booleans()}
     return st.builds(LeaseRequest, **{**fixed, **varied, **fields})
 
 

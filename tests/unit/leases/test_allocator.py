@@ -176,16 +176,16 @@ def test_memory_with_enforced_budgets_is_given_before_other_memory(placement: st
     ledger = Ledger()
     gpus = []
     for number in range(3):
-        (got,) = Allocator(ledger).choose(LeaseRequest(memory_mib=1200, placement=placement), there)
+        request = LeaseRequest(memory_mib=1200, placement=placement, allow_unlimited=True)
+        (got,) = Allocator(ledger).choose(request, there)
         ledger.add(lease(str(number), got))
         gpus.append(got.gpu_uuid)
     assert gpus[0] == "GPU-1"
-    enforced = LeaseRequest(memory_mib=100, enforced=True)
     with pytest.raises(NothingFreeError, match=r"0 MiB free on GPU 01:00\.0"):
-        Allocator(ledger).choose(enforced, there)
+        Allocator(ledger).choose(LeaseRequest(memory_mib=100), there)
     only = there._replace(pools=[pool(0)])
     with pytest.raises(HostError, match="no budget is enforced on GPU 0, which is older than Volta"):
-        refuse_infeasible(enforced, only)
+        refuse_infeasible(LeaseRequest(memory_mib=100), only)
 
 
 def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
