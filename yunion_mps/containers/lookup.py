@@ -8,12 +8,11 @@ again when it has changed.
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
-from yunion_mps.host.files import read_text
+from yunion_mps.host.files import FileVersion, read_text, version_of
 from yunion_mps.paths import Paths
 
 #: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
@@ -50,10 +49,6 @@ class _CgroupMatch(NamedTuple):
     pod: str
 
 
-#: Identifies the version of a file: inode, size and modification time in ns.
-_FileVersion = tuple[int, int, int]
-
-
 class Containers:
     """Finds containers, and caches their names."""
 
@@ -64,7 +59,7 @@ class Containers:
         #: By id, the latest name in the engine's files or its monitor; empty if there is none.
         self._names: dict[str, str] = {}
         #: By path, the version of a file, and its names by id.
-        self._files: dict[str, tuple[_FileVersion, dict[str, str]]] = {}
+        self._files: dict[str, tuple[FileVersion, dict[str, str]]] = {}
 
     def of(self, pid: int) -> Container | None:
         """The container of the process; None if it is in none, or has ended."""
@@ -92,7 +87,7 @@ class Containers:
     def _names_in(self, name: str, kind: type) -> dict[str, str]:
         """By id, the names in a file: a list of podman's containers, or docker's configuration of one."""
         path = self._paths.under(name)
-        version = _file_version(path)
+        version = version_of(path)
         if version is None:
             self._files.pop(path, None)
             return {}
@@ -129,14 +124,6 @@ def container_in(cgroups: str) -> _CgroupMatch | None:
             pod = (_POD.findall(path) or [""])[-1].replace("_", "-")
             return _CgroupMatch(inside[-1]["id"], inside[-1]["engine"] or "", pod)
     return None
-
-
-def _file_version(path: str) -> _FileVersion | None:
-    try:
-        about = os.stat(path)
-    except OSError:
-        return None
-    return (about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def _names_of(found: Any) -> dict[str, str]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from yunion_mps.containers.spec import VERSION, Node, Nvidia
+from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
 
@@ -24,9 +25,6 @@ _MAX_BYTES = 8 << 20
 
 #: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
-
-#: Identifies the version of a file: path, device, inode, size and modification time in ns.
-FileVersion = tuple[str, int, int, int, int]
 
 
 def driver_nodes(paths: Paths) -> tuple[Node, ...]:
@@ -55,16 +53,13 @@ def _is_device(path: str) -> bool:
         return False
 
 
-def find(paths: Paths) -> FileVersion | None:
-    """The version of NVIDIA's file that has precedence, None if there is none. Takes microseconds."""
+def find(paths: Paths) -> tuple[str, FileVersion] | None:
+    """The path and version of NVIDIA's file that has precedence, None if there is none; in microseconds."""
     for directory in (paths.cdi_directory, paths.under("/etc/cdi")):
         for name in _NAMES:
             path = os.path.join(directory, name)
-            try:
-                about = os.stat(path)
-            except OSError:
-                continue
-            return (path, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+            if version := version_of(path):
+                return path, version
     return None
 
 

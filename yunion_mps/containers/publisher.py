@@ -16,7 +16,7 @@ from yunion_mps import reasons
 from yunion_mps.containers import nvidia
 from yunion_mps.containers.spec import HostFiles, Node, Nvidia, devices_spec, lease_spec
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import UNFINISHED, write_atomically
+from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Lease, Snapshot
@@ -44,8 +44,8 @@ class SpecDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        #: By name: inode, size, and time of the last change in ns.
-        self._written: dict[str, tuple[int, int, int]] = {}
+        #: By name.
+        self._written: dict[str, FileVersion] = {}
 
     def write(self, name: str, spec: Mapping[str, Any]) -> None:
         """Write the specification, and make a missing directory; raises OSError."""
@@ -53,15 +53,12 @@ class SpecDirectory:
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
             os.chmod(self.path, 0o755)  # noqa: S103 - for engines of every user, whatever our umask is
-        self._written[name] = _file_version(write_atomically(os.path.join(self.path, name), text))
+        self._written[name] = write_atomically(os.path.join(self.path, name), text)
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the file exists, and no other program has changed it."""
-        try:
-            found = _file_version(os.lstat(os.path.join(self.path, name)))
-        except OSError:
-            return False
-        return self._written.get(name) == found
+        found = version_of(os.path.join(self.path, name), follow_symlinks=False)
+        return found is not None and self._written.get(name) == found
 
     def remove(self, name: str) -> None:
         """Remove a file; a failure is ignored, because the hook refuses its device."""
@@ -80,10 +77,6 @@ class SpecDirectory:
         ]
 
 
-def _file_version(about: os.stat_result) -> tuple[int, int, int]:
-    return (about.st_ino, about.st_size, about.st_mtime_ns)
-
-
 class _Inputs(NamedTuple):
     """Everything that the devices' file depends on."""
 
@@ -93,7 +86,7 @@ class _Inputs(NamedTuple):
     gpus: tuple[Gpu, ...]
     nodes: tuple[Node, ...]
     gpu_nodes: dict[str, tuple[Node, ...]]
-    nvidia: nvidia.FileVersion | None
+    nvidia: tuple[str, FileVersion] | None
 
 
 class CdiPublisher:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
+import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -16,6 +18,15 @@ from yunion_mps.escaping import decoded, printable
 _MAX_ENVIRONMENT = 6 << 20
 #: A flag of the kernel's (include/linux/sched.h) that stat shows; a zombie has it, too.
 _PF_EXITING = 0x4
+#: The uid of a client over TCP, which the kernel does not know.
+UNKNOWN_UID = -1
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a socket; its PID is 0 if our PID namespace does not show it."""
+
+    pid: int
+    uid: int
 
 
 class Credentials(NamedTuple):
@@ -108,6 +119,14 @@ def uid_of(pid: int) -> int | None:
     """
     found = credentials_of(pid)
     return found.uids[1] if found else None
+
+
+def peer_credentials(connection: socket.socket) -> Peer:
+    """The process at the other end, according to the kernel (SO_PEERCRED, unix(7)); unknown over TCP."""
+    if connection.family != socket.AF_UNIX:
+        return Peer(0, UNKNOWN_UID)
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return Peer(pid, uid)
 
 
 def user_name(uid: int) -> str:

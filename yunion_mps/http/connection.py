@@ -13,8 +13,9 @@ from typing import cast
 
 import h11
 
+from yunion_mps.host.proc import UNKNOWN_UID, peer_credentials
 from yunion_mps.host.systemd import job_unit_of
-from yunion_mps.http.listener import UNKNOWN_UID, is_disconnected, peer_of
+from yunion_mps.http.listener import is_disconnected
 from yunion_mps.http.messages import Request, Response, problem
 from yunion_mps.http.pool import BUFFER_BYTES, ConnectionPool
 
@@ -61,7 +62,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
+        self.pid, self.uid = peer_credentials(transport.get_extra_info("socket"))
         self.unit = job_unit_of(self.pid)  # now, because the process may end and its PID be reused
         address = transport.get_extra_info("peername") or ("",)
         self.client = self.uid if self.uid != UNKNOWN_UID else str(address[0])

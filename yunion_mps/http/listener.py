@@ -8,13 +8,9 @@ import os
 import select
 import socket
 import stat
-import struct
 
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
-
-#: The uid of a client over TCP, which the kernel does not know.
-UNKNOWN_UID = -1
 
 #: Members of this group may connect; if it does not exist, only root may.
 GROUP = "yunion-mps"
@@ -107,18 +103,6 @@ def _refuse_non_socket(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise OSError(errno.EEXIST, "something that is not a socket already exists there")
-
-
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The PID (0 if its PID namespace is not visible from here) and the uid (SO_PEERCRED, unix(7)).
-
-    Both are unknown over TCP.
-    """
-    if connection.family != socket.AF_UNIX:
-        return 0, UNKNOWN_UID
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = struct.unpack("3i", raw)
-    return pid, uid
 
 
 def is_disconnected(connection: socket.socket) -> bool:

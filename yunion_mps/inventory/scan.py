@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import write_atomically
+from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.nvml import Nvml, reason_of
 from yunion_mps.models import Gpu, Inventory, PcieLink
@@ -156,11 +156,7 @@ def _boot_id(paths: Paths) -> str:
 
 def machine_id(paths: Paths) -> str:
     """The host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
-    try:
-        with open(paths.machine_id, encoding="ascii") as file:
-            text = file.read(64).strip()
-    except (OSError, UnicodeDecodeError):
-        text = ""
+    text = read_text(paths.machine_id, 64).strip()
     if len(text) != 32 or set(text) - set("0123456789abcdef"):
         raise HostError(
             f"{paths.machine_id} contains no machine id, from which the device ids are derived",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from yunion_mps.host.files import read_text
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
 
@@ -49,7 +50,7 @@ def is_nvidia_gpu(paths: Paths, address: str) -> bool:
     """Whether an NVIDIA display controller (PCI class 03xxxx) is there, whether or not NVML offers it."""
     if _read(paths, address, "vendor") != NVIDIA_VENDOR:
         return False
-    return (_read(paths, address, "class") or "").startswith("0x03")
+    return _read(paths, address, "class").startswith("0x03")
 
 
 def sort_key(address: str) -> tuple[int, str]:
@@ -66,13 +67,13 @@ def vendor_device_id(paths: Paths, address: str) -> str | None:
 def numa_node(paths: Paths, address: str) -> int | None:
     """The NUMA node next to the device as sysfs has it: -1 if there is none; None if sysfs does not say."""
     text = _read(paths, address, "numa_node")
-    return int(text) if text and text.removeprefix("-").isdigit() else None
+    return int(text) if text.removeprefix("-").isdigit() else None
 
 
 def max_link(paths: Paths, address: str) -> PcieLink | None:
     """The most that the link can do, None if sysfs does not say or says something unknown."""
     speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
-    if not speed or not width or not width.isdigit():
+    if not speed or not width.isdigit():
         return None
     rate = speed.split()[0].removesuffix(".0")
     if rate not in _VERSIONS:
@@ -103,9 +104,5 @@ def _listing(directory: str) -> list[str]:
         return []
 
 
-def _read(paths: Paths, address: str, attribute: str) -> str | None:
-    try:
-        with open(os.path.join(paths.pci_devices, address, attribute), encoding="ascii") as file:
-            return file.read().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
+def _read(paths: Paths, address: str, attribute: str) -> str:
+    return read_text(os.path.join(paths.pci_devices, address, attribute)).strip()

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.escaping import decoded
-from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
+from yunion_mps.host.proc import Peer, all_pids, count_open, peer_credentials, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.processes import PROGRAM, client_variables
@@ -34,7 +32,6 @@ _REJECTED = "Cannot send command to MPS control daemon process"
 
 #: More than any expected answer; the rest would only fill memory.
 _MAX_ANSWER = 1 << 20
-_CREDENTIALS = struct.Struct("3i")
 #: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
 _ACCEPTS = 1 << 16
 
@@ -65,13 +62,6 @@ def occupied_error(pipe_directory: str) -> OccupiedError:
 # -- the process behind a socket
 
 
-class Peer(NamedTuple):
-    """The process behind a socket."""
-
-    pid: int
-    uid: int
-
-
 def peer_of(pipe_directory: str) -> Peer | None:
     """The control daemon that listens in the directory, according to the kernel; None if none does.
 
@@ -85,7 +75,7 @@ def peer_of(pipe_directory: str) -> Peer | None:
             return _find_listener(path)  # its queue is full, so there is no connection with a peer
         except OSError:
             return None
-        peer = _credentials_of(connection)
+        peer = peer_credentials(connection)
     return peer if peer.pid > 0 else None
 
 
@@ -107,13 +97,6 @@ def _find_listener(path: str) -> Peer | None:
             if program_name(pid) == PROGRAM and count_open(pid, inodes):
                 return Peer(pid, uid_of(pid) or 0)
     return None
-
-
-def _credentials_of(connection: socket.socket) -> Peer:
-    """The process at the other end, according to the kernel (SO_PEERCRED, unix(7)); PID 0 if unknown."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return Peer(pid, uid)
 
 
 # -- commands
@@ -235,7 +218,7 @@ class Probe:
         except OSError as error:
             what = f"its socket in {pipe_directory} is gone ({error.strerror})"
             raise UnresponsiveError(what, "clients can no longer find it") from None
-        peer = _credentials_of(self._connection)
+        peer = peer_credentials(self._connection)
         if peer.pid != pid:
             what = f"its socket in {pipe_directory} belongs to another process (PID {peer.pid})"
             raise UnresponsiveError(what, "clients can no longer find it")

@@ -20,8 +20,9 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import Processes, UsageSampler
+from yunion_mps.service.usage import UsageSampler
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor.fleet import Processes
 
 log = logging.getLogger(__name__)
 

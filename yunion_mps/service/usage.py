@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.load import GpuLoad, Load
@@ -16,6 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor.fleet import Processes
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ STEP_S = 60
 
 #: How much is read of the variable that names a process's devices: enough for all devices of a lease.
 _MAX_NAMES = 4096
-
-#: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not report it.
-Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 
 class LatestPoll(NamedTuple):

@@ -29,7 +29,7 @@ from yunion_mps.supervisor.recovery import LimitRecords
 
 log = logging.getLogger(__name__)
 
-#: The processes that use the GPUs: by GPU UUID, the memory in MiB of each PID.
+#: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not report it.
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 _JUST_BEFORE_S = 0.1

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 from yunion_mps.errors import ControlError, HostError
+from yunion_mps.host.proc import Peer
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
-from yunion_mps.mps.conversation import Conversation, Peer, peer_of
+from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_program
 from yunion_mps.planning.division import thread_percentage
 from yunion_mps.planning.environment import decimal

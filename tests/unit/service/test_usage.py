@@ -22,11 +22,11 @@ from yunion_mps.service.usage import (
     Budget,
     DeviceUsage,
     ProcessDevices,
-    Processes,
     UsageHistory,
     UsageSampler,
     usage_by_device,
 )
+from yunion_mps.supervisor.fleet import Processes
 from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
