@@ -152,7 +152,7 @@ def test_config_check_tells_every_problem_of_both_files_and_exits_with_6(make_ho
     places = [problem.split(": ")[1] for problem in problems]
     conf, devices = f"{files}/host.conf", f"{files}/host_container_device.yml"
     assert places[:4] == [f"{conf}:1", f"{conf}:2", f"{conf}:3", f"{devices}:4"]
-    assert "unknown key cuda_mps_scop (did you mean cuda_mps_scope?)\n" in problems[1]
+    assert "unknown key cuda_mps_scop (did you mean cuda_mps_scope?) [invalid_configuration]\n" in problems[1]
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
@@ -164,7 +164,7 @@ def test_without_a_file_the_configuration_is_bad(make_host: MakeHost, command: s
     assert code == 6
     assert words == (
         f"yunion-mps: {missing}: cannot be read (No such file or directory): "
-        f"copy the example: cp /usr/share/yunion-mps/host.conf {missing}\n"
+        f"copy the example: cp /usr/share/yunion-mps/host.conf {missing} [invalid_configuration]\n"
         "yunion-mps: then run: yunion-mps config check\n"
     )
 
@@ -175,7 +175,7 @@ def test_config_check_without_a_driver_fails_with_1_and_says_so(make_host: MakeH
     assert failed(host, "config", "check") == (
         1,
         (
-            "yunion-mps: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed\n"
+            "yunion-mps: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed [driver_missing]\n"
             "yunion-mps: install the NVIDIA driver with its libraries, then check it with: nvidia-smi\n"
         ),
     )
@@ -203,13 +203,10 @@ def test_a_stopped_daemon_is_said_to_be_stopped(make_host: MakeHost) -> None:
         assert daemon.stop() == 0
         code, words = failed(daemon.host, "list")
         assert code == 3
-        assert words.startswith(
-            f"yunion-mps: the daemon is not running: {daemon.socket_path} does not exist\n"
-        )
+        why = f"the daemon is not running: {daemon.socket_path} does not exist [daemon_unreachable]"
+        assert words.startswith(f"yunion-mps: {why}\n")
         daemon.start().wait_ready()
         daemon.kill()
         code, words = failed(daemon.host, "list")
-        assert (code, words.splitlines()[0]) == (
-            3,
-            f"yunion-mps: the daemon is not running: nothing is listening on {daemon.socket_path}",
-        )
+        why = f"the daemon is not running: nothing is listening on {daemon.socket_path} [daemon_unreachable]"
+        assert (code, words.splitlines()[0]) == (3, f"yunion-mps: {why}")

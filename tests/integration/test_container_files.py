@@ -152,7 +152,7 @@ def test_an_engine_that_is_not_there_is_said_in_a_line(ready_daemon: Daemon, eng
     alone = {**host.env, "PATH": str(Path(str(program)).parent)}
     done = host.run([str(program), "run", f"--{engine}", "--", IMAGE, "true"], env=alone)
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
-    lines = [f"yunion-mps: {engine} is not installed", f"yunion-mps: {hint}"]
+    lines = [f"yunion-mps: {engine} is not installed [program_missing]", f"yunion-mps: {hint}"]
     assert (done.returncode, done.stderr.splitlines()) == (1, lines)
     assert given(ready_daemon) == []
 

@@ -99,7 +99,7 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use [nothing_free]",
     )
     assert done.stderr.splitlines()[1] == (
         "yunion-mps: wait for it: --wait; see who holds them: yunion-mps who"
@@ -280,7 +280,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     refused = run(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5
     assert refused.stderr.startswith(
-        "yunion-mps: 128 MiB cannot be allocated now: 0 MiB free on GPU 00:06.0\n"
+        "yunion-mps: 128 MiB cannot be allocated now: 0 MiB free on GPU 00:06.0 [nothing_free]\n"
     )
     refused = run(host, "--gpu-mem", "30GiB", "true")
     why = "30720 MiB can never be allocated: the host has at most 23040 MiB of GPU 00:06.0 [infeasible]"

@@ -45,7 +45,7 @@ def test_a_gpu_that_enforces_no_budget_is_leased_only_on_request(ready_daemon: D
         done = daemon.host.run(command)
         assert (done.returncode, done.stdout) == (1, "false\n" if "--print-env" in command else ""), command
         assert done.stderr.splitlines() == [
-            f"yunion-mps: {refusal}",
+            f"yunion-mps: {refusal} [budget_not_enforced]",
             "yunion-mps: use it anyway: --allow-unlimited",
         ], command
     for request in ("dry_run=true", f"devices={ADDRESSES[0]}", "devices=all", "gpu=00:06.0", "wait_s=60"):
@@ -84,7 +84,7 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use [nothing_free]",
     )
     assert done.stderr.endswith("; use a GPU that does not enforce budgets: --allow-unlimited\n")
     assert run(host, *any_gpu).stdout == "00:06.0-0\n"
@@ -238,12 +238,13 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     other = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "601"])
     lease = json.loads(first.stdout)["id"]
     assert json.loads(again.stdout)["id"] == lease
-    what = f"job-1: a lease with this name already exists, from a different request: {lease}"
+    what = f"job-1: a lease with this name already exists, from a different request: {lease} [lease_exists]"
     assert other.stderr.splitlines()[0] == f"yunion-mps: {what}"
     assert host.run(["yunion-mps", "lease", "renew", lease[:8]]).returncode == 0
     assert host.run(["yunion-mps", "lease", "release", "job-1"]).returncode == 0
     missing = host.run(["yunion-mps", "lease", "release", "job-1"])
-    assert (missing.returncode, missing.stderr.splitlines()[0]) == (1, "yunion-mps: there is no lease job-1")
+    what = "there is no lease job-1 [not_found]"
+    assert (missing.returncode, missing.stderr.splitlines()[0]) == (1, f"yunion-mps: {what}")
     assert given(ready_daemon) == []
 
 

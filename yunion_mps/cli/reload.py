@@ -28,7 +28,7 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.overview.findings import REEXEC as REEXEC_HINT
 from yunion_mps.overview.findings import version_mismatch
-from yunion_mps.reasons import LEASES_PENDING, hint_of
+from yunion_mps.reasons import LEASES_PENDING, LIMITS_PENDING, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, MpsClient, Status
@@ -232,7 +232,7 @@ def _wait(timeout_s: int | None) -> Status:
             said = pending
         if end_s is not None and time.monotonic() > end_s:
             hint = "it takes effect automatically; see: yunion-mps status"
-            raise YunionError(f"still pending after {timeout_s} s: {pending}", hint)
+            raise YunionError(f"still pending after {timeout_s} s: {pending}", hint, LIMITS_PENDING)
         time.sleep(_POLL_S)
 
 
@@ -245,18 +245,17 @@ def _refuse_pending_devices(status: Status) -> None:
     if status["devices"]["pending"]:
         pending = "; ".join(one["pending"] for one in call(GET_PLAN)["pending"] if one["leases"])
         if pending:
-            raise YunionError(f"still pending: {pending}", hint_of(LEASES_PENDING))
+            raise YunionError(f"still pending: {pending}", hint_of(LEASES_PENDING), LEASES_PENDING)
 
 
 def _refuse_trouble(status: Status) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
-    errors = [
-        f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
-        for domain in status["domains"]
-        if domain["state"] in _NOT_SERVING
-    ]
-    if errors:
-        raise YunionError("\n".join(errors), "the configuration was reloaded; see: yunion-mps status")
+    failed = [domain for domain in status["domains"] if domain["state"] in _NOT_SERVING]
+    if failed:
+        errors = (f"domain {one['name']} is {one['state']}: {one['reason']}" for one in failed)
+        hint = "the configuration was reloaded; see: yunion-mps status"
+        codes = {one["reason_code"] for one in failed}
+        raise YunionError("\n".join(errors), hint, codes.pop() if len(codes) == 1 else "")
 
 
 @click.command("daemon-reexec", hidden=True)
@@ -280,7 +279,7 @@ def reexec() -> None:
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":
-            raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}")
+            raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}", event["code"])
     if after["pid"] != before["pid"]:
         what = f"the daemon was restarted: its PID changed from {before['pid']} to {after['pid']}"
         raise YunionError(what, _SEE_LOG)

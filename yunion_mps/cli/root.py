@@ -11,8 +11,9 @@ import sys
 import click
 
 from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
-from yunion_mps.errors import InfeasibleError, YunionError
+from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.reasons import FAILED
 
 _PROGRAM = "yunion-mps"
 #: No short help is longer: it fits beside the longest name on 80 columns.
@@ -269,10 +270,15 @@ def _forget_output() -> None:
 
 
 def _fail(error: YunionError) -> int:
-    reason_code = f" [{error.code}]" if isinstance(error, InfeasibleError) else ""
-    texts = (f"{error.message}{reason_code}", error.hint)
-    lines = [printable(line) for text in texts if text for line in text.split("\n")]
+    """Print the error and its hint; returns its exit status.
+
+    Each line of the error ends with its reason code, by which docs/troubleshoot.md is read. `failed`, the
+    code of what has none of its own, is left out.
+    """
+    reason_code = "" if error.code == FAILED else f" [{error.code}]"
+    lines = [f"{line}{reason_code}" for line in error.message.split("\n")]
+    lines += error.hint.split("\n") if error.hint else []
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
-            print("\n".join(f"{_PROGRAM}: {line}" for line in lines), file=sys.stderr)
+            print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in lines), file=sys.stderr)
     return error.exit_code

@@ -171,7 +171,7 @@ def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
 def test_a_gpu_that_is_not_one_is_refused(troubled: Cli, name: str, what: str) -> None:
     done = troubled("list", "--gpu", name)
     hint = "yunion-mps: list the GPUs: yunion-mps gpus\n"
-    assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what}\n{hint}")
+    assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what} [not_found]\n{hint}")
 
 
 def test_why_devices_are_unavailable_is_said_once_for_each_gpu(troubled: Cli) -> None:
@@ -245,13 +245,13 @@ def test_programs_read_a_device_with_what_belongs_together_or_in_lines(cli: Cli)
 
 def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
     names = "00:06.0 matches 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)"
-    told = f"yunion-mps: {names}\nyunion-mps: use a longer prefix of the id or address\n"
+    told = f"yunion-mps: {names} [not_found]\nyunion-mps: use a longer prefix of the id or address\n"
     assert cli("show", "00:06.0") == (1, "", told)
 
 
 @pytest.mark.parametrize("name", ["00:06.0-9", "nothing", "é ü", "a/b", "../../x", "?", "%41", "-"])
 def test_an_unknown_device_is_said_to_be_unknown(cli: Cli, name: str) -> None:
-    assert cli("show", name) == (1, "", f"yunion-mps: there is no device {name}\n{HINT}")
+    assert cli("show", name) == (1, "", f"yunion-mps: there is no device {name} [not_found]\n{HINT}")
 
 
 def test_an_empty_device_is_wrong_usage(cli: Cli) -> None:

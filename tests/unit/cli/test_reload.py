@@ -33,8 +33,8 @@ HINT = "List the jobs that delay it: yunion-mps who --clients; wait for them: --
 SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\
-yunion-mps: a.conf:3: x is 0: write 1
-yunion-mps: b.yml: y: z
+yunion-mps: a.conf:3: x is 0: write 1 [invalid_configuration]
+yunion-mps: b.yml: y: z [invalid_configuration]
 yunion-mps: fix these lines, then run: yunion-mps config check
 """
 CLIENTS = r"""These jobs will be ended:
@@ -109,13 +109,13 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
 
 def test_a_reload_that_is_refused_is_a_failed_request(own: Cli) -> None:
     own.host.reloader.error = HostError("/p is another's", "give it back")
-    assert own("reload") == (1, "", "yunion-mps: /p is another's\nyunion-mps: give it back\n")
+    assert own("reload") == (1, "", "yunion-mps: /p is another's [host_error]\nyunion-mps: give it back\n")
 
 
 @pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])
 def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
     own.host.snapshot = pending("", state, "it does not start")
-    told = f"yunion-mps: domain host is {state}: it does not start\n"
+    told = f"yunion-mps: domain host is {state}: it does not start [control_daemon_error]\n"
     told += "yunion-mps: the configuration was reloaded; see: yunion-mps status\n"
     assert own("reload") == (1, SAME, told)
 
@@ -143,7 +143,8 @@ def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, option
 
 def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
     own.host.snapshot = pending()
-    told = f"yunion-mps: waiting: host: {WAITS}\nyunion-mps: still pending after 1 s: host: {WAITS}\n"
+    told = f"yunion-mps: waiting: host: {WAITS}\n"
+    told += f"yunion-mps: still pending after 1 s: host: {WAITS} [limits_pending]\n"
     told += "yunion-mps: it takes effect automatically; see: yunion-mps status\n"
     assert own("reload", "--drain", "--timeout", "1") == (1, SAME, told)
 
@@ -174,7 +175,7 @@ def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
     own.host.clients.found = by_hand.clients()
     done = own("reload", "--drain", "--now", "--yes", "--timeout", "1")
     assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
-    assert f"still pending after 1 s: host: {WAITS}\n" in done.err
+    assert f"still pending after 1 s: host: {WAITS} [limits_pending]\n" in done.err
 
 
 TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
@@ -291,7 +292,7 @@ def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> No
 
 def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
     own.host.reloader.error = HostError("the new program would not start: no", "correct that")
-    told = "yunion-mps: the new program would not start: no\nyunion-mps: correct that\n"
+    told = "yunion-mps: the new program would not start: no [host_error]\nyunion-mps: correct that\n"
     assert own("daemon-reexec") == (1, "", told)
 
 

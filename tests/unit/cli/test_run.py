@@ -62,7 +62,7 @@ def test_what_a_format_cannot_hold_makes_its_reader_fail(own: Cli, style: str) -
     assert done.out == {"shell": "false\n", "docker": "=there is none\n"}.get(style, "")
     why = f"{NAME}: the format {style} cannot represent /a\\nLD_PRELOAD=/b"
     hint = "use --output json, or set another directory in host.conf"
-    assert done.err == f"yunion-mps: {why}\nyunion-mps: {hint}\n"
+    assert done.err == f"yunion-mps: {why} [host_error]\nyunion-mps: {hint}\n"
 
 
 @pytest.mark.parametrize("command", ["run --print-env", "lease take job-17 --ttl 1h"])

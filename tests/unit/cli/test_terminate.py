@@ -51,7 +51,8 @@ def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
 
 
 def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
-    told = "yunion-mps: PID 1 is not an MPS client\nyunion-mps: list the clients: yunion-mps who --clients\n"
+    told = "yunion-mps: PID 1 is not an MPS client [not_found]\n"
+    told += "yunion-mps: list the clients: yunion-mps who --clients\n"
     assert own("terminate", "1", "--yes") == (1, "", told)
     assert own.host.clients.done == ["clients"]
 
@@ -65,5 +66,5 @@ def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
 )
 def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
     own.host.clients.refusal = error
-    told = f"yunion-mps: {error}\nyunion-mps: hint\n"
+    told = f"yunion-mps: {error} [{error.code}]\nyunion-mps: hint\n"
     assert own("terminate", "4260", "--yes") == (code, "", told)

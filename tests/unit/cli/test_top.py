@@ -238,4 +238,7 @@ def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
 def test_without_a_daemon_it_is_said(alone: Cli) -> None:
     done = alone("top", "--once")
     assert done.code == 3
-    assert re.match("yunion-mps: the daemon is not running: .* does not exist\n", done.err)
+    error = done.err.splitlines()[0]
+    assert re.fullmatch(
+        r"yunion-mps: the daemon is not running: .* does not exist \[daemon_unreachable\]", error
+    )

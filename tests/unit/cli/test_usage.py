@@ -212,7 +212,9 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
 
 @pytest.mark.parametrize("command", [*ASKING, ["list", "-o", "json"], *TELLING], ids=" ".join)
 def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, command: list[str]) -> None:
-    wrong = f"yunion-mps: the daemon is not running: {alone.root}/{SOCKET} does not exist\n"
+    wrong = (
+        f"yunion-mps: the daemon is not running: {alone.root}/{SOCKET} does not exist [daemon_unreachable]\n"
+    )
     assert alone(*command) == (3, "", wrong + START)
 
 
@@ -220,7 +222,7 @@ def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, 
 @pytest.mark.parametrize("command", [["reload"], ["daemon-reexec"]], ids=" ".join)
 def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: list[str]) -> None:
     os.chmod(own.host.paths.socket, 0o666)
-    told = "yunion-mps: only root may change the daemon\nyunion-mps: use sudo\n"
+    told = "yunion-mps: only root may change the daemon [not_allowed]\nyunion-mps: use sudo\n"
     assert as_nobody(own, *command) == (4, told)
     assert own.host.reloader.asked == []
 
@@ -231,7 +233,7 @@ def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
     cli: Cli, command: list[str]
 ) -> None:
     why = f"permission denied: cannot connect to {cli.root}/{SOCKET}"
-    assert as_nobody(cli, *command) == (4, f"yunion-mps: {why}\nyunion-mps: {JOIN}\n")
+    assert as_nobody(cli, *command) == (4, f"yunion-mps: {why} [not_allowed]\nyunion-mps: {JOIN}\n")
 
 
 def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
