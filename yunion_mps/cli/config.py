@@ -174,7 +174,7 @@ def plan_json(preflight: Preflight) -> Json:
 
 
 def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
-    from yunion_mps.planning.division import division, enforces_budgets
+    from yunion_mps.planning.division import describe_division, enforces_budgets
 
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
@@ -187,7 +187,7 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
         "uuid": gpu.uuid,
         "name": gpu.name,
         "devices": len(devices),
-        "division": division(plan, gpu.uuid),
+        "division": describe_division(plan, gpu.uuid),
         "memory_limit": memory_mib,
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,

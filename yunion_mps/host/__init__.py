@@ -1,1 +1,1 @@
-"""What the operating system offers: processes, threads, files, SQLite, systemd and the log."""
+"""Operating system services: processes, threads, files, SQLite, systemd and the log."""

@@ -1,4 +1,4 @@
-"""The lock that ensures a single daemon."""
+"""The lock that allows only one daemon."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.paths import Paths
 
-#: How long the last child of a daemon that has ended may take until exec.
-_LOAD_TIMEOUT_S = 2.0
+#: How long the last child of an ended daemon may take to reach exec.
+_EXEC_TIMEOUT_S = 2.0
 
 
 def take_lock(paths: Paths) -> int:
-    """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon.
+    """Take the lock and return the descriptor that holds it; raises HostError naming the other daemon.
 
-    If a daemon was killed while it started a program, that child holds the lock until exec (execve(2),
-    FD_CLOEXEC), which this function waits for.
+    If a daemon was killed while it started a program, that child holds the lock until it reaches exec
+    (execve(2), FD_CLOEXEC); this function waits for that.
     """
     descriptor = _open(paths)
-    end_s = time.monotonic() + _LOAD_TIMEOUT_S
-    while not _locked(descriptor):
+    end_s = time.monotonic() + _EXEC_TIMEOUT_S
+    while not _try_lock(descriptor):
         pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         if pid.isdigit() and started_ticks(int(pid)) is None and time.monotonic() < end_s:
             time.sleep(0.001)
@@ -38,7 +38,7 @@ def take_lock(paths: Paths) -> int:
     return descriptor
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -47,7 +47,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _open(paths: Paths) -> int:
-    """Open the file with access only for us: any process that can open it can keep us from starting."""
+    """Open the file so that only we can: any process that can open it could keep us from starting."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
@@ -60,5 +60,5 @@ def _open(paths: Paths) -> int:
         os.close(descriptor)
         hint = f"check it (ls -l {paths.lock}), and remove it"
         raise HostError(f"{paths.lock} was not created by yunion-mps", hint)
-    os.fchmod(descriptor, 0o600)  # an older one may be open to others
+    os.fchmod(descriptor, 0o600)  # an earlier version may have left it open to others
     return descriptor

@@ -1,6 +1,6 @@
-"""The log on standard error: with `<N>` levels for systemd's journal, with the time for a person.
+"""Logging to standard error: with `<N>` levels for systemd's journal, with timestamps for people.
 
-Text that a record quotes cannot forge another record, and one cause logs one traceback a minute at most.
+Text quoted in a record cannot forge another record, and each cause logs at most one traceback a minute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR:
 #: How often one cause may log its traceback, and how many causes are remembered.
 _INTERVAL_S, _MAX_CAUSES = 60.0, 256
 
-#: The exception's class, and the file and line of each frame that it passed.
+#: The exception's class, and the file and line of each frame it passed through.
 _Cause = tuple[object, ...]
 
 
 class LineFormatter(logging.Formatter):
-    """One line for a record; what continues it is indented, so that no text forges another record."""
+    """Indents continuation lines, so that quoted text cannot forge a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *more = map(printable, super().format(record).split("\n"))
@@ -33,7 +33,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JournalFormatter(LineFormatter):
-    """`<N>message`, each line of it with its level; the journal knows the time itself."""
+    """Prefixes each line with its level, `<N>`, and no timestamp: the journal adds its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"<{_LEVELS.get(record.levelno, 6)}>"
@@ -41,12 +41,12 @@ class JournalFormatter(LineFormatter):
 
 
 class TracebackLimit(logging.Filter):
-    """Drops a record whose exception was logged within the last minute; the next one counts the dropped."""
+    """Drops a record whose exception was logged within the last minute; the next record counts the drops."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: When each cause was logged, and how many records were dropped since.
+        #: When each cause was last logged, and how many records were dropped since.
         self._logged: dict[_Cause, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -54,7 +54,7 @@ class TracebackLimit(logging.Filter):
         if error is None:
             return True
         now_s = self._clock()
-        cause = (type(error), *_places(error.__traceback__))
+        cause = (type(error), *_frames(error.__traceback__))
         logged_s, dropped = self._logged.get(cause, (now_s - _INTERVAL_S, 0))
         if now_s - logged_s < _INTERVAL_S:
             self._logged[cause] = logged_s, dropped + 1
@@ -67,16 +67,16 @@ class TracebackLimit(logging.Filter):
         return True
 
 
-def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
-    places = []
+def _frames(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    frames = []
     while traceback:
-        places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return places
+    return frames
 
 
 def set_up(level: str, *, plain: bool = False) -> None:
-    """Log from `level` on; `plain` logs the messages alone."""
+    """Log from `level` on; `plain` omits time and level."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(TracebackLimit())
     if plain:
@@ -86,19 +86,19 @@ def set_up(level: str, *, plain: bool = False) -> None:
     else:
         handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # What these record costs time on every message, and no format of ours uses it.
+    # Collecting these takes time for every message, and none of our formats uses them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     atexit.register(_discard_unwritten)
 
 
 def set_prefix(program: str) -> None:
-    """From now on, begin lines that are not for systemd as a command's errors do: with the program's name."""
+    """Begin log lines with the program's name, as a command's errors do, unless they are for systemd."""
     if not _for_systemd():
         logging.getLogger().handlers[0].setFormatter(LineFormatter(f"{program}: %(message)s"))
 
 
 def _for_systemd() -> bool:
-    """Whether standard error goes to the journal, as systemd.exec(5) tells it, or to a manager's own pipe."""
+    """Whether standard error goes to the journal (systemd.exec(5)) or to a service manager's pipe."""
     try:
         error = os.fstat(2)
     except OSError:
@@ -109,10 +109,10 @@ def _for_systemd() -> bool:
 
 
 def _discard_unwritten() -> None:
-    """Lines that could not be written (a full disk) would make Python end with 120."""
+    """Drop lines that cannot be written (full disk); otherwise Python would exit with 120."""
     try:
         sys.stderr.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    except (AttributeError, ValueError):  # it is closed, or was never there
+    except (AttributeError, ValueError):  # it is closed or was never open
         pass

@@ -1,4 +1,4 @@
-"""What proc(5) tells of other processes; of a process that has ended it tells nothing: "", 0, [] or None."""
+"""Reads proc(5); for a process that has ended, functions return an empty value: "", 0, [] or None."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from yunion_mps.errors import ShortageError
 from yunion_mps.escaping import decoded, printable
 
-#: Linux gives no program more than this (execve(2): three quarters of 8 MiB, the arguments with it). But a
-#: process may say afterwards that any of its memory is its environment (prctl(2), PR_SET_MM).
+#: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
+#: A process may later declare any of its memory to be its environment (prctl(2), PR_SET_MM).
 _MAX_ENVIRONMENT = 6 << 20
-#: A flag of the kernel's (include/linux/sched.h) that stat shows; a zombie has it, too.
+#: Kernel flag (include/linux/sched.h) in stat; also set for a zombie.
 _PF_EXITING = 0x4
 #: The uid of a client over TCP, which the kernel does not know.
 UNKNOWN_UID = -1
@@ -37,62 +37,61 @@ class Credentials(NamedTuple):
     groups: tuple[int, ...]
 
 
-def _read(pid: int, name: str, most: int = -1, proc: str = "/proc") -> bytes:
+def _read(pid: int, name: str, max_bytes: int = -1, proc: str = "/proc") -> bytes:
     try:
         with open(f"{proc}/{pid}/{name}", "rb") as file:
-            return file.read(most)
+            return file.read(max_bytes)
     except OSError:
         return b""
 
 
-def _stat_of(pid: int, proc: str = "/proc") -> list[str]:
-    """The fields of stat from the state on."""
+def _stat_fields(pid: int, proc: str = "/proc") -> list[str]:
+    """Return the fields of stat, starting with the state."""
     return _read(pid, "stat", proc=proc).decode(errors="replace").rpartition(")")[2].split()
 
 
 def started_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the boot; None also for a zombie.
+    """Return the process's start time in clock ticks since boot; None also for a zombie.
 
-    With the PID it identifies a process for good, because PIDs are used again.
+    PID and start time together identify a process, because PIDs are reused.
     """
-    fields = _stat_of(pid)
+    fields = _stat_fields(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
 
 
 def is_exiting(pid: int, proc: str = "/proc") -> bool:
-    """Whether the process has begun to exit, is a zombie or is gone.
+    """Whether the process is exiting, is a zombie or is gone.
 
-    From its beginning to its end an exit may take seconds, if much memory is to be freed.
+    An exit can take seconds if much memory is to be freed.
     """
-    fields = _stat_of(pid, proc)
+    fields = _stat_fields(pid, proc)
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
 
 
 def parent_of(pid: int) -> int:
-    """The PID of the parent."""
-    fields = _stat_of(pid)
+    fields = _stat_fields(pid)
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the process was stopped by a signal or a debugger."""
-    return _stat_of(pid)[:1] in (["T"], ["t"])
+    return _stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def name_of(pid: int) -> str:
-    """The kernel's name of the process, at most 15 characters before it is escaped; "" also for a zombie."""
-    if _stat_of(pid)[:1] in ([], ["Z"], ["X"]):
+    """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
+    if _stat_fields(pid)[:1] in ([], ["Z"], ["X"]):
         return ""
     return decoded(_read(pid, "comm").removesuffix(b"\n"))
 
 
 def command_of(pid: int) -> str:
-    """The command line, cut to 100 characters."""
+    """Return the command line, truncated to 100 characters."""
     return decoded(_read(pid, "cmdline", 400).replace(b"\0", b" ").strip())[:100]
 
 
 def program_of(pid: int) -> str:
-    """The path of the program that the process runs; "" also if it may not be read. Takes no descriptor."""
+    """Return the path of the process's executable; "" also if access is denied. Needs no descriptor."""
     try:
         return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
     except OSError:
@@ -100,20 +99,19 @@ def program_of(pid: int) -> str:
 
 
 def program_name(pid: int) -> str:
-    """The file name of that program."""
+    """Return the file name of the process's executable."""
     return program_of(pid).rpartition("/")[2]
 
 
 def credentials_of(pid: int) -> Credentials | None:
-    """The ids of the process."""
     lines = _read(pid, "status").splitlines()
     rows = (line.split() for line in lines if line.startswith((b"Uid:", b"Gid:", b"Groups:")))
-    ids = [tuple(map(int, row[1:])) for row in rows]  # in this order
+    ids = [tuple(map(int, row[1:])) for row in rows]  # the order in which the kernel lists them
     return Credentials(*ids) if len(ids) == 3 else None
 
 
 def uid_of(pid: int) -> int | None:
-    """The process' effective user.
+    """Return the effective user id.
 
     The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
     """
@@ -130,7 +128,7 @@ def peer_credentials(connection: socket.socket) -> Peer:
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or `uid 1234` if it has none."""
+    """Return the user's name, or `uid 1234` if it has none."""
     import pwd
 
     try:
@@ -140,16 +138,16 @@ def user_name(uid: int) -> str:
 
 
 def describe_process(pid: int) -> str:
-    """`PID 4711 (python3, alice)`, with what is still known of it."""
+    """Return for example `PID 4711 (python3, alice)`, without what is no longer known."""
     uid = uid_of(pid)
-    about = [name_of(pid), "" if uid is None else user_name(uid)]
-    return f"PID {pid} ({', '.join(filter(None, about))})"
+    details = [name_of(pid), "" if uid is None else user_name(uid)]
+    return f"PID {pid} ({', '.join(filter(None, details))})"
 
 
 def children_of(pid: int) -> list[int]:
-    """The PIDs of the process' children.
+    """Return the PIDs of the process's children.
 
-    Raises ShortageError if no descriptor is left to read them with: that is not the same as none.
+    Raises ShortageError if they cannot be read because no descriptor is left; [] would be wrong then.
     """
     found: list[int] = []
     try:
@@ -163,7 +161,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def all_pids() -> list[int]:
-    """The PIDs of all processes, the newest numbers first; raises ShortageError if they cannot be read."""
+    """Return all PIDs in descending order; raises ShortageError if they cannot be listed."""
     try:
         return sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
     except OSError as error:
@@ -171,16 +169,16 @@ def all_pids() -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that the process was started with; empty also if it may not be read."""
+    """Return the environment the process was started with; empty also if access is denied."""
     text = _environment(pid).decode(errors="replace")
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """One variable of that environment, "" if it is not in it; for processes of any user.
+    """Return one variable of the process's environment, "" if it is not set; for processes of any user.
 
-    None if there is no environment: if it cannot be read now, and while a program is only just being started.
-    Costs a few ms at most, whatever a process makes of its environment.
+    Returns None if there is no environment: it cannot be read now, or the process has not yet reached exec.
+    Takes a few ms at most, whatever a process declares to be its environment.
     """
     before = b"\0" + name.encode() + b"="
     text = b"\0" + _environment(pid)
@@ -194,7 +192,7 @@ def variable_of(pid: int, name: str) -> str | None:
 def _environment(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            found = b""  # in small pieces, for which there is memory even in a shortage
+            found = b""  # in small pieces, which can be allocated even in a shortage
             while len(found) < _MAX_ENVIRONMENT and (piece := file.read(1 << 13)):
                 found += piece
             return found
@@ -203,7 +201,7 @@ def _environment(pid: int) -> bytes:
 
 
 def count_open(pid: int, links: Collection[str]) -> int:
-    """How many descriptors of the process are any of these (as /proc shows them: `socket:[4711]`)."""
+    """Count the process's descriptors that link to any of `links`, as shown in /proc: `socket:[4711]`."""
     count = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,7 +1,7 @@
-"""Processes: only this module spawns, signals, watches and waits for them.
+"""Processes: only this module spawns, signals, watches and reaps them.
 
-`posix_spawn` and not `subprocess`: it costs a tenth at the daemon's start, and all that is needed of the
-latter is a file descriptor in another's place.
+It uses `posix_spawn` instead of `subprocess`, which costs ten times as much at the daemon's start; redirected
+descriptors are all that is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.proc import parent_of
 
-#: Where NVIDIA's programs lie on hosts whose PATH does not have them: containers' driver mounts, Debian's
+#: Directories of NVIDIA's programs that may be missing from PATH: driver mounts in containers, Debian's
 #: versioned directories.
 PROGRAM_DIRECTORIES = (
     "/usr/bin",
@@ -32,7 +32,7 @@ PROGRAM_DIRECTORIES = (
 
 
 def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTORIES) -> str:
-    """The path of the program on PATH or where drivers put it; raises HostError with `hint` when missing."""
+    """Find the program on PATH or where drivers install it; raises HostError with `hint` if it is missing."""
     directories = [part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/")]
     for directory in (*directories, *besides):
         path = os.path.join(directory, name)
@@ -42,7 +42,7 @@ def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTOR
 
 
 class Process:
-    """A process held by a pidfd, so that no signal ever goes to a later process of the same PID."""
+    """A process held by a pidfd, so that no signal can reach a later process with the same PID."""
 
     def __init__(self, pid: int, *, child: bool) -> None:
         self.pid = pid
@@ -52,9 +52,9 @@ class Process:
 
     @classmethod
     def adopt(cls, pid: int) -> Process | None:
-        """A process that runs already, None if it is gone; raises ShortageError if it cannot be watched.
+        """Watch a running process; None if it is gone. Raises ShortageError if it cannot be watched.
 
-        It may be a child of ours: of the program that this process ran before it ran this one.
+        It can be our child: one started by the program that this process executed before the current one.
         """
         try:
             return cls(pid, child=parent_of(pid) == os.getpid())
@@ -64,11 +64,11 @@ class Process:
             raise ShortageError(f"PID {pid} cannot be watched: {error.strerror}") from None
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process ends."""
+        """Return a descriptor that becomes readable when the process ends."""
         return self._pidfd
 
     def status(self) -> int | None:
-        """None while it runs; then its exit status, negative for a signal, -1000 for another's child."""
+        """Return None while it runs, then its exit status: negative for a signal, -1000 if not our child."""
         if self._status is None and readable(self._pidfd):
             self._status = -1000
             if self.is_child:
@@ -83,7 +83,7 @@ class Process:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """End a child of ours for good, reap it, and give the descriptor back."""
+        """Kill and reap our child, and close the descriptor."""
         if self.status() is None:
             self.signal(signal.SIGKILL)
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
@@ -91,7 +91,7 @@ class Process:
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor back; the process goes on."""
+        """Close the descriptor; the process continues."""
         os.close(self._pidfd)
 
 
@@ -103,7 +103,6 @@ def readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
     if status == -1000:
         return "ended"
     return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
@@ -112,10 +111,10 @@ def describe_exit(status: int) -> str:
 def spawn(
     argv: Sequence[str], environment: Mapping[str, str], *, stdin: int | None, stdout: int, stderr: int
 ) -> Process:
-    """Start a program in a session of its own, with just this environment and these descriptors.
+    """Start a program in its own session, with exactly this environment and these descriptors.
 
-    Without `stdin` it reads /dev/null. Its own session keeps the terminal's Ctrl-C from it. Raises
-    HostError when it cannot be started.
+    Without `stdin`, it reads /dev/null. In its own session it does not get the terminal's Ctrl-C. Raises
+    HostError if it cannot be started.
     """
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
@@ -156,13 +155,13 @@ def refuse_if_no_file_can_be_opened(what: str) -> None:
 
 
 def refuse_if_no_process_can_start() -> None:
-    """Raise ShortageError if the kernel does not let us start a process now."""
+    """Raise ShortageError if the kernel does not allow another process now."""
     with open(os.devnull, "r+b") as null:
         spawn(["/bin/sh", "-c", ":"], {}, stdin=None, stdout=null.fileno(), stderr=null.fileno()).kill()
 
 
 def output_of(argv: Sequence[str], timeout_s: float | None = None) -> str:
-    """A program's standard output; empty if it fails, or takes longer than `timeout_s`."""
+    """Return a program's standard output; "" if it fails or takes longer than `timeout_s`."""
     try:
         status, found = outcome_of(argv, timeout_s)
     except HostError:
@@ -177,13 +176,13 @@ def outcome_of(
     with_stderr: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, bytes]:
-    """A program's exit status, None if it takes longer than `timeout_s`, and its output.
+    """Run a program; return its exit status (None if it takes longer than `timeout_s`) and its output.
 
-    It gets this process's environment unless another one is given. It is killed if this is interrupted, as by
-    Ctrl-C, which does not reach it in its own session. Raises HostError as `spawn` does.
+    It inherits this process's environment unless one is given. An interruption of this function kills it,
+    because Ctrl-C does not reach it in its own session. Raises HostError as `spawn` does.
     """
     output, answer_in = os.pipe()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the process is known
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `process` can be killed
     try:
         with open(os.devnull, "r+b") as null:
             stderr = answer_in if with_stderr else null.fileno()
@@ -204,7 +203,7 @@ def outcome_of(
         with open(output, "rb", buffering=0) as file:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             found = _read_all(file.fileno(), timeout_s)
-        if found is not None:  # it has closed its output, and is about to end
+        if found is not None:  # it has closed its output and is about to end
             readable(process.fileno(), timeout_s)
         status = process.status()
     finally:
@@ -213,7 +212,7 @@ def outcome_of(
 
 
 def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
-    """All that comes until it is closed; None if that takes longer."""
+    """Read until end of file; None if that takes longer than `timeout_s`."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     found = b""
     while readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
@@ -225,31 +224,31 @@ def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
 
 
 def reap_inherited_children() -> None:
-    """Reap ended children that the program which this process ran before has left to us."""
+    """Reap the ended children of the program that this process executed before the current one."""
     with contextlib.suppress(ChildProcessError):
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
             pass
 
 
 def wake(pids: Iterable[int]) -> None:
-    """Continue those of the processes that were stopped by a signal."""
+    """Resume processes that were stopped by a signal."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
 
 
 class Tickable(Protocol):
-    """A state machine that never waits itself."""
+    """A state machine that never blocks."""
 
     def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to be called again at the latest."""
+        """Do what is due; return when the next call is due at the latest."""
 
     def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading; they may change with every tick."""
+        """Return the descriptors to watch for reading; they may change with every tick."""
 
 
 class Wakeup(Protocol):
-    """A descriptor that also ends a wait, as for signals."""
+    """A descriptor that interrupts a wait, for example for a signal."""
 
     def fileno(self) -> int: ...
 
@@ -257,7 +256,7 @@ class Wakeup(Protocol):
 
 
 def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
-    """Tick until `done`: for what cannot wait until asyncio is loaded, or goes on without it."""
+    """Tick until `done`; used before asyncio is loaded, and by programs that do without it."""
     while True:
         if wakeup:
             wakeup.clear()

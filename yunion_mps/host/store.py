@@ -1,8 +1,8 @@
-"""What must outlive the daemon, in SQLite: original compute modes, limits in effect, leases and events.
+"""The state that outlives the daemon, in SQLite: compute modes, limits in effect, leases and events.
 
-Every write is there for the next daemon however this one ends. A file that cannot be read any more is kept
-aside and made again; the compute modes and the leases are then taken from their copies in the run directory,
-which is enough because both they and it end with the boot.
+Every write survives however the daemon ends. A damaged file is set aside and created again; compute modes and
+leases are then restored from their copies in the run directory, which suffices because both are only valid
+until the next boot.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ _SCHEMA = (
     code TEXT NOT NULL
 )""",
 )
-#: What SQLite keeps of the file in memory; by itself it would take 2 MiB, as events come.
+#: SQLite's page cache; by default it grows to 2 MiB as events are written.
 _CACHE_KIB = 256
 _HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 
 
 class Store:
-    """The state file; may be used from several threads."""
+    """The state file; safe to use from several threads."""
 
     def __init__(self, paths: Paths) -> None:
-        """Open the file, made if it is missing; raises HostError if that cannot be done."""
+        """Open the file, and create it if it is missing; raises HostError."""
         self._file = paths.store
         self._copy = paths.former_modes
         self._lease_copies = paths.lease_copies
         self._lock = threading.RLock()
         self._is_closed = False
-        #: Where a file that could not be read was put, empty if there was none.
+        #: Path under which an unreadable file was set aside; empty if there was none.
         self.set_aside = ""
         try:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
@@ -85,22 +85,21 @@ class Store:
                 self._boot_id = file.read().strip()
             self._connection = self._open()
         except (OSError, sqlite3.Error) as error:
-            # SQLite takes a shortage of descriptors for a file that it cannot open.
+            # SQLite reports a shortage of descriptors as a file that cannot be opened.
             refuse_if_no_file_can_be_opened("the state file cannot be opened")
-            raise self._trouble("used", error) from None
+            raise self._error("used", error) from None
 
     @property
     def boot_id(self) -> str:
-        """The kernel's identity of this boot."""
         return self._boot_id
 
     @staticmethod
     def exists(paths: Paths) -> bool:
-        """Whether there is a state file to read, or the copy of the modes that a new one is made from."""
+        """Whether there is a state file, or a copy of the compute modes from which to create one."""
         return os.path.exists(paths.store) or os.path.exists(paths.former_modes)
 
     def close(self) -> None:
-        """Close the file; reads and writes raise HostError from then on."""
+        """Close the file; later reads and writes raise HostError."""
         with self._lock:
             self._is_closed = True
             self._connection.close()
@@ -108,7 +107,7 @@ class Store:
     # -- compute modes
 
     def remember_modes(self, modes: dict[str, str]) -> None:
-        """Record the modes (by GPU UUID) before they are changed; an earlier record of this boot is kept."""
+        """Record the modes (by GPU UUID) before they change; keeps earlier records of this boot."""
         rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
         with self._lock:
             self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
@@ -116,14 +115,15 @@ class Store:
             self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
-        """The modes recorded in this boot, by GPU UUID."""
+        """Return the modes recorded in this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
         return {row[0]: row[1] for row in self.read(query, self._boot_id)}
 
     def trust_copy(self) -> None:
-        """Record the modes of the copy as those of this boot, which it always is: a reboot empties its place.
+        """Record the copied modes as this boot's, which they always are, because a reboot deletes the copy.
 
-        In a container, a sandboxed unit sees another boot id (measured: systemd-nspawn) than a shell does.
+        In a container, a sandboxed unit sees a different boot id (measured: systemd-nspawn) than a shell
+        does.
         """
         modes = self._copied_modes(of_any_boot=True)
         if modes:
@@ -137,19 +137,19 @@ class Store:
     # -- domains
 
     def record_limits(self, pipe_directory: str, value: Any) -> None:
-        """Record what the clients of a control daemon get, as JSON."""
+        """Record the limits in effect of a control daemon, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
         self.write("INSERT OR REPLACE INTO limits_in_effect VALUES (?, ?)", [row])
 
     def recorded_limits(self, pipe_directory: str) -> Any:
-        """What was recorded last; None if nothing was, or it cannot be understood."""
+        """Return the value recorded last; None if there is none or it cannot be parsed."""
         for row in self.read("SELECT value FROM limits_in_effect WHERE pipe_directory = ?", pipe_directory):
             with contextlib.suppress(ValueError):
                 return json.loads(row[0])
         return None
 
     def recorded_domains(self) -> list[str]:
-        """The pipe directories of which that is recorded."""
+        """Return the pipe directories with recorded limits."""
         return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
 
     def forget_limits(self, pipe_directory: str) -> None:
@@ -178,14 +178,15 @@ class Store:
                     "install that version again, or " + _HINT,
                 )
             connection.execute("PRAGMA journal_mode = WAL")
-            # Without a power failure nothing is lost, and with one the file stays whole (SQLite's own words).
+            # Loses nothing without a power failure, and keeps the file intact with one (SQLite's
+            # documentation).
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-            if version == 0:  # new, or torn to nothing, which looks the same
+            if version == 0:  # new, or truncated to nothing, which looks the same
                 self._import_copies(connection)
-            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # last: it says that all is there
+            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # marks the file as complete
             if had_log and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("it is damaged")
         except BaseException:
@@ -194,7 +195,7 @@ class Store:
         return connection
 
     def _recreate(self) -> sqlite3.Connection:
-        """Keep the unreadable file aside, and take compute modes and leases from their copies."""
+        """Set the unreadable file aside, and restore compute modes and leases from their copies."""
         self.set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
@@ -213,12 +214,12 @@ class Store:
         connection.executemany("INSERT OR IGNORE INTO lease VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
-        """The rows of the query; raises HostError."""
-        return self._do("read", lambda: self._connection.execute(query, values).fetchall())
+        """Return the query's rows; raises HostError."""
+        return self._retry_if_damaged("read", lambda: self._connection.execute(query, values).fetchall())
 
     def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
-        """Do the statement for each row, for all or none of them; raises HostError."""
-        self._do("written", lambda: self._write_all(statement, rows))
+        """Run the statement for all rows or none; raises HostError."""
+        self._retry_if_damaged("written", lambda: self._write_all(statement, rows))
 
     def _write_all(self, statement: str, rows: Sequence[tuple[object, ...]]) -> list[Any]:
         if len(rows) == 1:
@@ -233,7 +234,7 @@ class Store:
         self._connection.execute("COMMIT")
         return []
 
-    def _do(self, what: str, work: Any) -> list[Any]:
+    def _retry_if_damaged(self, what: str, work: Any) -> list[Any]:
         with self._lock:
             try:
                 try:
@@ -247,10 +248,10 @@ class Store:
             except MemoryError:
                 raise ShortageError(f"the state file cannot be {what}: memory is low") from None
             except (OSError, sqlite3.Error) as error:
-                raise self._trouble(what, error) from None
+                raise self._error(what, error) from None
             return found
 
-    def _trouble(self, what: str, error: Exception) -> HostError:
+    def _error(self, what: str, error: Exception) -> HostError:
         hint = "free disk space: df" if "full" in str(error) else _HINT
         if "locked" in str(error):
             hint = f"end the other process that has locked it, and keep the file: lslocks | grep {self._file}"
@@ -261,7 +262,7 @@ class Store:
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:
-        """Keep a copy of the modes beside the socket; a failure is no reason to stop."""
+        """Update the copy in the run directory; a failure is ignored."""
         modes = self.former_modes()
         with contextlib.suppress(OSError):
             if not modes:
@@ -278,15 +279,15 @@ class Store:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file is not SQLite's or torn; the error's subclasses mean other things."""
+    """Whether the file is damaged or not SQLite's; subclasses of the error have other meanings."""
     return type(error) is sqlite3.DatabaseError
 
 
 def _is_torn(path: str) -> bool:
-    """Whether the file is shorter than its own header says, which SQLite does not always notice.
+    """Whether the file is shorter than its header says, which SQLite does not always notice.
 
-    https://www.sqlite.org/fileformat.html: the page size is at byte 16 (1 for 65536), the pages at byte 28.
-    With a log (`-wal`) beside it, what is missing may be there, and SQLite's own check has to judge.
+    https://www.sqlite.org/fileformat.html: the page size is at byte 16 (1 for 65536), the number of pages at
+    byte 28. With a non-empty log (`-wal`), the missing pages may be in there, and SQLite's own check decides.
     """
     try:
         if os.path.exists(f"{path}-wal") and os.path.getsize(f"{path}-wal"):
@@ -294,7 +295,7 @@ def _is_torn(path: str) -> bool:
         with open(path, "rb") as file:
             header = file.read(100)
             length = os.fstat(file.fileno()).st_size
-    except OSError:  # SQLite says it better
+    except OSError:  # SQLite reports it with more detail
         return False
     if len(header) < 100:
         return len(header) > 0

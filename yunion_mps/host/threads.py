@@ -1,6 +1,6 @@
-"""Threads for work that may hang for good: nothing waits for them at the end of the process.
+"""Threads for work that may hang forever: the process's exit does not wait for them.
 
-A few are kept for reuse, so that what was done before can still be done once a process limit is reached.
+A few are kept for reuse, so that work can continue after a process limit is reached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from yunion_mps.errors import ShortageError
 
 T = TypeVar("T")
 
-#: More than the daemon usually has at work at once.
+#: More than the daemon usually runs at once.
 _KEPT = 4
 
-#: What is called with the result and the exception, one of them None.
+#: Called with the result and the exception, one of which is None.
 Done = Callable[[Any, "BaseException | None"], None]
 _Inbox = SimpleQueue["tuple[Callable[[], Any], Done]"]
 
-#: How long the end of the process waits for threads that were started and do not run yet.
+#: How long the process's exit waits for threads that were created but have not begun to run.
 _BEGIN_S = 10.0
 
 _idle: list[_Inbox] = []
@@ -39,21 +39,21 @@ os.register_at_fork(after_in_child=_starting.clear)
 
 @atexit.register
 def _await_begun() -> None:
-    """Let every thread begin: one that begins while Python ends aborts the process (seen beside load)."""
+    """Wait until every thread runs: one that begins while Python exits aborts the process."""
     end_s = time.monotonic() + _BEGIN_S
     while _starting and time.monotonic() < end_s:
         time.sleep(0.001)
 
 
 def start(work: Callable[[], Any], done: Done) -> None:
-    """Call `work` on a thread, then `done`, which must neither wait nor raise; raises ShortageError."""
+    """Call `work` on a thread, then `done`, which must neither block nor raise; raises ShortageError."""
     try:
         inbox = _idle.pop()
     except IndexError:
         inbox = _Inbox()
         _starting.append(inbox)
         try:
-            # Not threading.Thread, whose start waits for a sign of the thread: for good if memory is short.
+            # threading.Thread.start waits for a sign from the thread: forever if memory is short.
             _thread.start_new_thread(_run, (inbox,))
         except (RuntimeError, MemoryError) as error:
             _starting.remove(inbox)
@@ -63,11 +63,11 @@ def start(work: Callable[[], Any], done: Done) -> None:
 
 
 async def on_thread(work: Callable[[], T]) -> T:
-    """Call `work` on a thread that the end of the process does not wait for: a driver call may hang forever.
+    """Await `work` on a thread that the process's exit does not wait for: a driver call may hang forever.
 
     Raises ShortageError if no thread can be started.
     """
-    import asyncio  # which the daemon loads only once it is ready
+    import asyncio  # loaded by the daemon only once it is ready
 
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -107,7 +107,7 @@ def _run(inbox: _Inbox) -> None:
         except BaseException as raised:  # noqa: BLE001 - `done` is told
             error = raised
         is_kept = len(_idle) < _KEPT
-        if is_kept:  # before `done`, whose caller may start more work at once
+        if is_kept:  # before `done`, whose caller may start more work immediately
             _idle.append(inbox)
         done(result, error)
-        del work, done, result, error  # nothing is held while it waits
+        del work, done, result, error  # keep no reference while waiting

@@ -1,1 +1,1 @@
-"""What the host has: the GPUs, from NVML and sysfs together."""
+"""The host's GPUs, as NVML and sysfs report them."""

@@ -1,8 +1,8 @@
-"""What the driver reports by itself: XIDs and lost GPUs, at once by NVML's events, and the kernel's log.
+"""Events of the driver: XIDs and lost GPUs, from NVML as they happen and from the kernel's log.
 
-An XID is the number of an error. Which are fatal follows NVIDIA's catalogue
-(https://docs.nvidia.com/deploy/xid-errors): those whose remedy is to reset the GPU or to reboot. The others
-end a job at most; one that is not listed here is reported, and not taken for fatal.
+An XID is the number of an error. Which ones are fatal follows NVIDIA's catalogue
+(https://docs.nvidia.com/deploy/xid-errors): those that need a GPU reset or a reboot. Others end a job at
+most; an XID that is not listed here is reported as not fatal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from yunion_mps.host import threads
 from yunion_mps.inventory.nvml import Nvml, pynvml
-from yunion_mps.inventory.sysfs import normal_address
+from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.paths import Paths
 
 _FATAL_XIDS = {
@@ -47,17 +47,17 @@ _OTHER_XIDS = {
 
 #: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.
 _XID_RECORD = re.compile(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)")
-#: The kernel keeps a ring of records, each read by itself (dmesg(1)); more than this is not looked at.
+#: The kernel keeps a ring of records, each read separately (dmesg(1)).
 _MAX_RECORDS = 20_000
 
-#: How long one wait of the driver takes at most; what the thread's end may wait for.
+#: The longest wait in the driver, and so for the thread's end.
 _WAIT_MS = 1000
-#: After so many, the GPUs are looked up again: a lost one may be back.
-_WAITS_A_SET = 60
-#: The pause after a failure and while no GPU answers, so that the driver is not asked without end.
+#: GPUs are enumerated again after this many waits: a lost one may be back.
+_WAITS_BEFORE_ENUMERATION = 60
+#: The pause after a failure or while no GPU answers, so as not to flood the driver with calls.
 _PAUSE_S = 5.0
 
-#: Called with a PCI address and an XID, or with None if something happened that a scan of the GPUs shows.
+#: Called with a PCI address and an XID, or with None for a change that a scan of the GPUs shows.
 OnEvent = Callable[["tuple[str, int] | None"], None]
 
 
@@ -65,7 +65,7 @@ class EventWatch:
     """A thread that waits for the driver's events until `stop` is called."""
 
     def __init__(self, nvml: Nvml, on_event: OnEvent) -> None:
-        """`on_event` is called on the thread. From now on NVML stays open until the process ends."""
+        """`on_event` is called on the thread. NVML stays open from now on until the process ends."""
         nvml.keep_open()
         self._on_event = on_event
         self._stopped = threading.Event()
@@ -74,20 +74,19 @@ class EventWatch:
         self._addresses: dict[int | None, str] = {}
 
     def start(self) -> None:
-        """Begin to wait; raises ShortageError."""
         threads.start(self._run, lambda _, __: self._ended.set())
 
     def renew(self) -> None:
-        """Look the GPUs up again, within a second: others answer than before."""
+        """Enumerate the GPUs again within a second, because others answer than before."""
         self._renewed.set()
 
     def stop(self) -> None:
-        """Let the thread end, within a second; nothing waits for it."""
+        """Ask the thread to end, which it does within a second."""
         self._stopped.set()
         self._renewed.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, within a second after `stop`; for tests, that leave nothing behind."""
+        """Wait for the thread's end, within a second of `stop`; for tests, which leave nothing behind."""
         self._ended.wait()
 
     def _run(self) -> None:
@@ -100,7 +99,7 @@ class EventWatch:
                 self._watch(is_renewed=is_renewed)
             except pynvml.NVMLError as error:
                 if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-                    return  # a driver without events: the regular scan has to do
+                    return  # a driver without events: regular scans have to suffice
                 self._on_event(None)
             else:
                 if self._addresses:
@@ -108,15 +107,15 @@ class EventWatch:
             self._renewed.wait(_PAUSE_S)
 
     def _watch(self, *, is_renewed: bool) -> None:
-        """Wait with one set of GPUs, until one of them is lost, the driver fails, or it is to be renewed."""
+        """Wait with one set of GPUs until a GPU is lost, the driver fails, or `renew` is called."""
         events = pynvml.nvmlEventSetCreate()
         try:
             self._addresses = {}
             for index in range(pynvml.nvmlDeviceGetCount()):
                 self._register(index, events)
             if is_renewed:
-                self._on_event(None)  # because what happened before this is not reported
-            for _ in range(_WAITS_A_SET if self._addresses else 0):
+                self._on_event(None)  # because events before this are not reported
+            for _ in range(_WAITS_BEFORE_ENUMERATION if self._addresses else 0):
                 if self._renewed.is_set():
                     self._drain(events)
                     return
@@ -127,53 +126,53 @@ class EventWatch:
                 pynvml.nvmlEventSetFree(events)
 
     def _drain(self, events: Any) -> None:
-        """Report what the set has already: nothing of it is in the next one."""
+        """Report the events already in the set, which the next set will not contain."""
         with contextlib.suppress(pynvml.NVMLError):
             while True:
                 self._report(pynvml.nvmlEventSetWait_v2(events, 0))
 
     def _register(self, index: int, events: Any) -> None:
-        """Watch one GPU, if possible; its address is kept, because a lost GPU does not tell it any more."""
+        """Watch a GPU if possible, and keep its address, which a lost GPU no longer reports."""
         with contextlib.suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
             pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
             text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else str(bus_id)
-            self._addresses[_number(handle)] = normal_address(text) or text
+            self._addresses[_pointer(handle)] = normalise_address(text) or text
 
     def _report(self, data: Any) -> None:
-        address = self._addresses.get(_number(data.device))
+        address = self._addresses.get(_pointer(data.device))
         self._on_event((address, int(data.eventData)) if address else None)
 
 
-def _number(handle: Any) -> int | None:
-    """The address that NVML's handle of a GPU holds: two handles of one GPU differ as objects."""
+def _pointer(handle: Any) -> int | None:
+    """Return the pointer in NVML's handle of a GPU: two handles of one GPU are different objects."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def xid_meaning(xid: int) -> tuple[bool, str]:
-    """Whether the XID is fatal for the GPU, and what it means."""
+    """Return whether the XID is fatal for the GPU, and its meaning."""
     if xid in _FATAL_XIDS:
         return True, _FATAL_XIDS[xid]
     return False, _OTHER_XIDS.get(xid, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid")
 
 
 def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
-    """(PCI address, XID, PID) of each XID in the kernel's log that names a process, the oldest first.
+    """Return (PCI address, XID, PID) of each XID in the kernel's log that names a process, oldest first.
 
     Empty if the log cannot be read, as in a container.
     """
     found = []
     for record in kernel_records(paths.kernel_log) or []:
         for bus, xid, pid in _XID_RECORD.findall(record):
-            address = normal_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
+            address = normalise_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
             if address:
                 found.append((address, int(xid), int(pid)))
     return found
 
 
 def kernel_records(path: str) -> list[bytes] | None:
-    """The log's records, the oldest first; None if it cannot be read."""
+    """Return the log's records, oldest first; None if it cannot be read."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -183,7 +182,7 @@ def kernel_records(path: str) -> list[bytes] | None:
         while len(found) < _MAX_RECORDS:
             try:
                 record = os.read(log, 8192)
-            except BrokenPipeError:  # it was overwritten while we read: the next one is there
+            except BrokenPipeError:  # it was overwritten while we read; the next one is available
                 continue
             except OSError:
                 break

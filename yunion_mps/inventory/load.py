@@ -1,4 +1,4 @@
-"""What GPUs and the processes on them do at the moment, as NVML measures it."""
+"""The current load of GPUs and of the processes on them, measured by NVML."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from yunion_mps.inventory.nvml import MIB, Nvml, handle_of, of_each_gpu, optiona
 
 
 class GpuLoad(NamedTuple):
-    """What one GPU does; None if the driver does not tell.
+    """The load of one GPU; None for values that the driver does not report.
 
-    `utilization` is the percentage of the time in which any kernel ran, over the driver's last sample period
-    of up to a second.
+    `utilization` is the percentage of time in which any kernel ran, over the driver's last sample period of
+    up to a second.
     """
 
     utilization: int | None = None
@@ -24,9 +24,9 @@ class GpuLoad(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of each GPU that answers, by its UUID, and the SM utilization in % by GPU UUID and PID.
+    """The load of each GPU that answers, by UUID, and the SM utilization in % by GPU UUID and PID.
 
-    A process is missing if the driver has no sample of it: it tells only of those that have run something.
+    Processes without a sample are missing: the driver only samples those that have run kernels.
     """
 
     gpus: Mapping[str, GpuLoad] = {}
@@ -34,10 +34,10 @@ class Load(NamedTuple):
 
 
 def read_load(nvml: Nvml, busy: Collection[str], since_s: float) -> Load:
-    """The load of all GPUs, and of the processes on `busy` ones (UUIDs) after `since_s` (in s since 1970).
+    """Read the load of all GPUs, and of processes on `busy` ones (UUIDs) since `since_s` (s since 1970).
 
-    Raises DriverError if the driver as a whole does not answer in time. None of this wakes a GPU: the driver
-    answers for one in low power, too.
+    Raises DriverError if the driver does not answer in time. This wakes no GPU: the driver also answers for
+    one in low power.
     """
 
     def read() -> Load:
@@ -48,7 +48,8 @@ def read_load(nvml: Nvml, busy: Collection[str], since_s: float) -> Load:
 
 def _load(handle: Any) -> GpuLoad:
     rates = optional(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    # As nvidia-smi has it: without what the driver reserves. Before 510 there is only the first version.
+    # Like nvidia-smi: without the memory that the driver reserves. Before 510 there is only the first
+    # version.
     memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = memory or optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
     power_mw = optional(pynvml.nvmlDeviceGetPowerUsage, handle)
@@ -63,7 +64,7 @@ def _load(handle: Any) -> GpuLoad:
 
 
 def _sm_utilization(uuid: str, since_s: float) -> dict[int, int]:
-    """The newest sample of each process after that moment; empty if the driver has none, or does not tell."""
+    """Return each process's newest sample since `since_s`; empty if the driver has or reports none."""
     try:
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle_of(uuid), int(since_s * 1_000_000))
     except DriverError:  # the GPU is lost
@@ -71,5 +72,5 @@ def _sm_utilization(uuid: str, since_s: float) -> dict[int, int]:
     except pynvml.NVMLError:  # NOT_FOUND: no samples; NOT_SUPPORTED; or more processes than a moment ago
         return {}
     newest = sorted(samples, key=lambda sample: sample.timeStamp)
-    # Drivers have been seen to tell 2147483632 % (https://github.com/NVIDIA/DCGM/issues/83).
+    # Drivers have reported 2147483632 % (https://github.com/NVIDIA/DCGM/issues/83).
     return {sample.pid: sample.smUtil for sample in newest if sample.smUtil <= 100}

@@ -1,6 +1,6 @@
 """NVML. Only this package uses `pynvml`, and only this module changes a GPU's compute mode.
 
-A driver may hang for good in a call when a GPU is broken, so every call is bounded by a deadline.
+With a broken GPU, a driver call may hang forever, so every call has a deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.escaping import decoded, printable
 from yunion_mps.host import threads
-from yunion_mps.inventory.sysfs import normal_address
+from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -27,9 +27,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _import_pynvml() -> Any:
-    """The module pynvml, without `ctypes.util`: 4 ms of imports for one function that it never calls.
+    """Import pynvml without `ctypes.util`: 4 ms of imports for a function that it never calls.
 
-    Should a later release call it, it gets the real one.
+    If a later release does call it, it gets the real one.
     """
 
     def find_library(name: str) -> str | None:
@@ -47,7 +47,7 @@ def _import_pynvml() -> Any:
 
 pynvml = _import_pynvml()
 
-#: nvidia-smi's names of NVML's compute modes.
+#: Compute modes by NVML's number, with nvidia-smi's names.
 COMPUTE_MODES = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: DEFAULT,
     pynvml.NVML_COMPUTEMODE_PROHIBITED: PROHIBITED,
@@ -55,7 +55,7 @@ COMPUTE_MODES = {
 }
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
-#: Failures of NVML with a hint of their own: what they mean, what to do, and the reason code if there is one.
+#: NVML errors with their own message, hint and, if there is one, reason code.
 _MEANINGS: dict[int, tuple[str, ...]] = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
         "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
@@ -87,7 +87,7 @@ _MEANINGS: dict[int, tuple[str, ...]] = {
     ),
 }
 
-#: An answer of this kind means that a field is unknown here, not that the GPU is broken.
+#: Errors that mean a field is unknown, not that the GPU is broken.
 _UNKNOWN_FIELD = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -107,7 +107,7 @@ def _translated(error: Any) -> DriverError:
 
 
 def reason_of(error: DriverError) -> Reason:
-    """Why a single GPU cannot be used."""
+    """Return why a single GPU cannot be used."""
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 
@@ -119,7 +119,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def optional(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the call returns, None if the driver does not know the field; raises DriverError otherwise."""
+    """Return the result of a call, None if the driver does not know the field; raises DriverError."""
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
@@ -129,18 +129,17 @@ def optional(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """NVML's text; older releases of pynvml return bytes."""
     return decoded(value) if isinstance(value, bytes) else printable(str(value))
 
 
-#: A driver that has to wake many GPUs takes tens of seconds for its first call.
+#: A driver that has to wake many GPUs takes tens of seconds for the first call.
 TIMEOUT_S = 60.0
 
 _HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs"
 
 
 class Deadline:
-    """Makes calls one after another, each on a thread that is given `timeout_s` to return."""
+    """Makes one call at a time, on a thread that must return within `timeout_s`."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -148,10 +147,10 @@ class Deadline:
         self._hanging: SimpleQueue[Any] | None = None
 
     def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
-        """Return what `work` returns and raise what it raises; DriverError when it takes too long.
+        """Return the result of `work` or raise its error; raises DriverError if it takes too long.
 
-        As long as an earlier call hangs, no other is made. Without a thread for it, raises ShortageError, or
-        with `may_hang` makes it on the caller's, with no deadline.
+        While an earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
+        with `may_hang` makes the call on the caller's thread without a deadline.
         """
         if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
@@ -175,7 +174,7 @@ class Deadline:
 
 
 def bounded(method: F) -> F:
-    """Let a method of an object with a `deadline` take no longer than that."""
+    """Decorate a method of an object with a `deadline` to observe it."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *arguments: Any) -> Any:
@@ -185,7 +184,7 @@ def bounded(method: F) -> F:
 
 
 class Nvml:
-    """An initialised NVML; a context manager. Opening raises DriverError if there is no working driver.
+    """An initialised NVML, as a context manager. Opening raises DriverError without a working driver.
 
     Every method has a deadline, because a driver with a broken GPU may never return from a call.
     """
@@ -196,7 +195,7 @@ class Nvml:
         self.deadline.call(lambda: _call(pynvml.nvmlInit))
 
     def close(self) -> None:
-        """Shut NVML down; a failure of that does not matter."""
+        """Shut NVML down, ignoring failures."""
         if self._is_kept:
             return
         with contextlib.suppress(DriverError):
@@ -214,7 +213,7 @@ class Nvml:
 
     @bounded
     def driver(self) -> Driver:
-        """The driver's version and that of its CUDA driver API, e.g. 535.261.03 and 12.2."""
+        """Return the versions of the driver and its CUDA driver API, e.g. 535.261.03 and 12.2."""
         cuda = optional(pynvml.nvmlSystemGetCudaDriverVersion)
         return Driver(
             _text(_call(pynvml.nvmlSystemGetDriverVersion)),
@@ -223,9 +222,9 @@ class Nvml:
 
     @bounded
     def gpus(self, known: Mapping[str, Gpu] = {}) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
-        """The GPUs that answer, by what NVML says of them, and the (index, error) of those that don't.
+        """Return the GPUs that answer, with NVML's data, and (index, error) of those that do not.
 
-        Of those `known` by UUID, only what can change is read.
+        For GPUs `known` by UUID, only what can change is read.
         """
         found: list[Gpu] = []
         silent: list[tuple[int, DriverError]] = []
@@ -238,7 +237,7 @@ class Nvml:
 
     @bounded
     def reason_at(self, pci_address: str) -> Reason:
-        """Why NVML offers no GPU at this address, empty if it does."""
+        """Return why NVML offers no GPU at this address; empty if it does."""
         try:
             _call(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
         except DriverError as error:
@@ -247,9 +246,9 @@ class Nvml:
 
     @bounded
     def processes(self) -> dict[str, dict[int, int | None]]:
-        """The memory in MiB (None if unknown) that each process uses, by GPU UUID and PID.
+        """Return the memory in MiB (None if unknown) of each process, by GPU UUID and PID.
 
-        A GPU that does not answer is missing.
+        GPUs that do not answer are missing.
         """
         listed = of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
         return {
@@ -261,19 +260,19 @@ class Nvml:
 
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
-        """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not answer is missing."""
+        """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
         listed = of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
         return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
-        """Set the GPU's compute mode, and read it back; raises DriverError if it is not in effect then."""
+        """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect."""
         _set_mode(handle_of(uuid), uuid, mode)
 
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
-        """As `set_compute_mode`, if the GPU has another mode; whether it had.
+        """Like `set_compute_mode`, but only if the mode differs; return whether it did.
 
-        Without a thread for it, a call that may hang is better than a mode that is not restored.
+        If no thread can be started, a call that may hang is better than a mode that is not restored.
         """
 
         def restore() -> bool:
@@ -289,7 +288,7 @@ class Nvml:
         handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
         pci = _call(pynvml.nvmlDeviceGetPciInfo, handle)
         bus_id = _text(pci.busId)
-        address = normal_address(bus_id)
+        address = normalise_address(bus_id)
         if address is None:
             raise DriverError(
                 f"NVML names the PCI address {bus_id!r}", "report this with the driver's version"
@@ -300,11 +299,11 @@ class Nvml:
             before = known.get(gpu.uuid or "")
             if before and before.pci_address == address:
                 return self._updated(before._replace(nvml_index=index), handle)
-            return self._updated(self._described(gpu, handle), handle)
+            return self._updated(self._identified(gpu, handle), handle)
         except DriverError as error:
             return gpu._replace(reason=reason_of(error))
 
-    def _described(self, gpu: Gpu, handle: Any) -> Gpu:
+    def _identified(self, gpu: Gpu, handle: Any) -> Gpu:
         name = optional(pynvml.nvmlDeviceGetName, handle)
         capability = optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return gpu._replace(
@@ -314,7 +313,7 @@ class Nvml:
         )
 
     def _updated(self, gpu: Gpu, handle: Any) -> Gpu:
-        """With what can change while the driver runs: the memory does by a reset that switches ECC."""
+        """Update what can change while the driver runs, such as the memory by a reset that switches ECC."""
         memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
         mode = optional(pynvml.nvmlDeviceGetComputeMode, handle)
         mig = optional(pynvml.nvmlDeviceGetMigMode, handle)
@@ -326,7 +325,7 @@ class Nvml:
 
 
 def of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
-    """What the call returns for each GPU that answers, by its UUID."""
+    """Return the call's result for each GPU that answers, by UUID."""
     found: dict[str, T] = {}
     for index in range(_call(pynvml.nvmlDeviceGetCount)):
         with contextlib.suppress(DriverError):
@@ -336,7 +335,6 @@ def of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
 
 
 def handle_of(uuid: str) -> Any:
-    """NVML's handle of a GPU."""
     return _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
 
 
@@ -357,5 +355,5 @@ def _set_mode(handle: Any, uuid: str, mode: str) -> None:
 
 
 def _vendor_device_id(number: int) -> str:
-    """`10de:1b38` from NVML's number, which has the vendor in its lower half."""
+    """Return for example `10de:1b38`; NVML's number has the vendor in its lower half."""
     return f"{number & 0xFFFF:04x}:{number >> 16:04x}"

@@ -1,8 +1,8 @@
-"""The inventory: NVML for the GPUs, sysfs for their place in the host, and the GPUs that served before.
+"""The inventory: GPUs from NVML, their places from sysfs, and the GPUs that served before.
 
-A file keeps what the GPUs are that have served devices, so that a daemon that starts while one is lost still
-knows what it was. Across a reboot that counts only if the configuration names the GPU; without entries, which
-mean every GPU of the host, a reboot shows again which those are.
+A file records the GPUs that have served devices, so that a daemon that starts while one is lost still knows
+it. After a reboot, that counts only if the configuration names the GPU: without entries, which mean every GPU
+of the host, the reboot shows which GPUs there are.
 """
 
 from __future__ import annotations
@@ -26,35 +26,34 @@ _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
 class ServedGpus(NamedTuple):
-    """GPUs that served devices, and whether in this boot."""
+    """The GPUs that served devices, and whether they did in this boot."""
 
     gpus: tuple[Gpu, ...] = ()
     this_boot: bool = True
 
 
 def scan(nvml: Nvml, paths: Paths) -> Inventory:
-    """Return every NVIDIA GPU of the host in PCI order, the broken ones with their reason.
+    """Return all NVIDIA GPUs of the host in PCI order, broken ones with their reason.
 
-    Raises DriverError when the driver as a whole does not answer.
+    Raises DriverError if the driver does not answer.
     """
     return Scanner(paths).scan(nvml)
 
 
 class Scanner:
-    """Scans again and again; what cannot change is read once, until a GPU fails or another device comes."""
+    """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        #: The GPUs that answered at the last scan, by UUID.
+        #: GPUs that answered the last scan, by UUID.
         self._known: dict[str, Gpu] = {}
-        #: Whether the device is an NVIDIA GPU, by its PCI address.
+        #: Whether a device is an NVIDIA GPU, by PCI address.
         self._is_gpu: dict[str, bool] = {}
 
     def scan(self, nvml: Nvml) -> Inventory:
-        """As `scan` above.
+        """Like the function `scan`.
 
-        A GPU that NVML cannot give a handle for has no address there; sysfs still lists it, so that it is
-        reported by its place.
+        A GPU without an NVML handle has no address there, but sysfs lists it, so that it is reported.
         """
         driver = nvml.driver()
         found, silent = nvml.gpus(self._known)
@@ -78,7 +77,7 @@ class Scanner:
         return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
 
     def _placed(self, gpu: Gpu) -> Gpu:
-        """The GPU with what sysfs knows of its address."""
+        """Return the GPU with sysfs' data of its address."""
         known = self._known.get(gpu.uuid or "")
         if known and known.pci_address == gpu.pci_address and not gpu.reason:
             return gpu
@@ -93,16 +92,18 @@ def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def load_served(paths: Paths) -> ServedGpus:
-    """The GPUs that the last daemon saved; none if that cannot be read."""
+    """Return the GPUs that the last daemon saved; none if they cannot be read."""
     unreadable = (OSError, ValueError, TypeError, KeyError, RecursionError)
     with contextlib.suppress(*unreadable), open(paths.served_gpus) as file:
         text = json.load(file)
-        return ServedGpus(tuple(_gpu(one) for one in text["gpus"]), text["boot_id"] == _boot_id(paths))
+        return ServedGpus(
+            tuple(_gpu_from_json(one) for one in text["gpus"]), text["boot_id"] == _boot_id(paths)
+        )
     return ServedGpus()
 
 
 def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
-    """Save the GPUs for the next daemon; return whether that could be done."""
+    """Save the GPUs for the next daemon; return whether that succeeded."""
     kept = [
         gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason=NO_REASON) for gpu in gpus
     ]
@@ -115,9 +116,9 @@ def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
 
 
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
-    """The inventory with those `served` GPUs that are lost or gone, each with the reason.
+    """Add `served` GPUs that are lost or gone to the inventory, each with the reason.
 
-    One whose address another GPU has now was replaced, and is left out.
+    A GPU whose address now belongs to another one was replaced, and is left out.
     """
     there = {gpu.pci_address: gpu for gpu in inventory.gpus}
     uuids = {gpu.uuid for gpu in inventory.gpus}
@@ -138,13 +139,13 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     return inventory._replace(gpus=_in_order(gpus.values()), served=tuple(known))
 
 
-def _gpu(row: dict[str, Any]) -> Gpu:
+def _gpu_from_json(row: dict[str, Any]) -> Gpu:
     capability, link = row["compute_capability"], row["link"]
     known = {**row, "compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
     gpu = Gpu(**known)._replace(reason=NO_REASON)
-    words = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
+    texts = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
-    if not (all(isinstance(one, str) for one in words) and all(isinstance(one, int) for one in numbers)):
+    if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, int) for one in numbers)):
         raise TypeError(f"not a GPU: {row}")
     return gpu
 
@@ -155,7 +156,7 @@ def _boot_id(paths: Paths) -> str:
 
 
 def machine_id(paths: Paths) -> str:
-    """The host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
+    """Return the host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
     text = read_text(paths.machine_id, 64).strip()
     if len(text) != 32 or set(text) - set("0123456789abcdef"):
         raise HostError(

@@ -1,4 +1,4 @@
-"""PCI addresses, and what sysfs and udev know of the devices there."""
+"""PCI addresses, and what sysfs and udev report about the devices there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _VERSIONS = {
 }
 
 
-def normal_address(text: str) -> str | None:
-    """`text` as sysfs spells a PCI address (`0000:00:06.0`), None if it is none.
+def normalise_address(text: str) -> str | None:
+    """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
 
-    NVML writes eight digits of domain, people often none, and both also in capitals.
+    NVML writes eight domain digits, people often none, and both sometimes in capitals.
     """
     head, dot, function = text.strip().lower().rpartition(".")
     parts = head.split(":")
@@ -42,36 +42,35 @@ def normal_address(text: str) -> str | None:
 
 
 def pci_addresses(paths: Paths) -> list[str]:
-    """The addresses of all PCI devices."""
     return _listing(paths.pci_devices)
 
 
 def is_nvidia_gpu(paths: Paths, address: str) -> bool:
-    """Whether an NVIDIA display controller (PCI class 03xxxx) is there, whether or not NVML offers it."""
+    """Whether an NVIDIA display controller (PCI class 03xxxx) is there, even if NVML does not offer it."""
     if _read(paths, address, "vendor") != NVIDIA_VENDOR:
         return False
     return _read(paths, address, "class").startswith("0x03")
 
 
 def sort_key(address: str) -> tuple[int, str]:
-    """Orders normal addresses as the bus does, even if a domain has more than four digits."""
+    """Order normalised addresses as the bus does, even if a domain has more than four digits."""
     return len(address), address
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:
-    """`10de:1b38` from sysfs."""
+    """Return for example `10de:1b38`."""
     vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
     return f"{vendor[2:]}:{device[2:]}" if vendor and device else None
 
 
 def numa_node(paths: Paths, address: str) -> int | None:
-    """The NUMA node next to the device as sysfs has it: -1 if there is none; None if sysfs does not say."""
+    """Return the device's NUMA node, -1 if it has none; None if sysfs does not report it."""
     text = _read(paths, address, "numa_node")
     return int(text) if text.removeprefix("-").isdigit() else None
 
 
 def max_link(paths: Paths, address: str) -> PcieLink | None:
-    """The most that the link can do, None if sysfs does not say or says something unknown."""
+    """Return the link's maximum; None if sysfs does not report it, or reports an unknown rate."""
     speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
     if not speed or not width.isdigit():
         return None
@@ -84,14 +83,14 @@ def max_link(paths: Paths, address: str) -> PcieLink | None:
 
 
 def render_nodes(paths: Paths) -> dict[str, str]:
-    """The render nodes (`/dev/dri/renderD128`) by PCI address, from udev's links."""
+    """Return render nodes (`/dev/dri/renderD128`) by PCI address, from udev's links."""
     nodes = {}
     for name in _listing(paths.render_nodes):
-        address = normal_address(name.removeprefix("pci-").removesuffix("-render"))
+        address = normalise_address(name.removeprefix("pci-").removesuffix("-render"))
         if address and name.endswith("-render"):
             try:
                 target = os.readlink(os.path.join(paths.render_nodes, name))
-            except OSError:  # gone with its GPU since the listing, or no link
+            except OSError:  # removed with its GPU since the listing, or not a link
                 continue
             nodes[address] = "/dev/dri/" + os.path.basename(target)
     return nodes

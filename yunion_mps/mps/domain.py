@@ -1,10 +1,10 @@
-"""One domain as a state machine: it is given the time, does what is due, and never blocks.
+"""A domain as a state machine that takes the time as a parameter and never blocks.
 
 `tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
 state changes only in `_change`. Every state that waits for something has a deadline.
 
-New limits apply only to the next MPS server. So `plan` is what is in effect for clients, `desired` is what
-they should get, and if the two differ while it serves, the change is pending.
+New limits apply only to the next MPS server. So clients have the plan `in_effect` and should have the
+`desired` one; while the two differ in a serving domain, the change is pending.
 """
 
 from __future__ import annotations
@@ -86,14 +86,13 @@ class Domain(StateMachine):
     # -- its state
 
     @property
-    def in_effect(self) -> LimitsInEffect:
-        """What its clients get, and the servers with other than the desired limits."""
-        return self._rollover.in_effect
+    def limits_in_effect(self) -> LimitsInEffect:
+        """The plan in effect, and the servers that do not have the desired limits."""
+        return self._rollover.limits_in_effect
 
     @property
-    def plan(self) -> DomainPlan:
-        """What its clients get."""
-        return self.in_effect.plan
+    def in_effect(self) -> DomainPlan:
+        return self.limits_in_effect.plan
 
     def status(self) -> DomainStatus:
         pending = ""
@@ -101,7 +100,7 @@ class Domain(StateMachine):
             pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
         waits_for = self._rollover.blocking_servers(every=self._ends_all_servers) if pending else ()
         now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
-        return DomainStatus(self.plan, *now, pending, waits_for)
+        return DomainStatus(self.in_effect, *now, pending, waits_for)
 
     def can_serve(self, plan: DomainPlan) -> bool:
         """Whether it can continue with this plan, whose GPUs its control daemon has or should have."""
@@ -110,7 +109,7 @@ class Domain(StateMachine):
             return False
         if plan.same_control_daemon(self.desired):
             return True
-        has_its_gpus = set(self.plan.gpu_uuids) == set(plan.gpu_uuids)
+        has_its_gpus = set(self.in_effect.gpu_uuids) == set(plan.gpu_uuids)
         return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
     def descriptors(self) -> list[int]:
@@ -147,12 +146,12 @@ class Domain(StateMachine):
         what = f"reconnecting to the running control daemon (PID {self.control.pid})"
         if not self.control.has_process:
             try:
-                what = self.control.adopt_or_start(self.desired, self.plan, ours)
+                what = self.control.adopt_or_start(self.desired, self.in_effect, ours)
             except HostError as error:
                 self._fail(now_s, error, lasting=True)
                 return
             if not self.control.was_adopted:
-                self._rollover.in_effect = LimitsInEffect(self.desired)
+                self._rollover.limits_in_effect = LimitsInEffect(self.desired)
         self._task = Startup(self._idle_control(), now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
@@ -185,10 +184,10 @@ class Domain(StateMachine):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
         differs, self.desired = plan != self.desired, plan
         if differs and not self.control.has_process:
-            self._rollover.in_effect = LimitsInEffect(plan)
+            self._rollover.limits_in_effect = LimitsInEffect(plan)
         elif differs:
             self.control.target = in_running_order(plan, self.control.target)
-            if self.control.target == self.plan:  # its servers have these limits
+            if self.control.target == self.in_effect:  # its servers have these limits
                 self._rollover.change_withdrawn()
             if self.state in (APPLYING, READY):
                 self._apply(now_s, "the configuration has changed: its limits are being set", set_first=True)
@@ -267,7 +266,7 @@ class Domain(StateMachine):
 
     def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
         idle = self.in_use is False
-        self._task = LimitsSetter(self._idle_control(), self.in_effect, set_first=set_first, idle=idle)
+        self._task = LimitsSetter(self._idle_control(), self.limits_in_effect, set_first=set_first, idle=idle)
         if self.state == APPLYING:
             self._change_reason(Reason(reason, reasons.DOMAIN_APPLYING))
         else:
@@ -279,7 +278,7 @@ class Domain(StateMachine):
         if isinstance(result, float):
             self._change_reason(self._task.note or self.reason)
             return result
-        self._rollover.in_effect = result
+        self._rollover.limits_in_effect = result
         self.control.note_served()
         self._task = HealthMonitor(self._idle_control(), now_s)
         self._change(READY, now_s, "")
@@ -302,7 +301,7 @@ class Domain(StateMachine):
         finally:
             self._rollover.commands_delivered(monitor.delivered, now_s)
         self.probe_s = monitor.probe_s
-        polls_servers = self._ends_all_servers or self.in_effect.old_servers
+        polls_servers = self._ends_all_servers or self.limits_in_effect.old_servers
         return min(due_s, now_s + POLL_S) if polls_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
@@ -360,7 +359,7 @@ class Domain(StateMachine):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # a new one may not have the same problem
         elif self.state != STOPPING:
-            self._fail(now_s, ControlError(what, log_hint(self.plan), reasons.CONTROL_DAEMON_EXITED))
+            self._fail(now_s, ControlError(what, log_hint(self.in_effect), reasons.CONTROL_DAEMON_EXITED))
 
     def _handle_error(self, now_s: float, error: YunionError) -> None:
         """Recover an unresponsive control daemon, which may have jobs; kill one without limits."""
@@ -372,7 +371,7 @@ class Domain(StateMachine):
             self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
-            log.error("domain %s: %s. Trying to resume it. %s", self.plan.name, self.reason, hint)
+            log.error("domain %s: %s. Trying to resume it. %s", self.in_effect.name, self.reason, hint)
             return
         if control.has_process and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())
@@ -385,5 +384,7 @@ class Domain(StateMachine):
         self.served_s = 0.0
         self.restarts += 1
         self.error, self._deadline_s = error, now_s + wait_s
-        log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
+        log.error(
+            "domain %s: %s; next start in %g s. %s", self.in_effect.name, error.message, wait_s, error.hint
+        )
         self._change(state, now_s, error.message, error.code)

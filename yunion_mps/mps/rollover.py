@@ -47,18 +47,18 @@ class Rollover:
 
     def __init__(
         self,
-        in_effect: LimitsInEffect,
+        limits_in_effect: LimitsInEffect,
         servers: Callable[[], tuple[int, ...]],
         emit: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        """`in_effect` is what an earlier daemon recorded, or what is desired.
+        """`limits_in_effect` are those that an earlier daemon recorded, or the desired ones.
 
         `servers` returns the PIDs of the control daemon's servers, at any time.
         """
-        self.in_effect = in_effect
+        self.limits_in_effect = limits_in_effect
         self._servers = servers
-        self.orphans = OrphanedServers(in_effect.plan.name, emit)
+        self.orphans = OrphanedServers(limits_in_effect.plan.name, emit)
         self._emit = emit
         self._changed = changed
         self._poll_at_s = 0.0
@@ -102,7 +102,7 @@ class Rollover:
 
     def _search(self, find: FindProcesses) -> None:
         try:
-            found = orphaned_servers(self.in_effect.plan.pipe_directory, find)
+            found = orphaned_servers(self.limits_in_effect.plan.pipe_directory, find)
         except ShortageError as error:
             log.debug("%s", error)
             return
@@ -113,20 +113,22 @@ class Rollover:
 
     def note_ended(self, target: DomainPlan) -> None:
         """Note the end of servers with older limits; `target` is the plan of the next ones."""
-        old = self.in_effect.old_servers
+        old = self.limits_in_effect.old_servers
         left = running_servers(old)
         if left == old:
             return
-        self.in_effect = LimitsInEffect(self.in_effect.plan, left) if left else LimitsInEffect(target)
+        self.limits_in_effect = (
+            LimitsInEffect(self.limits_in_effect.plan, left) if left else LimitsInEffect(target)
+        )
         if not left:
             self._emit_limit_event("the new limits are in effect", f"{describe_servers(old)} has ended")
         self._changed()
 
     def change_withdrawn(self) -> None:
         """The pending change was withdrawn: its servers have the desired limits."""
-        if self.in_effect.old_servers:
+        if self.limits_in_effect.old_servers:
             self._emit_limit_event("the pending change was withdrawn", "the configuration was reloaded")
-        self.in_effect = LimitsInEffect(self.in_effect.plan)
+        self.limits_in_effect = LimitsInEffect(self.limits_in_effect.plan)
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
         """Another program changed the limits; the `known` servers ran when they were last correct."""
@@ -137,21 +139,21 @@ class Rollover:
                 f"; {describe_servers(wrong)} may have started with the other limits, and keeps them until "
                 "it ends"
             )
-            old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
-            self.in_effect = self.in_effect._replace(old_servers=old)
+            old = tuple(sorted({*self.limits_in_effect.old_servers, *wrong}))
+            self.limits_in_effect = self.limits_in_effect._replace(old_servers=old)
         what = "another program changed its limits"
         self._emit_limit_event(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
 
     def _emit_limit_event(
         self, what: str, cause: str, means: str = "", severity: str = "info", code: str = ""
     ) -> None:
-        self._emit(Event(severity, "limit", self.in_effect.plan.name, what, cause, means, code))
+        self._emit(Event(severity, "limit", self.limits_in_effect.plan.name, what, cause, means, code))
 
     # -- servers that must end
 
     def blocking_servers(self, *, every: bool) -> tuple[int, ...]:
         """The servers that a pending change waits for, including orphans; `every` includes all its own."""
-        own = self._servers() if every else self.in_effect.old_servers
+        own = self._servers() if every else self.limits_in_effect.old_servers
         return (*own, *self.orphans.pids)
 
     def request_end(self, now_s: float, *, force: bool) -> None:
@@ -167,7 +169,7 @@ class Rollover:
 
     def commands(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
-        awaited = self._servers() if every else self.in_effect.old_servers
+        awaited = self._servers() if every else self.limits_in_effect.old_servers
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
         self._end_requests = {
             pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
@@ -196,9 +198,9 @@ class Rollover:
             has_servers = bool(self.blocking_servers(every=True))
             what = "it ends once its MPS servers have ended" if has_servers else "it is ending"
             waits.append(f"{what}, because the configuration has changed")
-        elif self.in_effect.old_servers:
+        elif self.limits_in_effect.old_servers:
             waits.append(
-                f"new limits take effect once {describe_servers(self.in_effect.old_servers)} has ended"
+                f"new limits take effect once {describe_servers(self.limits_in_effect.old_servers)} has ended"
             )
         if holds_modes and (servers := self._servers()):
             waits.append(f"compute modes are restored once {describe_servers(servers)} has ended")

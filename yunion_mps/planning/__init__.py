@@ -1,1 +1,1 @@
-"""The plan: which control daemons, devices and limits the configuration asks of the GPUs found."""
+"""The pure plan: control daemons, devices and limits, from the configuration and the GPUs found."""

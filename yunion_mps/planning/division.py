@@ -1,8 +1,8 @@
-"""What MPS can do on a GPU, and how an entry divides it: equal devices, unequal ones, or amounts of a pool.
+"""The capabilities of MPS on a GPU, and how an entry divides it: equal devices, slices or a pool.
 
-Threads are counted in tenths of a percent, as whole numbers: NVIDIA's programs are no more exact.
+Thread percentages are counted in tenths of a percent, as integers: NVIDIA's programs are no more precise.
 Invariant, held by property tests: as long as every client gets at most `free_units`, the memory of a pool's
-devices, each with its reserve, never adds up to more than the GPU has.
+devices, each with its reserve, never exceeds the GPU's memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
 _FIRST_WITH_MPS = (3, 5)
 
-#: Clients that MPS serves on one GPU (NVIDIA's MPS documentation): from this compute capability and this
-#: driver release on. The first row that fits counts.
+#: Clients that MPS serves on one GPU (NVIDIA's MPS documentation), by minimum compute capability and driver
+#: release. The first matching row applies.
 MPS_CLIENTS = (
     (VOLTA, 590, 60),
     (VOLTA, 0, 48),
@@ -47,14 +47,14 @@ MAX_GPUS_PER_DOMAIN = 32
 
 _ALL_TENTHS = 1000
 
-#: How often the policies of `cuda_mps_thread_percentage` give the threads away; None does not limit them.
+#: How many times the policies of `cuda_mps_thread_percentage` hand out the threads; None: no limit.
 _OVERCOMMIT = {"equal": 1.0, "double": 2.0, "none": None}
 
 
 def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
-    """How many clients, and so devices, the GPU's MPS allows; the fewest if the capability is unknown.
+    """Return how many clients, and so devices, MPS allows on the GPU; the fewest if that is unknown.
 
-    The operator's override is for newer drivers, none of which changes what a GPU before Volta can do.
+    The operator's override is for newer drivers, none of which raises the limit of a GPU older than Volta.
     """
     if override and enforces_budgets(gpu):
         return override
@@ -68,12 +68,12 @@ def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
 
 
 def enforces_budgets(gpu: Gpu) -> bool:
-    """Whether memory limits and percentages are enforced, which no GPU before Volta does."""
+    """Whether memory limits and percentages are enforced; no GPU older than Volta does that."""
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
 def unusable_reason(gpu: Gpu, config: Config) -> Reason:
-    """Why the GPU cannot serve MPS devices, empty if it can."""
+    """Return why the GPU cannot serve MPS devices; empty if it can."""
     if gpu.reason:
         return gpu.reason
     if gpu.uuid is None or gpu.memory_mib is None:
@@ -92,7 +92,7 @@ def unusable_reason(gpu: Gpu, config: Config) -> Reason:
 
 
 def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:
-    """The GPU divided as the entry says, which must be right for it; `clients` is how many MPS allows."""
+    """Divide the GPU by a valid entry; `clients` is how many MPS allows."""
     uuid, total_mib = str(gpu.uuid), gpu.memory_mib or 0
     overcommit = overcommit_of(entry, config)
     if entry.slices:
@@ -119,34 +119,35 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
 
 
 def thread_percentage(policy: str, virtual_number: int) -> float:
-    """The share of SM threads in percent: 100/n, 100/(0.5 n) or 100, one decimal, rounded down, at least 0.1.
+    """Return the percentage of SM threads: 100/n, 100/(0.5 n) or 100, to one decimal, but at least 0.1.
 
-    NVIDIA suggests the first for clients that are always busy, the second to let them use idle time.
+    It is rounded down. NVIDIA suggests the first for clients that are always busy, the second to let them use
+    idle time.
     """
     return share_percentage(1, virtual_number, _OVERCOMMIT[policy])
 
 
 def share_percentage(part: int, whole: int, overcommit: float | None) -> float:
-    """The part's share of the SM threads in percent, over-committed; rounded as `thread_percentage`."""
+    """Return the percentage of SM threads for a part of the memory; rounded like `thread_percentage`."""
     return _share_tenths(part, whole, overcommit) / 10
 
 
 def overcommit_of(entry: DeviceEntry, config: Config) -> float | None:
-    """How often the GPU's threads may be given away, None for as often as there are clients."""
+    """Return how many times the GPU's threads may be handed out; None: no limit."""
     if entry.thread_overcommit is not None:
         return entry.thread_overcommit
     return _OVERCOMMIT[config.cuda_mps_thread_percentage]
 
 
 def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
-    """What the slices take that the GPU has not, and the hints."""
+    """Return in which ways the slices exceed the GPU, each with a hint."""
     total_mib = gpu.memory_mib
     if total_mib is None:
         return []
     wrong = []
     taken_mib = sum(one.memory_mib for one in entry.slices)
     if taken_mib > total_mib:
-        what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_named(gpu)}"
+        what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_gpu_name(gpu)}"
         wrong.append((what, f"reduce them by {taken_mib - total_mib} MiB"))
     overcommit = overcommit_of(entry, config)
     by_share = all(one.thread_percentage is None for one in entry.slices)
@@ -155,7 +156,7 @@ def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
     tenths = sum(_tenths(one, total_mib, overcommit) for one in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
         most = f"more than {100 * overcommit:g} %"
-        what = f"the slices add up to {tenths / 10:g} % of the threads of {_named(gpu)}, {most}"
+        what = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
         more = -(-tenths // 10) / 100
         wrong.append(
             (what, f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}")
@@ -164,14 +165,14 @@ def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
 
 
 def pool_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
-    """Why no client could get anything of the pool, and the hint."""
+    """Return why no client could get anything from the pool, with a hint."""
     if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
         return []
     what, smaller = f"memory_unit is {entry.memory_unit_mib} MiB,", "a smaller one"
     if entry.memory_reserve_mib:
         what = f"{what[:-1]} and memory_reserve {entry.memory_reserve_mib} MiB, together"
         smaller = "smaller ones"
-    what += f" more than the {gpu.memory_mib} MiB of {_named(gpu)}"
+    what += f" more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
     return [(what, f"write {smaller}, or divide the GPU by virtual_number")]
 
 
@@ -192,25 +193,25 @@ def _share_tenths(part: int, whole: int, overcommit: float | None) -> int:
     return max(1, min(_ALL_TENTHS, _ALL_TENTHS * part * hundredths // (100 * whole)))
 
 
-def _named(gpu: Gpu) -> str:
+def _gpu_name(gpu: Gpu) -> str:
     return f"GPU {gpu.address} ({gpu.name})"
 
 
 def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
-    """The pools that the domain serves; one whose GPU is not among `gpus` is none of them."""
+    """Return the domain's pools whose GPU is among `gpus`."""
     there = {gpu.uuid for gpu in gpus}
     return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in there]
 
 
 def units_for(pool: Pool, memory_mib: int) -> int:
-    """How many units of the pool hold so much memory."""
+    """Return how many units of the pool hold this much memory."""
     return -(-memory_mib // pool.unit_mib)
 
 
 def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
-    """How many units one more client can get of the GPU, 0 if none fits.
+    """Return how many units another client can get from the GPU; 0 if none fits.
 
-    `clients` have `taken_mib` of it already, each with its reserve: also those of a division before the pool.
+    `clients` already use `taken_mib` of it, including their reserves and devices of an earlier division.
     """
     if clients >= pool.clients:
         return 0
@@ -218,9 +219,9 @@ def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
 
 
 def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[Gpu]) -> Device:
-    """The device of so many units: the same slot has the same id and address whenever it is made.
+    """Return the device of a number of units; the same slot always has the same id and address.
 
-    Raises NotFoundError if the pool's GPU is not among `gpus`, ValueError for what the pool never has.
+    Raises NotFoundError if the pool's GPU is not among `gpus`, ValueError if the pool never has that many.
     """
     memory_mib = units * pool.unit_mib
     if not 0 < memory_mib <= pool.memory_mib:
@@ -242,21 +243,21 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
     )
 
 
-def division(plan: Plan, gpu_uuid: str | None) -> str:
-    """Such as `1 x 8192 MiB, 50 % + 2 x 4096 MiB, 25 %` or `180 units of 128 MiB`; empty if unused."""
+def describe_division(plan: Plan, gpu_uuid: str | None) -> str:
+    """Return `1 x 8192 MiB, 50 % + 2 x 4096 MiB, 25 %` or `180 units of 128 MiB`; empty if unused."""
     pool = next((pool for pool in plan.pools if pool.gpu_uuid == gpu_uuid), None)
     if pool:
-        return _pool(pool)
+        return _describe_pool(pool)
     devices = [device for device in plan.devices if device.gpu_uuid == gpu_uuid]
-    return " + ".join(f"{len(list(group))} x {what}" for what, group in groupby(devices, _budget))
+    return " + ".join(f"{len(list(group))} x {what}" for what, group in groupby(devices, _describe_budget))
 
 
-def _budget(device: Device) -> str:
+def _describe_budget(device: Device) -> str:
     priority = "" if device.priority == NORMAL else f", {device.priority.replace('_', ' ')}"
     return f"{device.memory_limit_mib} MiB, {device.thread_percentage:g} %{priority}"
 
 
-def _pool(pool: Pool) -> str:
+def _describe_pool(pool: Pool) -> str:
     text = f"{pool.memory_mib // pool.unit_mib} units of {pool.unit_mib} MiB"
     if pool.reserve_mib:
         text += f", {pool.reserve_mib} MiB reserved for each client"

@@ -1,4 +1,4 @@
-"""The environment of a process that uses devices, and what of it its control daemon will not give."""
+"""The environment of a process that uses devices, and whether its control daemon honours it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from yunion_mps.models import NORMAL, PRIORITIES, Device, DomainPlan
 
-#: Names the devices that a process uses, by their addresses; it means nothing to CUDA.
+#: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
 
 
 def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
-    """The environment of a process that uses the domain's devices: it can only tighten what that has set.
+    """Return the environment of a process that uses these devices; it can only tighten the domain's limits.
 
-    Devices of one GPU are one budget, their sum. The process sees just their GPUs, in this order, and has one
-    percentage for all of them, the smallest. Its priority is the lowest of them.
+    Devices of one GPU add up to one budget. The process sees only their GPUs, in this order, and has one
+    thread percentage and one priority: the lowest among them.
     """
     memory_mib: dict[str, int] = {}
     percentage: dict[str, float] = {}
@@ -39,11 +39,7 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[st
 
 
 def whole_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
-    """The environment of a process that has all devices: each GPU up to what one client may get of it.
-
-    A client cannot get more than its control daemon gives, so more is not promised. A GPU that this control
-    daemon does not serve now is named with the sum of its devices.
-    """
+    """Return the environment of a process that has all devices, with the domain's limit for each GPU."""
     sums = Counter[str]()
     for device in devices:
         sums[device.gpu_uuid] += device.memory_limit_mib
@@ -56,7 +52,7 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str
 
 
 def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
-    """Why a process would get less than the devices' sum, empty if it gets all of it.
+    """Return why a process would get less than the sum of its devices; empty if it gets all.
 
     A client's environment can only tighten the domain's limits.
     """
@@ -78,5 +74,5 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
 
 
 def decimal(percentage: float) -> str:
-    """A percentage as NVIDIA's programs take it: `25`, `33.3`."""
+    """Format a percentage for NVIDIA's programs: `25`, `33.3`."""
     return f"{percentage:.1f}".removesuffix(".0")

@@ -1,7 +1,7 @@
-"""What should be, as a pure function of the configuration and the GPUs found. Nothing here touches the host.
+"""The plan as a pure function of the configuration and the GPUs found.
 
 Invariants, held by property tests: the budgets of a GPU never add up to more than its memory; ids are unique
-and do not depend on the order of GPUs or of the file; once a plan is applied, no compute mode has to change.
+and do not depend on the order of GPUs or entries; once a plan is applied, no compute mode has to change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModeChange(NamedTuple):
 
 
 def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Plan, list[Problem]]:
-    """Return the plan and the problems that only the GPUs show; with problems, it is not to be used."""
+    """Return the plan and the problems that depend on the GPUs; a plan with problems must not be used."""
     host = uuid5(NAMESPACE, machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
@@ -70,7 +70,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
-    """The compute modes that have to change on these GPUs so that they are as planned."""
+    """Return the compute modes that differ from the plan."""
     changes = []
     for gpu in gpus:
         desired = plan.compute_modes.get(gpu.uuid or "")
@@ -80,9 +80,9 @@ def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
 
 
 def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Device]:
-    """The devices into which the domain divides its GPUs, by GPU in the domain's order and slot.
+    """Return the devices into which the domain divides its GPUs, in the order of its GPUs and of slots.
 
-    A GPU that is not among `gpus`, or that the domain has no limit for, has none.
+    GPUs that are not among `gpus`, or have no limit in the domain, have no devices.
     """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     devices = []
@@ -123,9 +123,9 @@ def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem
 def _domains(
     config: Config, entries: Mapping[str, DeviceEntry], driver: Driver, gpus: Sequence[Gpu]
 ) -> tuple[DomainPlan, ...]:
-    """The control daemons of these GPUs: one for all, or one for each, in directories named by its UUID.
+    """Return the control daemons for these GPUs: one for all, or one each, in a directory named by UUID.
 
-    A control daemon's default limits are the largest of its devices, because clients can only tighten them.
+    Each one's default limits are those of its largest device, because clients can only tighten them.
     """
     groups = [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
     if config.cuda_mps_scope == "host":
@@ -151,9 +151,9 @@ def _domains(
 
 
 def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceEntry], list[Problem]]:
-    """The entry that divides each GPU (by PCI address), and what is wrong with the entries.
+    """Return the entry that divides each GPU (by PCI address), and the problems of the entries.
 
-    If the file has none, there is one for every GPU: `cuda_mps_replicas` equal devices.
+    Without entries, every GPU is divided into `cuda_mps_replicas` equal devices.
     """
     problems = []
     entries: dict[str, DeviceEntry] = {}
@@ -181,7 +181,7 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
 
 
 def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
-    """The GPU that a render node, a PCI address or a UUID names, None if there is none."""
+    """Find the GPU with this render node, PCI address or UUID."""
     wanted = path.strip()
     lower = wanted.lower()
     for gpu in gpus:
@@ -194,7 +194,7 @@ def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
 
 
 def _same_address(text: str, pci_address: str) -> bool:
-    """Whether `text` is the address, with its domain in any number of digits, or without it if it is 0."""
+    """Whether `text` is the address, with any number of domain digits, or without a domain if that is 0."""
     domain, _, rest = pci_address.partition(":")
     head, _, tail = text.partition(":")
     if text.count(":") == 1:
@@ -203,7 +203,7 @@ def _same_address(text: str, pci_address: str) -> bool:
 
 
 def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
-    """Whether a UUID may be that of a broken GPU, which does not tell its own: then it is not wrong."""
+    """Whether the UUID may be that of a broken GPU, which does not report its UUID: then it is no problem."""
     is_uuid = entry.path.strip().upper().startswith("GPU-")
     return is_uuid and any(gpu.uuid is None and gpu.reason for gpu in inventory.gpus)
 
@@ -215,7 +215,7 @@ def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
 
 
 def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
-    """What the entry asks of its GPU and the GPU cannot give; a broken GPU is not checked."""
+    """Return how the entry exceeds its GPU; a broken GPU is not checked."""
     if gpu.reason:
         return []
     at = entry.divided_at
@@ -233,7 +233,7 @@ def _too_many(
     most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
     if gpu.reason or count <= most:
         return []
-    if at.line is None:  # the default is above what the operator's own override allows
+    if at.line is None:  # the default exceeds the operator's own override
         at = config.sources["cuda_mps_max_clients"]
     is_many = f"are {count}" if key == "slices" else f"is {count}"
     what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"

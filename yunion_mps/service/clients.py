@@ -79,7 +79,7 @@ class ClientService:
         """
         async with self._listing:
             serving = [
-                (domain.plan, pid, tuple(domain.server_pids()))
+                (domain.in_effect, pid, tuple(domain.server_pids()))
                 for domain in self._supervisor.domains
                 if (pid := domain.status().pid)
             ]

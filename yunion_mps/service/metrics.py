@@ -222,7 +222,7 @@ class MetricsCollector:
             queries.gpus()["gpus"],
             queries.devices(Filters(), 0, 0)["isolated_devices"],
             supervisor.snapshot().domains,
-            {one.plan.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
+            {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
             LeaseCounts(
                 Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
             ),
@@ -260,7 +260,7 @@ class MetricsCollector:
 
     async def _observed(self, nvml: Nvml) -> HostUsage:
         domains = [
-            (domain.plan, frozenset(domain.server_pids()), domain.status().pid)
+            (domain.in_effect, frozenset(domain.server_pids()), domain.status().pid)
             for domain in self._supervisor.domains
         ]
         known = self._devices.known()

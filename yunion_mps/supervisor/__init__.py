@@ -34,7 +34,7 @@ _RESERVE_BYTES = 2 << 20
 
 
 class Supervisor:
-    """Brings the host into the planned state, and reports the current one."""
+    """Brings the plan into effect, and reports the current state."""
 
     def __init__(self, paths: Paths, preflight: Preflight) -> None:
         """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used."""
@@ -49,7 +49,7 @@ class Supervisor:
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
-        #: Address space that a stop releases in case none is left; never written to, so it has no pages.
+        #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
         self._leftovers_notice = ""
@@ -61,9 +61,9 @@ class Supervisor:
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
 
-        A control daemon from an earlier run that the configuration has no place for is supervised until
-        it has no jobs. Raises YunionError, with nothing changed, if nothing can work: there is no control
-        program, or every domain's place is taken.
+        A control daemon from an earlier run that the configuration has no place for is supervised until it
+        has no jobs. Raises YunionError and changes nothing if no domain can work: there is no control
+        program, or no domain's directory is available.
         """
         leftovers = self._settle_leftovers()
         if not self.desired.plan.domains and not leftovers.known:
@@ -92,11 +92,11 @@ class Supervisor:
         return min((due_s for due_s in times if due_s is not None), default=None)
 
     def descriptors(self) -> list[int]:
-        """What to watch for reading, to be asked for again after every tick."""
+        """Return the descriptors to watch for reading; ask again after every tick."""
         return [descriptor for domain in self.domains for descriptor in domain.descriptors()]
 
     def stop(self, now_s: float, *, spare_adopted: bool = False) -> None:
-        """Begin to stop every domain; `spare_adopted` leaves control daemons that were running before us."""
+        """Begin to stop every domain; `spare_adopted` leaves adopted control daemons running."""
         if not self.stopping:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
@@ -105,15 +105,14 @@ class Supervisor:
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
-        """Name the jobs that did not end in time."""
         for event in self.jobs.ended_by_force():
             self.event_log.record(event)
 
     def close(self) -> None:
-        """Restore the compute modes to what they were before we first touched them.
+        """Restore the compute modes from before we first changed them.
 
-        If a control daemon of ours is left running, its GPUs' modes stay, and so do the records of them: for
-        the daemon that adopts it, or is started after its end.
+        If a control daemon of ours is left running, its GPUs keep their modes and the modes' records, for the
+        daemon that adopts it or starts after its end.
         """
         if self._store is None:
             return
@@ -126,18 +125,18 @@ class Supervisor:
             return
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
-        for one in left:
-            log.warning("%s is still running in %s; %s", one, one.pipe_directory, RESTORED_LATER)
+        for process in left:
+            log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
 
     def release(self) -> None:
-        """Close files and change nothing on the host, so that another program can continue."""
+        """Close files without changing the host, so that another program can continue."""
         self.event_log.flush()
         if self._store:
             self._store.close()
             self._store = None
 
-    # -- what is
+    # -- state
 
     @property
     def domains(self) -> list[Domain]:
@@ -145,16 +144,16 @@ class Supervisor:
 
     @property
     def stop_within_s(self) -> int:
-        """How long a stop may take: the jobs' time, the control daemons', and that of calls of the driver."""
+        """How long a stop may take: the time for jobs, for control daemons and for driver calls."""
         return self.config.cuda_mps_stop_timeout_s + 80
 
     @property
     def config(self) -> Config:
-        """The configuration that was accepted last."""
+        """The last accepted configuration."""
         return self.desired.config
 
     def snapshot(self) -> Snapshot:
-        """The current state; the same object as long as nothing changes."""
+        """Return the current state; the same object as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
             warnings = [reason for reason in self._warnings.values() if reason]
@@ -182,7 +181,7 @@ class Supervisor:
     # -- GPUs
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
-        """Take the result of a poll; a GPU that has become usable gets its place in the plan."""
+        """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
         before = self._gpus.inventory
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
@@ -200,9 +199,8 @@ class Supervisor:
                 log.error("%s. %s", error.message, error.hint)
 
     def driver_failed(self, error: DriverError, now_s: float) -> None:
-        """Record that the driver as a whole has stopped answering."""
         for domain in self.domains:
-            domain.note_use(in_use=None)  # nothing is known of jobs any more
+            domain.note_use(in_use=None)  # its jobs are unknown from now on
         inventory = self._gpus.inventory
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in inventory.gpus)
         self.update_gpus(inventory._replace(gpus=gpus), now_s)
@@ -224,11 +222,11 @@ class Supervisor:
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
-        """The compute modes that are to be set or restored now; what waits for servers is pending."""
+        """Return the modes to set or restore now; modes that wait for servers are pending."""
         return self._modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
-        """Do the work, or nothing once a stop has begun; run it on a thread, because it calls the driver."""
+        """Do the work, unless a stop has begun; run it on a thread, because it calls the driver."""
         return self._modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
@@ -236,7 +234,7 @@ class Supervisor:
         if self._modes.note(result, "the configuration requires it"):
             self._changed()
 
-    # -- another configuration
+    # -- reload
 
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
         """Make the reloaded configuration the desired one; then set the modes (`mode_work`) and call `apply`.
@@ -264,10 +262,10 @@ class Supervisor:
         self.fleet.apply(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
 
-    # -- its own
+    # -- internals
 
     def store(self) -> Store:
-        """The state file, opened when it is first needed; raises HostError."""
+        """Return the state file, opened on first use; raises HostError."""
         if self._store is None:
             self._store = Store(self._paths)
         return self._store
@@ -276,7 +274,7 @@ class Supervisor:
         self._snapshot = None
 
     def _replan(self) -> None:
-        """Plan for the GPUs as they are known now, and remember which serve."""
+        """Plan for the GPUs as they are known now, and remember which of them serve."""
         self.desired.replan()
         self._gpus.remember(self.desired.plan)
 
@@ -285,7 +283,7 @@ class Supervisor:
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _settle_leftovers(self) -> Leftovers:
-        """Find what an earlier daemon left, and restore the modes that none of it needs."""
+        """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
         found = find_leftovers(store, self.desired.domains())
         self._leftovers_notice = found.notice

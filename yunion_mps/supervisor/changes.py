@@ -1,4 +1,4 @@
-"""The desired state, and the changes that a reload makes: shown in advance, recorded when they begin."""
+"""The desired state, and the changes to it by a reload: shown in advance, and recorded when they begin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory,
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import division
+from yunion_mps.planning.division import describe_division
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.fleet import Fleet
@@ -24,7 +24,7 @@ from yunion_mps.supervisor.status import in_effect
 log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
-#: The keys of host.conf whose changes show in the plan; a change to any other key is listed as a setting.
+#: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
     "container_device_config_file",
@@ -41,9 +41,9 @@ PLANNED_KEYS = {
 
 
 class LeaseWait(NamedTuple):
-    """What of a GPU waits for leases of a former division: the ids of its pending devices and of the leases.
+    """Devices of a GPU that wait for the end of leases of an earlier division.
 
-    `total` counts the GPU's devices, those of the leases among them, and `description` names the leases.
+    `pending` has their ids, `total` counts all of the GPU's devices, and `description` names the leases.
     """
 
     pending: frozenset[str]
@@ -53,17 +53,17 @@ class LeaseWait(NamedTuple):
 
     @property
     def reason(self) -> Reason:
-        """Why these devices are pending."""
+        """Why the devices are pending."""
         what = f"the new division of its GPU waits for {self.description} to end"
         return Reason(what, reasons.LEASES_PENDING)
 
 
-#: Returns, by GPU UUID, which of these devices of a plan wait for leases.
+#: Returns, by GPU UUID, which of a plan's devices wait for leases.
 FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
 class Change(NamedTuple):
-    """One change, from `before` to `after`; `effect` says when it takes effect, and for which devices."""
+    """A change from `before` to `after`; `effect` says when it takes effect, and for which devices."""
 
     kind: str
     subject: str
@@ -76,14 +76,13 @@ class Change(NamedTuple):
         return self.effect == AT_ONCE
 
     def event(self) -> Event:
-        """The change as an event: what a reload has begun."""
         what = f"{self.before or 'nothing'} -> {self.after or 'nothing'}"
         cause, means = "the configuration was reloaded", f"it takes effect {self.effect}"
         return Event("info", "configuration", f"{self.kind} {self.subject}", what, cause, means)
 
 
 class DesiredState:
-    """The configuration that was accepted last, and its plan for the GPUs; changes nothing on the host."""
+    """The last accepted configuration and its plan for the GPUs; changes nothing on the host."""
 
     def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet) -> None:
         self._paths = paths
@@ -92,11 +91,11 @@ class DesiredState:
         self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
-        #: The settings that are configured but ignored.
+        #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
-        """The plan's domains, with their directories below our root directory."""
+        """Return the plan's domains, with their directories below our root directory."""
         return [
             domain._replace(
                 pipe_directory=self._paths.under(domain.pipe_directory),
@@ -109,7 +108,7 @@ class DesiredState:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
 
     def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
-        """The plan for a reloaded configuration, and its changes to what domains serve and leases hold.
+        """Return the plan for a reloaded configuration, and its changes to domains and leases.
 
         Raises YunionError if no plan is possible.
         """
@@ -129,7 +128,7 @@ class DesiredState:
         return differs
 
     def replan(self) -> None:
-        """Plan for the GPUs as they are known now; if that cannot be done, the plan stays."""
+        """Plan for the GPUs as they are known now; if that fails, keep the plan."""
         try:
             self.plan = self._make_plan(self.config, self._gpus.inventory)
         except ConfigError as error:
@@ -149,12 +148,12 @@ def changes_to(
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
 ) -> list[Change]:
-    """The changes from what is in effect (`before`, and the running `domains`) to `plan`."""
+    """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
     found = _control_daemons(plan, domains)
     for gpu in gpus:
-        domain = next((domain for domain in domains if gpu.uuid in domain.plan.gpu_uuids), None)
-        effect = _when(domain) if domain else AT_ONCE
-        old, new = division(before, gpu.uuid), division(plan, gpu.uuid)
+        domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
+        effect = _when_servers_end(domain) if domain else AT_ONCE
+        old, new = describe_division(before, gpu.uuid), describe_division(plan, gpu.uuid)
         if old != new:
             means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
             found.append(Change("budget", gpu.address, old, new, means))
@@ -182,7 +181,15 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
         if any(planned.same_control_daemon(domain.desired) for planned in plan.domains):
             kept.append(domain.desired)
         else:
-            found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
+            found.append(
+                Change(
+                    "control daemon",
+                    domain.in_effect.name,
+                    _shown(domain.in_effect),
+                    "",
+                    _when_servers_end(domain),
+                )
+            )
     waits = [change.effect for change in found if not change.at_once]
     effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
@@ -196,7 +203,7 @@ def _shown(plan: DomainPlan) -> str:
     return f"{count} GPU{'s' if count > 1 else ''} in {plan.pipe_directory}{users}{group}"
 
 
-def _when(domain: Domain) -> str:
+def _when_servers_end(domain: Domain) -> str:
     servers = domain.server_pids()
     return (
         f"when {describe_servers(servers)} {'has' if len(servers) == 1 else 'have'} ended"

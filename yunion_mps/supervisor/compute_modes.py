@@ -1,4 +1,4 @@
-"""The GPUs' compute modes: recorded before they are changed, set and read back, and restored at the end."""
+"""The GPUs' compute modes: recorded before a change, set and read back, and restored at the end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ModeWork(NamedTuple):
 
 
 class ModeResult(NamedTuple):
-    """The modes that were set or restored, and why others could not be set, by GPU UUID."""
+    """The modes that were set or restored, and the errors of other GPUs, by GPU UUID."""
 
     modes: Mapping[str, str]
     errors: Mapping[str, DriverError]
 
 
 def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
-    """Set and restore modes; calls the driver, which may be slow. Raises HostError if it cannot record them.
+    """Set and restore modes, by driver calls that may be slow; raises HostError if they cannot be recorded.
 
     If `nvml` is None because MPS is disabled, NVML is opened for this call.
     """
@@ -81,7 +81,7 @@ def _restore(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
 
 
 def original_modes(store: Store) -> dict[str, str]:
-    """The recorded modes by GPU UUID; empty if they cannot be read, which is logged."""
+    """Return the recorded modes by GPU UUID; empty, after logging an error, if they cannot be read."""
     try:
         return store.former_modes()
     except HostError as error:
@@ -90,7 +90,7 @@ def original_modes(store: Store) -> dict[str, str]:
 
 
 def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> ModeResult:
-    """Restore the modes of all GPUs but those with the UUIDs `used`."""
+    """Restore the modes of all GPUs except those `used` (UUIDs)."""
     modes = {uuid: mode for uuid, mode in original_modes(store).items() if uuid not in used}
     return carry_out(ModeWork(restore=modes), nvml, store)
 
@@ -106,16 +106,16 @@ class ComputeModes:
         self._ended = False
 
     def due(self, target: Plan, store: Store | None) -> ModeWork:
-        """The modes to set, and those to restore because nothing of ours uses their GPUs any more.
+        """Return the modes to set, and those to restore because we no longer use their GPUs.
 
-        Without a store there is nothing to restore. What waits for servers is pending in their domains.
+        Without a store there is nothing to restore. Modes that wait for servers are pending in their domains.
         """
         changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
         originals = {} if store is None else original_modes(store)
         restore = {uuid: mode for uuid, mode in originals.items() if uuid not in target.compute_modes}
         used = self._fleet.gpus_in_use() if restore else set()
         for domain in self._fleet.domains:
-            domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.plan.gpu_uuids))
+            domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.in_effect.gpu_uuids))
         restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
         if restore:
             left = gpus_of(left_running(store, self._fleet.known_directories()))
@@ -123,7 +123,7 @@ class ComputeModes:
         return ModeWork(changes, restore)
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
-        """Do the work, or nothing after `end()`; run it on a thread, because it calls the driver."""
+        """Do the work, unless `end()` was called; run it on a thread, because it calls the driver."""
         with self._lock:
             return ModeResult({}, {}) if self._ended else carry_out(work, nvml, store)
 
@@ -131,12 +131,12 @@ class ComputeModes:
         self._ended = True
 
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
-        """Restore the modes of all GPUs but those in `left`; whether there were any."""
-        with self._lock:  # work already under way finishes first
+        """Restore the modes of all GPUs except those in `left`; return whether there were any."""
+        with self._lock:  # wait for work that is under way
             return self.note(restore_unused(store, nvml, left), "the original mode was restored")
 
     def note(self, result: ModeResult, why: str) -> bool:
-        """Record modes that were set or restored, and GPUs that refused; whether there were any."""
+        """Record modes that were set or restored, and GPUs that refused; return whether there were any."""
         for gpu in self._gpus.inventory.gpus:
             after = result.modes.get(gpu.uuid or "")
             if after and after != gpu.compute_mode:
@@ -147,17 +147,17 @@ class ComputeModes:
         return False
 
     def record_external_changes(self, before: Mapping[str | None, str | None], target: Plan) -> None:
-        """Record modes that were as planned `before` (by GPU UUID) and that another program changed."""
+        """Record modes that were as planned `before` (by GPU UUID) and were changed by another program."""
         for gpu in self._gpus.inventory.gpus:
             planned = target.compute_modes.get(gpu.uuid or "")
             if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
                 what = f"{planned} -> {gpu.compute_mode}"
                 event = _event("warning", gpu, what, "another program changed it")
-                means = f"it is set to {planned} again"
-                self._emit(event._replace(consequence=means, code=reasons.COMPUTE_MODE_CHANGED))
+                consequence = f"it is set to {planned} again"
+                self._emit(event._replace(consequence=consequence, code=reasons.COMPUTE_MODE_CHANGED))
 
     def refuse_if_none_can_be_set(self, target: Plan) -> None:
-        """Raise DriverError if every GPU has refused."""
+        """Raise DriverError if every GPU has refused its mode."""
         errors = self._gpus.mode_errors
         if errors and all(uuid in errors for domain in target.domains for uuid in domain.gpu_uuids):
             first = next(iter(errors.values()))

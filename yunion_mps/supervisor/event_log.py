@@ -1,8 +1,8 @@
-"""The event log: every change on the host with its time, cause and consequence.
+"""The event log: every change on the host, with its time, cause and consequence.
 
-An event goes to a copy in the run directory first and to the state file next, so that neither a full disk nor
-a damaged file loses it. An event that cannot be written at once is written later, in order, and nothing waits
-for it.
+An event is written to a copy in the run directory first, then to the state file, so that neither a full disk
+nor a damaged file loses it. Events that cannot be written immediately are written later, in order; nothing
+waits for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PRUNE_EVERY = 256
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
 _MAX_COPY_BYTES = 512 * 1024
-#: A larger id is not one of ours, and would leave SQLite no room for later ids.
+#: A larger id is not ours, and would leave SQLite no room for later ids.
 _MAX_EVENT_ID = 1 << 62
 
 
@@ -44,12 +44,12 @@ class EventRecord(NamedTuple):
 
 
 class EventLog:
-    """Writes events to the state file, which `store` opens when the first one is recorded."""
+    """Writes events to the state file, which `store` opens when the first event is recorded."""
 
     def __init__(
         self, store: Callable[[], Store], copy_file: str, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """`copy_file` is where their copy lies; `changed` is called when `write_error` has changed."""
+        """`copy_file` is the path of the copy; `changed` is called when `write_error` changes."""
         self._store = store
         self._copy = EventCopy(copy_file)
         self._changed = changed
@@ -58,9 +58,9 @@ class EventLog:
         self._without_id: deque[tuple[float, Event]] = deque(maxlen=_MAX_UNWRITTEN)
         self._unwritten: deque[EventRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._set_aside = ""
-        #: Why events cannot be written now, empty if they can.
+        #: Why events cannot be written; empty if they can.
         self.write_error = ""
-        #: How many were recorded, by kind and severity.
+        #: Number of recorded events by kind and severity.
         self.counts: Counter[tuple[str, str]] = Counter()
         self._listeners: list[Callable[[], None]] = []
 
@@ -69,13 +69,13 @@ class EventLog:
         self._listeners.append(listener)
 
     def record(self, event: Event) -> None:
-        """Keep the event, with the current time."""
+        """Record the event with the current time."""
         self._without_id.append((time.time(), event))
         self.counts[event.kind, event.severity] += 1
         self.flush()
 
     def flush(self) -> None:
-        """Write what could not be written before."""
+        """Write events that could not be written before."""
         if not self._without_id and not self._unwritten:
             return
         try:
@@ -94,70 +94,73 @@ class EventLog:
             listener()
 
     def last_id(self) -> int:
-        """The id of the newest event, 0 if there was none yet; raises HostError.
+        """Return the id of the newest event, 0 if there is none; raises HostError.
 
-        The first call includes what an earlier daemon could not write.
+        The first call includes events that an earlier daemon could not write.
         """
         if self._last_id is None:
             written = EventTable(self._store()).last_id()
-            missing = [one for one in self._copy.read() if one.id > written]
+            missing = [record for record in self._copy.read() if record.id > written]
             self._unwritten += missing
             self._last_id = missing[-1].id if missing else written
         return self._last_id
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
-        """The oldest `limit` events after the one with the id `last`; raises HostError."""
+        """Return the oldest `limit` events with an id above `last`; raises HostError."""
         self.last_id()
         found = EventTable(self._store()).after(last, limit, kind)
         return [*found, *self._not_written_since(last, 0.0, kind)][:limit]
 
     def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
-        """The newest `limit` events from `since_s` (s since 1970) on, oldest first; raises HostError."""
+        """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError."""
         self.last_id()
         found = EventTable(self._store()).newest(since_s, limit, kind)
         return [*found, *self._not_written_since(0, since_s, kind)][-limit:]
 
     def not_recorded(self, kind: str, since_s: Mapping[str, float]) -> set[str]:
-        """The subjects of which no event is known since their time, although events as old as that are kept.
+        """Return the subjects without an event since their time, if events of that age are still kept.
 
-        Their event was lost: the daemon was killed before it could record it. Empty if events cannot be read.
+        Such an event was lost: the daemon was killed before it could record it. Empty if events cannot be
+        read.
         """
         try:
             self.last_id()
             oldest_s, newest_s = EventTable(self._store()).times(kind)
         except HostError:
             return set()
-        newest_s.update((one.event.subject, one.time_s) for one in self._unwritten if one.event.kind == kind)
+        newest_s.update(
+            (record.event.subject, record.time_s) for record in self._unwritten if record.event.kind == kind
+        )
         kept = {name: time_s for name, time_s in since_s.items() if time_s >= oldest_s}
         return {name for name, time_s in kept.items() if time_s > newest_s.get(name, 0.0)}
 
     def _not_written_since(self, last: int, since_s: float, kind: str) -> list[EventRecord]:
         return [
-            one
-            for one in self._unwritten
-            if one.id > last and one.time_s >= since_s and kind in ("", one.event.kind)
+            record
+            for record in self._unwritten
+            if record.id > last and record.time_s >= since_s and kind in ("", record.event.kind)
         ]
 
     def _assign_ids(self) -> None:
-        """Give an id to each event that has none, and copy it; raises HostError if no id is known."""
+        """Assign ids to new events and copy them; raises HostError if the next id is unknown."""
         first = self.last_id() + 1
-        new = [EventRecord(number, *one) for number, one in enumerate(self._without_id, first)]
+        new = [EventRecord(number, *record) for number, record in enumerate(self._without_id, first)]
         self._without_id.clear()
         self._last_id = first + len(new) - 1
         self._unwritten += new
         self._copy.add(new)
 
     def _refill(self, store: Store) -> None:
-        """Refill a state file that was damaged and created again with the events from the copy."""
+        """Fill a state file that was damaged and created again with the events of the copy."""
         what = f"the state file could not be read and was set aside as {store.set_aside}"
         log.error("%s; it is rebuilt from copies", what)
         try:
             EventTable(store).add(self._copy.read())
         except HostError as error:
             self._note_write_error(error.message)
-        means = "it was rebuilt from copies: the events since boot, and the original compute modes"
+        consequence = "it was rebuilt from copies: the events since boot, and the original compute modes"
         code = reasons.STATE_FILE_DAMAGED
-        self.record(Event("error", "daemon", "state file", what, "it is damaged", means, code))
+        self.record(Event("error", "daemon", "state file", what, "it is damaged", consequence, code))
 
     def _note_write_error(self, message: str) -> None:
         if message == self.write_error:
@@ -169,43 +172,43 @@ class EventLog:
 
 
 class EventTable:
-    """The events of one state file, bounded in number and age; everything here raises HostError."""
+    """The events in a state file, bounded in number and age; every method raises HostError."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def add(self, events: Sequence[EventRecord]) -> None:
-        """Add the events, all or none; those already present are skipped."""
+        """Add all of the events or none; events already present are skipped."""
         if not events:
             return
-        rows = [(one.id, one.time_s, *one.event) for one in events]
+        rows = [(record.id, record.time_s, *record.event) for record in events]
         self._store.write("INSERT OR IGNORE INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
             self._prune()
 
     def last_id(self) -> int:
-        """The highest id that was ever used, 0 if there is none yet."""
+        """Return the highest id ever used, 0 if there is none."""
         rows = self._store.read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
     def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
-        """The newest `limit` events with a time from `since_s` on, oldest first."""
+        """Return the newest `limit` events since `since_s`, oldest first."""
         query = "SELECT * FROM event WHERE time_s >= ? AND (? = '' OR kind = ?) ORDER BY id DESC LIMIT ?"
         return [_record(row) for row in reversed(self._store.read(query, since_s, kind, kind, limit))]
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
-        """The oldest `limit` events with an id above `last`, oldest first."""
+        """Return the oldest `limit` events with an id above `last`, oldest first."""
         query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
         return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
 
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
-        """The time of the oldest event, and those of the newest of this kind by subject, in s since 1970."""
+        """Return the time of the oldest event, and of the newest of this kind by subject, in s since 1970."""
         (oldest,) = self._store.read("SELECT COALESCE(MIN(time_s), 0) FROM event")
         query = "SELECT subject, MAX(time_s) FROM event WHERE kind = ? GROUP BY subject"
         return oldest[0], dict(self._store.read(query, kind))
 
     def _prune(self) -> None:
-        """Delete the oldest: by number first, because a clock set ahead makes new events look old."""
+        """Delete old events, by number first, because a clock set ahead makes new events look old."""
         self._store.write("DELETE FROM event WHERE id <= ?", [(self.last_id() - MAX_EVENTS,)])
         self._store.write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
 
@@ -223,7 +226,7 @@ class EventCopy:
         self._older = f"{file}.old"
 
     def add(self, events: Iterable[EventRecord]) -> None:
-        rows = ([one.id, one.time_s, *one.event] for one in events)
+        rows = ([record.id, record.time_s, *record.event] for record in events)
         lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.file), mode=0o755, exist_ok=True)
@@ -237,7 +240,7 @@ class EventCopy:
                 os.replace(self.file, self._older)
 
     def read(self) -> list[EventRecord]:
-        """All readable events, ordered by id; a truncated line is skipped."""
+        """Return all readable events, ordered by id."""
         found: dict[int, EventRecord] = {}
         for name in (self._older, self.file):
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:

@@ -1,7 +1,7 @@
-"""The host's domains and the jobs on their GPUs: which domains run, which are to start, and which to stop.
+"""The host's domains and the jobs on their GPUs.
 
 If the configuration asks for different control daemons, the running ones continue until their servers have
-ended; a domain that needs their GPUs or their directory waits for that.
+ended; a domain that needs their GPUs or directory waits for that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JUST_BEFORE_S = 0.1
 
 
 class Fleet:
-    """All domains of the host."""
+    """All domains of the host: running, retiring, and blocked by others."""
 
     def __init__(
         self,
@@ -59,25 +59,25 @@ class Fleet:
     def create_domains(
         self, plans: Sequence[DomainPlan], left: Sequence[LimitsInEffect], program: str, stop_timeout_s: int
     ) -> None:
-        """Create the domains of `plans`, none started yet, and those `left` from an earlier configuration.
+        """Create the domains of `plans`, and those `left` from an earlier configuration; starts none of them.
 
-        The latter are only supervised until they have no jobs; a domain that needs their place waits.
+        The latter are only supervised until they have no jobs; domains that need their place wait.
         """
         self._program, self._stop_timeout_s = program, stop_timeout_s
-        self.domains = [self._new(one.plan) for one in left]
+        self.domains = [self._create(one.plan) for one in left]
         for domain in self.domains:
             domain.retire()
         self.blocked = [plan for plan in plans if self._is_blocked(plan)]
-        self.domains += [self._new(plan) for plan in plans if plan not in self.blocked]
+        self.domains += [self._create(plan) for plan in plans if plan not in self.blocked]
 
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
-        """Start every domain, or adopt its control daemon if one is among `ours`, which run already."""
+        """Start every domain, or adopt its control daemon if that is among `ours`, the running ones."""
         by_directory = _by_directory(ours)
         for domain in self.domains:
             domain.start(now_s, by_directory[domain.desired.pipe_directory])
 
     def apply(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
-        """Make `plans` the desired domains: change those that differ in limits only, replace the others."""
+        """Make `plans` the desired domains: change those that only differ in limits, replace the others."""
         if self._stopping:
             return
         self._program, self._stop_timeout_s = program, stop_timeout_s
@@ -95,7 +95,7 @@ class Fleet:
         self._advance(now_s)
 
     def tick(self, now_s: float) -> float | None:
-        """Do what is due in every domain; return when to be called again at the latest."""
+        """Do what is due in every domain; return when the next call is due at the latest."""
         find = functools.lru_cache(our_processes)
         times = [due_s for domain in self.domains if (due_s := domain.tick(now_s, find)) is not None]
         if self._advance(now_s):
@@ -104,14 +104,14 @@ class Fleet:
         return min(times, default=None)
 
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
-        """Begin to stop every domain, and start no more."""
+        """Begin to stop every domain, and start no others."""
         self._stopping = True
         self.blocked = []
         for domain in self.domains:
             domain.stop(now_s, spare_adopted=spare_adopted)
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
-        """Raise the first HostError if something keeps every one of them from starting."""
+        """Raise the first HostError if no domain can start."""
         by_directory = _by_directory(ours)
         plans = [domain.desired for domain in self.domains]
         errors = [error for plan in plans if (error := start_error(plan, by_directory[plan.pipe_directory]))]
@@ -119,14 +119,14 @@ class Fleet:
             raise errors[0]
 
     def refuse_if_any_cannot_start(self, plans: Iterable[DomainPlan]) -> None:
-        """Raise HostError if something keeps a domain that is not there yet from starting.
+        """Raise HostError if a new domain cannot start.
 
-        Raises ShortageError if one is to change, and no process can be started to tell it so.
+        Raises ShortageError if a domain is to change, and no process can be started to send it commands.
         """
         plans = list(plans)
         if plans != [domain.desired for domain in self.domains]:
             refuse_if_no_process_can_start()
-        places = {domain.plan.pipe_directory for domain in self.domains}
+        places = {domain.in_effect.pipe_directory for domain in self.domains}
         for plan in plans:
             if plan.pipe_directory not in places and (error := start_error(plan)):
                 raise error
@@ -137,7 +137,7 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or has said why it is not, and is not just being tried again."""
+        """Whether every domain is ready or reports why it is not, and none is being retried at the moment."""
         return all(
             domain.state == READY
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
@@ -150,33 +150,33 @@ class Fleet:
         return all(domain.state == STOPPED for domain in self.domains)
 
     def common_error(self) -> YunionError | None:
-        """Why no domain can serve; None if one does, or has a control daemon that is waited for."""
+        """Return why no domain can serve; None if one does, or if a control daemon may still become ready."""
         if any(domain.control.has_process for domain in self.domains):
             return None
         return next((domain.error for domain in self.domains if domain.error), None)
 
     def known_directories(self) -> set[str]:
-        """The pipe directories of the control daemons that run and are known."""
-        return {domain.plan.pipe_directory for domain in self.domains if domain.status().pid is not None}
+        """Return the pipe directories of our running control daemons."""
+        return {domain.in_effect.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
     def drain(self, now_s: float, *, force: bool) -> None:
-        """End the servers that a pending change waits for: after their jobs, or at once with `force`."""
+        """End the servers that a pending change waits for: after their jobs, or now with `force`."""
         for domain in self.domains:
             domain.drain(now_s, force=force)
 
     def take_poll_request(self) -> bool:
-        """Whether the GPUs are to be polled at once; true only once for each cause."""
+        """Whether the GPUs should be polled now; true only once for each cause."""
         requests = [self._wants_poll, *(domain.take_poll_request() for domain in self.domains)]
         self._wants_poll = False
         return any(requests)
 
     def gpus_in_use(self) -> set[str]:
-        """The UUIDs of the GPUs on which an MPS server of ours runs, and so perhaps a job."""
+        """Return the UUIDs of the GPUs with an MPS server of ours, and so perhaps a job."""
         busy = [domain for domain in self.domains if domain.server_pids()]
-        return {uuid for domain in busy for uuid in domain.plan.gpu_uuids}
+        return {uuid for domain in busy for uuid in domain.in_effect.gpu_uuids}
 
     def _advance(self, now_s: float) -> bool:
-        """Drop the domains that have ended and start those that waited; return whether there were any."""
+        """Drop ended domains and start those that waited for them; return whether there were any."""
         for domain in self.domains:
             if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
@@ -188,33 +188,33 @@ class Fleet:
         begun = [plan for plan in self.blocked if not self._is_blocked(plan)]
         for plan in begun:
             self.blocked.remove(plan)
-            domain = self._new(plan)
+            domain = self._create(plan)
             self.domains.append(domain)
             domain.start(now_s)
-        self._wants_poll |= bool(ended)  # nothing may need their GPUs' modes any more
+        self._wants_poll |= bool(ended)  # their GPUs' modes may have to be restored
         if ended or begun:
             self._changed()
         return bool(ended or begun)
 
     def _is_to_be_replaced(self, domain: Domain) -> bool:
-        """Whether it adopted a control daemon that lacks a GPU or the group, or serves a GPU too many.
+        """Whether its adopted control daemon lacks a GPU or the group, or serves a surplus GPU.
 
-        A lost GPU does not count as one too many: it keeps its place in case it returns.
+        A lost GPU is not surplus: it keeps its place in case it returns.
         """
-        desired, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
+        desired, served = set(domain.desired.gpu_uuids), set(domain.in_effect.gpu_uuids)
         surplus = served - desired
         has_other_gpus = bool(desired - served or (surplus and surplus & self._gpus.healthy))
-        has_other_group = domain.desired.pipe_group != domain.plan.pipe_group
+        has_other_group = domain.desired.pipe_group != domain.in_effect.pipe_group
         return domain.state == READY and (has_other_gpus or has_other_group)
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
         return any(
-            domain.plan.pipe_directory == plan.pipe_directory
-            or set(domain.plan.gpu_uuids) & set(plan.gpu_uuids)
+            domain.in_effect.pipe_directory == plan.pipe_directory
+            or set(domain.in_effect.gpu_uuids) & set(plan.gpu_uuids)
             for domain in self.domains
         )
 
-    def _new(self, plan: DomainPlan) -> Domain:
+    def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
@@ -229,62 +229,62 @@ def _by_directory(processes: Iterable[MpsProcess]) -> defaultdict[str, list[MpsP
 
 
 class Jobs:
-    """Processes that use a GPU of ours, as of the last poll, without the MPS servers themselves."""
+    """Processes that used our GPUs at the last poll, except the MPS servers."""
 
     def __init__(self, fleet: Fleet, gpus: Gpus) -> None:
         self._fleet = fleet
         self._gpus = gpus
-        #: By PID, with their start in clock ticks since the boot.
+        #: Start times in clock ticks since boot, by PID.
         self.started: Mapping[int, int] = {}
         self._check_s: float | None = None
-        #: Descriptions of the jobs that had not ended at the deadline.
+        #: Descriptions of the jobs that were still running at the deadline.
         self._late: list[str] = []
 
     def update(self, processes: Processes, polled_s: float) -> None:
-        """Take the result of a poll that began at `polled_s`, and tell each domain about its own jobs."""
+        """Apply the result of a poll that began at `polled_s`: tell each domain whether it has jobs."""
         found: set[int] = set()
         gpus = self._gpus.inventory.gpus
-        telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
+        reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
-            listed = {pid for uuid in domain.plan.gpu_uuids for pid in processes.get(uuid, {})}
+            listed = {pid for uuid in domain.in_effect.gpu_uuids for pid in processes.get(uuid, {})}
             servers = set(domain.server_pids())
             jobs = listed - servers
             found |= jobs
-            # An absence of jobs is trusted only if NVML lists the servers themselves: before Volta it lists
-            # no client of MPS, and in a container without the host's PIDs no process.
-            is_certain = servers <= listed and telling >= set(domain.plan.gpu_uuids)
+            # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
+            # clients, and in a container without the host's PIDs no processes.
+            is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
             domain.note_use(in_use=in_use, polled_s=polled_s)
         self.started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
 
     def end_within(self, wait_s: int, now_s: float) -> None:
-        """Give the jobs `wait_s` to end: those that still run just before the deadline are late."""
+        """Give the jobs `wait_s` to end; those that still run just before the deadline are late."""
         jobs = self._running()
         if jobs:
             log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
         self._check_s = now_s + wait_s - _JUST_BEFORE_S
 
     def tick(self, now_s: float) -> float | None:
-        """Note which jobs are late once the deadline is reached; return the deadline."""
+        """At the deadline, record which jobs are late; return the deadline."""
         if self._check_s is not None and now_s >= self._check_s:
             self._check_s, self._late = None, self._running()
         return self._check_s
 
     def ended_by_force(self) -> Iterator[Event]:
-        """Log each late job, and yield an event for it."""
+        """Log each late job and yield an event for it."""
         for job in self._late:
             log.warning("%s did not end in time: ended its MPS server", job)
-            means = "its MPS server was ended, so its CUDA calls fail"
+            consequence = "its MPS server was ended, so its CUDA calls fail"
             what = f"{job} did not end in time"
             code = reasons.CLIENT_KILLED
-            yield Event("warning", "client", "stop", what, "the daemon was stopped", means, code)
+            yield Event("warning", "client", "stop", what, "the daemon was stopped", consequence, code)
 
     def _running(self) -> list[str]:
-        """Descriptions of the jobs that still run: `train.py (PID 12, alice)`."""
-        return [_described(pid) for pid, ticks in self.started.items() if started_ticks(pid) == ticks]
+        """Describe the jobs that still run: `train.py (PID 12, alice)`."""
+        return [_describe_job(pid) for pid, ticks in self.started.items() if started_ticks(pid) == ticks]
 
 
-def _described(pid: int) -> str:
+def _describe_job(pid: int) -> str:
     uid = uid_of(pid)
     user = "" if uid is None else f", {user_name(uid)}"
     return f"{command_of(pid) or 'a process'} (PID {pid}{user})"

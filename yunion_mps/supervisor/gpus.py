@@ -1,7 +1,7 @@
-"""The health of the GPUs: what NVML says, and the faults that it does not show.
+"""GPU health: NVML's reports, and faults that NVML does not show.
 
-A GPU with a fatal XID still answers NVML. Its fault is kept until the GPU is reset or the operator runs a
-reload, and survives restarts of the daemon within the same boot.
+A GPU with a fatal XID still answers NVML. The fault is kept until the GPU is reset or the operator runs a
+reload, and survives restarts of the daemon until the next boot.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Gpus:
-    """The GPUs as of the last poll, each with the reason why it cannot be used, if there is one."""
+    """The GPUs at the last poll, each with the reason why it cannot be used, if any."""
 
     def __init__(self, inventory: Inventory, config: Config, plan: Plan, paths: Paths) -> None:
         self._paths = paths
-        #: The faults of GPUs, by PCI address.
+        #: Faults by PCI address.
         self._faults = _read_faults(paths.gpu_faults)
-        #: Why compute modes could not be set, by UUID.
+        #: Why compute modes could not be set, by GPU UUID.
         self.mode_errors: dict[str, DriverError] = {}
         self._remembered: set[tuple[str | None, str]] | None = None
         divided = _divided(inventory, plan)
@@ -42,11 +42,11 @@ class Gpus:
 
     @property
     def healthy(self) -> set[str]:
-        """The UUIDs of the GPUs that are there and can be used."""
+        """The UUIDs of the GPUs that are present and usable."""
         return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
     def update(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
-        """Take the result of a poll; return its events. `inventory` stays the same object if nothing changed.
+        """Apply the result of a poll and return its events; replaces `inventory` only if something changed.
 
         A GPU that only sysfs still lists, or that is gone and serves devices, keeps its identity.
         """
@@ -62,28 +62,30 @@ class Gpus:
         uuids = {gpu.uuid for gpu in gpus.values()}
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
-            if before[address].uuid not in uuids:  # or it has another place now
+            if before[address].uuid not in uuids:  # otherwise it has moved to another address
                 gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
         after = _in_order(inventory._replace(served=served), gpus.values())
         if after != self.inventory:
             self.inventory = after
-        return [event for gpu in after.gpus for event in _availability(gpu, before.get(gpu.pci_address))]
+        return [
+            event for gpu in after.gpus for event in _availability_events(gpu, before.get(gpu.pci_address))
+        ]
 
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
-        """Record an XID (an error that the driver reported); None for an unknown GPU."""
+        """Record an XID (an error that the driver reported); return None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
         if gpu is None:
             return None
-        is_fatal, words = xid_meaning(xid)
-        event = Event("warning", "gpu", gpu.address, f"XID {xid}: {words}", "the driver reported it")
+        is_fatal, meaning = xid_meaning(xid)
+        event = Event("warning", "gpu", gpu.address, f"XID {xid}: {meaning}", "the driver reported it")
         if not is_fatal:
-            means = "jobs on it may have failed; its devices stay available"
-            return event._replace(consequence=means, code=reasons.XID)
-        self._faults[pci_address] = Reason(f"XID {xid} ({words})", reasons.GPU_FAULT)
+            consequence = "jobs on it may have failed; its devices stay available"
+            return event._replace(consequence=consequence, code=reasons.XID)
+        self._faults[pci_address] = Reason(f"XID {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
         self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
-        means = "its devices are unavailable"
-        return event._replace(severity="error", consequence=means, code=reasons.GPU_FAULT)
+        consequence = "its devices are unavailable"
+        return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
         """Record compute modes that were set, and GPUs that refused, by UUID."""
@@ -97,7 +99,7 @@ class Gpus:
                 self._replace(self._with_mode_error(gpu))
 
     def clear_faults(self) -> None:
-        """Consider every GPU healthy, which is what a reload by the operator means."""
+        """Consider every GPU healthy, as the operator asks by a reload."""
         for gpu in self.inventory.gpus:
             if gpu.reason and gpu.reason == self._fault_of(gpu):
                 self._replace(gpu._replace(reason=NO_REASON))
@@ -105,9 +107,9 @@ class Gpus:
         self.mode_errors.clear()
 
     def remember(self, plan: Plan) -> None:
-        """Record which GPUs serve, or would if not lost, for a daemon that starts while one is lost.
+        """Record the GPUs that serve, or would if not lost, for a daemon that starts while one is lost.
 
-        An empty plan, such as while MPS is disabled, is not recorded, so that no GPU is forgotten.
+        An empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
         planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
@@ -117,7 +119,7 @@ class Gpus:
             self._remembered = places
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
-        """The GPUs as a plan should see them: one that serves keeps its place if faulty, lost or gone."""
+        """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""
         known = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
         for address in _serving(self.inventory, plan):
@@ -139,7 +141,7 @@ class Gpus:
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
     def _with_reason(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
-        """The GPU with the reason why it cannot serve the devices that it should, such as MIG mode."""
+        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode."""
         gpu = self._with_mode_error(gpu)
         reason = unusable_reason(gpu, config) if gpu.pci_address in divided else gpu.reason
         return gpu._replace(reason=reason or self._fault_of(gpu))
@@ -152,7 +154,7 @@ class Gpus:
             self._write_faults()
 
     def _write_faults(self) -> None:
-        with contextlib.suppress(OSError):  # which is no reason to stop
+        with contextlib.suppress(OSError):  # the faults are still known until this daemon ends
             if self._faults:
                 write_atomically(self._paths.gpu_faults, json.dumps(self._faults))
             else:
@@ -172,30 +174,30 @@ def _in_order(inventory: Inventory, gpus: Iterable[Gpu]) -> Inventory:
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
-    """The PCI addresses of the GPUs that are divided into devices."""
+    """Return the PCI addresses of the GPUs that are divided into devices."""
     uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
 
 
 def _divided(inventory: Inventory, plan: Plan) -> set[str]:
-    """The PCI addresses of the GPUs that the configuration divides, also of those that cannot be."""
+    """Return the PCI addresses of the GPUs that the configuration divides, including unusable ones."""
     return _serving(inventory, plan) | set(plan.unavailable)
 
 
 def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
-    """The GPU; one that is lost, perhaps in the middle of a poll, with what was known of it."""
+    """Return the GPU; if it was lost, perhaps during the poll, with its known identity."""
     if known and gpu.reason and gpu.uuid in (None, known.uuid):
         return known._replace(reason=gpu.reason)
     return gpu
 
 
-def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
-    """Log that the GPU has become available or unavailable, and return the event, if there is one."""
+def _availability_events(gpu: Gpu, before: Gpu | None) -> list[Event]:
+    """Log that the GPU has become available or unavailable; return the event, if any."""
     reason = before.reason if before else "it was missing"
     if gpu.reason and gpu.reason != reason:
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
-        means = "its devices are unavailable"
-        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, means, gpu.reason.code)]
+        consequence = "its devices are unavailable"
+        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, consequence, gpu.reason.code)]
     if reason and not gpu.reason:
         log.info("GPU %s is available again", gpu.address)
         cause = f"it was unavailable: {reason}"

@@ -1,4 +1,4 @@
-"""Configuration and inventory checked together before anything is touched: at a start, reload or check."""
+"""Configuration and inventory, checked together before anything changes: at a start, reload or check."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 
-#: The consequence of a problem with something that no job needs.
+#: What happens to a setting with a minor problem.
 IGNORED_SETTING = "the daemon ignores this setting"
 
 
 class Preflight(NamedTuple):
-    """The result. `nvml` is open if MPS is enabled and the driver answers; the caller closes it.
+    """The result of a preflight.
 
-    `warnings` name the settings that are configured but ignored.
+    `nvml` is open if MPS is enabled and the driver answers; the caller closes it. `warnings` name settings
+    that are configured but ignored.
     """
 
     config: Config
@@ -36,21 +37,21 @@ class Preflight(NamedTuple):
     warnings: tuple[Reason, ...] = ()
 
     def check(self) -> None:
-        """Raise ConfigError with every problem, or DriverError if there is no driver to work with."""
+        """Raise ConfigError with all problems, or DriverError if the driver does not work."""
         if self.problems:
             raise ConfigError(self.problems)
         if self.driver_error:
             raise self.driver_error
 
     def for_start(self) -> Preflight:
-        """The same, with minor problems (metrics, the web page) turned into warnings if all are minor."""
+        """If all problems are minor (metrics, the web page), return the preflight with warnings instead."""
         if not all(problem.is_minor for problem in self.problems):
             return self
-        said = (
+        ignored = (
             Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
             for problem in self.problems
         )
-        return self._replace(problems=(), warnings=(*self.warnings, *said))
+        return self._replace(problems=(), warnings=(*self.warnings, *ignored))
 
     def close(self) -> None:
         if self.nvml:
@@ -58,9 +59,9 @@ class Preflight(NamedTuple):
 
 
 def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
-    """Read both files and scan the GPUs, with the NVML that is `opened` already; changes nothing.
+    """Read both files and scan the GPUs, by way of `nvml` if it is open already; changes nothing.
 
-    Raises HostError without a machine id.
+    Raises HostError if there is no machine id.
     """
     host = machine_id(paths)
     config, problems = load(paths)
@@ -80,13 +81,13 @@ def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
-        host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
+        host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     found = (*problems, *host_problems)
     return Preflight(config, found, inventory, plan, host, nvml, driver_error, warnings)
 
 
 def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
-    """The inventory with the GPUs that served and are lost, and the addresses at which there is none now."""
+    """Add the lost GPUs that served to the inventory; also return the addresses without a GPU now."""
     before = load_served(paths)
     known = before.gpus if config.devices or before.this_boot else ()
     inventory = with_served(found, known)
@@ -95,10 +96,10 @@ def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Invent
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:
-    """The configuration without cuda_mps_multiuser if NVIDIA's program does not know it, and a remark."""
+    """Drop cuda_mps_multiuser if NVIDIA's program does not support it, with a warning."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
-    from yunion_mps.mps.startup import knows_multiuser  # few hosts ask for it
+    from yunion_mps.mps.startup import knows_multiuser  # rarely needed
 
     # A directory for the sockets of a trial run: ours if the daemon has run before.
     directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"

@@ -1,7 +1,7 @@
-"""What the next daemon needs if this one is killed, and what an earlier daemon left behind.
+"""State for the next daemon if this one is killed, and the remains of an earlier daemon.
 
-MPS servers keep their limits and outlive the daemon, so the limits that are in effect are recorded in the
-state file by pipe directory. At a start, our running control daemons are found by their processes.
+MPS servers keep their limits and outlive the daemon, so the limits in effect are recorded in the state file
+by pipe directory. At a start, our running control daemons are found by their processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' co
 
 
 class LimitRecords:
-    """Records the limits in effect of each domain; a failure to write is logged, and the write is retried."""
+    """Records each domain's limits in effect; logs a failure to write, and retries it."""
 
     def __init__(self, store: Callable[[], Store]) -> None:
         """`store` opens the state file; raises HostError if it cannot."""
@@ -32,31 +32,32 @@ class LimitRecords:
         self._written: dict[str, LimitsInEffect] = {}
 
     def write(self, domains: Iterable[Domain]) -> None:
-        """Record what clients get if that has changed.
+        """Record the limits in effect if they have changed.
 
-        While limits are being set, the record from before holds: it names the servers that keep the old ones.
+        While limits are being set, the previous record is kept: it names the servers with the old limits.
         """
         for domain in domains:
             if domain.state == READY:
-                self._write(domain.plan.pipe_directory, domain.in_effect)
+                self._write(domain.in_effect.pipe_directory, domain.limits_in_effect)
 
     def rewrite(self, domains: Iterable[Domain]) -> None:
         """Record the limits again; raises HostError if that fails, because then nothing may change."""
         for domain in domains:
             if domain.state == READY:
-                self._store().record_limits(domain.plan.pipe_directory, to_json(domain.in_effect))
+                self._store().record_limits(domain.in_effect.pipe_directory, to_json(domain.limits_in_effect))
 
     def write_before_change(self, domain: Domain, plan: DomainPlan) -> None:
-        """Record the servers that keep the present limits, before new servers get different ones.
+        """Record which servers keep the present limits, before new servers get different ones.
 
-        Otherwise, if this daemon were killed in between, the next would assume that they have the new limits.
+        Otherwise, if this daemon were killed in between, the next one would assume that they have the new
+        limits.
         """
         if plan != domain.desired and domain.status().pid is not None:
             servers = tuple(domain.server_pids())
-            self._write(domain.plan.pipe_directory, LimitsInEffect(domain.plan, servers))
+            self._write(domain.in_effect.pipe_directory, LimitsInEffect(domain.in_effect, servers))
 
     def read(self, pipe_directory: str) -> LimitsInEffect | None:
-        """What an earlier daemon, or this one, has recorded."""
+        """Return the limits recorded last, by this or an earlier daemon."""
         try:
             return from_json(self._store().recorded_limits(pipe_directory))
         except HostError:
@@ -64,11 +65,11 @@ class LimitRecords:
 
     def forget(self, domain: Domain) -> None:
         """Delete the record of a control daemon that has ended for good."""
-        self._written.pop(domain.plan.pipe_directory, None)
+        self._written.pop(domain.in_effect.pipe_directory, None)
         try:
-            self._store().forget_limits(domain.plan.pipe_directory)
+            self._store().forget_limits(domain.in_effect.pipe_directory)
         except HostError as error:
-            log.warning("domain %s: its record cannot be deleted: %s", domain.plan.name, error.message)
+            log.warning("domain %s: its record cannot be deleted: %s", domain.in_effect.name, error.message)
 
     def _write(self, pipe_directory: str, value: LimitsInEffect) -> None:
         if self._written.get(pipe_directory) == value:
@@ -81,12 +82,12 @@ class LimitRecords:
 
 
 def to_json(value: LimitsInEffect) -> dict[str, Any]:
-    """As it is recorded in the store."""
+    """Return the limits as recorded in the store."""
     return {"plan": value.plan._asdict(), "old_servers": list(value.old_servers)}
 
 
 def from_json(value: Any) -> LimitsInEffect | None:
-    """What `to_json` made; None for anything else, such as what another release recorded."""
+    """Parse the result of `to_json`; None for anything else, such as another release's record."""
     try:
         gpus = tuple(_planned_gpu(*row) for row in value["plan"]["gpus"])
         plan = DomainPlan(**{**value["plan"], "gpus": gpus})
@@ -103,10 +104,10 @@ def _planned_gpu(
 
 
 class Leftovers(NamedTuple):
-    """What an earlier daemon left behind, and the plan does not adopt.
+    """Processes of an earlier daemon that the plan does not adopt.
 
-    `running` are all processes of ours, `known` is to be looked after until it has no jobs, and `notice` says
-    what the operator has to do about a control daemon without a record.
+    `running` lists all of our processes, `known` the limits of domains to supervise until they have no jobs;
+    `notice` says what the operator has to do about a control daemon without a record.
     """
 
     running: list[MpsProcess]
@@ -117,27 +118,27 @@ class Leftovers(NamedTuple):
 def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftovers:
     """Find leftovers; raise HostError if a control daemon without a record serves a GPU that the plan needs.
 
-    It may have jobs, so it is not touched; and none of its GPUs gets a second control daemon.
+    It may have jobs, so it is left alone, and none of its GPUs gets a second control daemon.
     """
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
     found = Leftovers(left_running(store), [], "")
-    for one in found.running:
-        place = one.pipe_directory
-        if one.is_server or gpus.get(place, set()) & set(one.gpu_uuids):
+    for process in found.running:
+        directory = process.pipe_directory
+        if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
             continue
-        recorded = (from_json(store.recorded_limits(place)) if store else None) or from_json(
-            {"plan": one.plan, "old_servers": ()}  # it was started, and its daemon ended before it served
+        recorded = (from_json(store.recorded_limits(directory)) if store else None) or from_json(
+            {"plan": process.plan, "old_servers": ()}  # its daemon ended before it served
         )
-        if recorded and recorded.plan.gpu_uuids == one.gpu_uuids:
+        if recorded and recorded.plan.gpu_uuids == process.gpu_uuids:
             found.known.append(recorded)
             continue
-        what = f"a control daemon (PID {one.pid}) from an earlier run still serves {place}"
+        what = f"a control daemon (PID {process.pid}) from an earlier run still serves {directory}"
         hint = (
-            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; "
+            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}; "
             f"{RESTORED_LATER}"
         )
-        if needed & set(one.gpu_uuids):
+        if needed & set(process.gpu_uuids):
             raise HostError(what, hint)
         log.error("%s. %s", what, hint)
         found = found._replace(notice=f"{what}; {hint}")
@@ -145,21 +146,21 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
-    """The MPS processes of ours that run in pipe directories which are not `watched`.
+    """Return our MPS processes that run in pipe directories which are not `watched`.
 
-    Records of directories without any are deleted. Raises ShortageError if processes cannot be listed.
+    Deletes records of directories without processes. Raises ShortageError if processes cannot be listed.
     """
     running = our_processes()
-    used = {*watched, *(one.pipe_directory for one in running)}
+    used = {*watched, *(process.pipe_directory for process in running)}
     try:
-        for place in store.recorded_domains() if store else ():
-            if store and place not in used:
-                store.forget_limits(place)
+        for directory in store.recorded_domains() if store else ():
+            if store and directory not in used:
+                store.forget_limits(directory)
     except HostError as error:
         log.warning("records of ended control daemons cannot be deleted: %s. %s", error.message, error.hint)
-    return [one for one in running if one.pipe_directory not in watched]
+    return [process for process in running if process.pipe_directory not in watched]
 
 
 def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
-    """The UUIDs of the GPUs that they serve."""
-    return {uuid for one in processes for uuid in one.gpu_uuids}
+    """Return the UUIDs of the GPUs that the processes serve."""
+    return {uuid for process in processes for uuid in process.gpu_uuids}

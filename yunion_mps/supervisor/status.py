@@ -1,4 +1,4 @@
-"""The actual state, assembled for the snapshot, as opposed to the desired one."""
+"""The current state as the snapshot reports it, in contrast to the desired state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WAITS = Reason(
 
 
 def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
-    """The plan with the devices and pools as clients get them now, perhaps still those of an earlier plan."""
-    served = {uuid for domain in domains for uuid in domain.plan.gpu_uuids}
+    """Return the plan with the devices and pools that clients get now, perhaps of an earlier plan."""
+    served = {uuid for domain in domains for uuid in domain.in_effect.gpu_uuids}
     rest = [gpu for gpu in gpus if gpu.uuid not in served]
-    shown = [(domain.plan, gpus) for domain in domains]
+    shown = [(domain.in_effect, gpus) for domain in domains]
     shown += [(plan, rest) for plan in (*desired.domains, *desired.parked)]
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
@@ -34,7 +34,7 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
 def statuses(
     domains: Sequence[Domain], blocked: Iterable[DomainPlan], gpus: Sequence[Gpu]
 ) -> tuple[DomainStatus, ...]:
-    """The status of each domain, and of those that wait for the end of another, in the GPUs' order."""
+    """Return the status of each domain, and of those that wait for the end of another, in the GPUs' order."""
     found = [domain.status() for domain in domains]
     names = {status.plan.name for status in found}
     waiting = (plan for plan in blocked if plan.name not in names)
@@ -44,7 +44,7 @@ def statuses(
 
 
 def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Reason:
-    """Why the host offers no devices, if it offers none, and the notice about `leftovers`."""
+    """Return why the host offers no devices, if so, and the notice about `leftovers`."""
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
@@ -58,7 +58,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
 
 
 def warnings(snapshot: Snapshot) -> Sequence[Reason]:
-    """What an operator must know although everything runs, such as budgets that are not enforced."""
+    """Return what an operator must know although all runs, such as budgets that are not enforced."""
     found = list(snapshot.warnings)
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:

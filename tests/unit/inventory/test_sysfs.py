@@ -8,7 +8,7 @@ from yunion_mps.inventory.scan import machine_id
 from yunion_mps.inventory.sysfs import (
     is_nvidia_gpu,
     max_link,
-    normal_address,
+    normalise_address,
     numa_node,
     pci_addresses,
     render_nodes,
@@ -57,7 +57,7 @@ def write(paths: Paths, name: str, text: str | bytes, address: str = ADDRESS) ->
     ],
 )
 def test_an_address_is_spelt_as_sysfs_does(text: str, address: str | None) -> None:
-    assert normal_address(text) == address
+    assert normalise_address(text) == address
 
 
 @pytest.mark.parametrize(

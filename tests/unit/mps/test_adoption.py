@@ -184,8 +184,8 @@ def test_a_survivor_that_serves_a_lost_gpu_too_is_adopted(bench: Bench) -> None:
     bench.ask("set_default_device_pinned_mem_limit 0 1024M")
     run = bench.domain(bench.plan).start().until(READY)
     assert run.pid == survivor.pid
-    assert run.domain.plan.gpu_uuids == both.gpu_uuids
-    assert run.domain.plan.memory_limits_mib == (None, 5760)
+    assert run.domain.in_effect.gpu_uuids == both.gpu_uuids
+    assert run.domain.in_effect.memory_limits_mib == (None, 5760)
     asked = [f"get_default_device_pinned_mem_limit {device}" for device in (0, 1)]
     assert bench.ask(*asked) == ["1G", "5G"]
 
@@ -195,6 +195,6 @@ def test_a_survivor_that_lacks_a_gpu_is_adopted_for_the_others(bench: Bench) -> 
     both = bench.plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *bench.plan.gpus))
     run = bench.domain(both).start().until(READY)
     assert run.pid == survivor.pid
-    assert run.domain.plan.gpu_uuids == bench.plan.gpu_uuids
+    assert run.domain.in_effect.gpu_uuids == bench.plan.gpu_uuids
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
     assert running_here(bench.plan) == [(survivor.pid, bench.plan.gpu_uuids)]

@@ -70,7 +70,7 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(bench: Bench) -
     run = bench.serving()
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
-    assert run.domain.in_effect.old_servers == (server,)
+    assert run.domain.limits_in_effect.old_servers == (server,)
     assert f"its MPS server (PID {server})" in run.pending
     another = bench.jobs.begin()  # joins it
     bench.jobs.end(job, another)

@@ -196,7 +196,7 @@ class Faults(RuleBasedStateMachine):
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
-        self.run = DomainRun(self.plan, self.jobs.program, self.run.domain.in_effect, self.run.now_s)
+        self.run = DomainRun(self.plan, self.jobs.program, self.run.domain.limits_in_effect, self.run.now_s)
         if was_running or control_daemons(self.plan.pipe_directory):
             self.run.start()
             self.let(1.5)

@@ -33,11 +33,11 @@ def test_a_change_that_a_dead_daemon_had_begun_is_ended_by_the_next(
         bench.ask(*commands[:told])
     after = bench.serving(other, remembered)
     assert after.pid == run.pid
-    assert after.domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    assert after.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]
     bench.jobs.end(job)
     after.domain.note_use(in_use=False)
-    after.turn(10).until_it(lambda: after.domain.in_effect == LimitsInEffect(other))
+    after.turn(10).until_it(lambda: after.domain.limits_in_effect == LimitsInEffect(other))
 
 
 def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
@@ -58,7 +58,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     bench.jobs.end(job)
     after.domain.note_use(in_use=False)
     after.turn(60).until_it(
-        lambda: after.state == READY and after.domain.in_effect == LimitsInEffect(bench.plan)
+        lambda: after.state == READY and after.domain.limits_in_effect == LimitsInEffect(bench.plan)
     )
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
@@ -88,7 +88,7 @@ def test_a_survivor_with_the_planned_limits_is_told_nothing(run: DomainRun, benc
     log = Path(bench.plan.log_directory, "control.log")
     before = log.read_text().count("Cmd:set_")
     after = bench.serving()
-    assert after.domain.in_effect == LimitsInEffect(bench.plan)
+    assert after.domain.limits_in_effect == LimitsInEffect(bench.plan)
     assert log.read_text().count("Cmd:set_") == before
 
 
@@ -97,8 +97,8 @@ def test_what_a_survivors_server_waits_for_is_remembered(
 ) -> None:
     bench.jobs.begin()
     run.change(other)
-    after = bench.serving(other, run.domain.in_effect)
-    assert after.domain.in_effect == run.domain.in_effect
+    after = bench.serving(other, run.domain.limits_in_effect)
+    assert after.domain.limits_in_effect == run.domain.limits_in_effect
     assert after.pending == run.pending
 
 
@@ -138,7 +138,7 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Ben
     gate.touch()
     run.until(READY)
     (server,) = run.domain.server_pids()
-    assert run.domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")

@@ -160,7 +160,7 @@ def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: Doma
 def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     """The log is read on across a change of limits."""
     jobs.begin()
-    run.domain.change(run.domain.plan._replace(thread_percentage=50.0), run.now_s)
+    run.domain.change(run.domain.in_effect._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)
     assert len(hear(run)) == 1
 
@@ -191,7 +191,7 @@ def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, j
 
 
 def log_of(run: DomainRun) -> str:
-    return Path(run.domain.plan.log_directory, LOG_NAME).read_text()
+    return Path(run.domain.in_effect.log_directory, LOG_NAME).read_text()
 
 
 def reader_of(plan: DomainPlan) -> LogReader:

@@ -22,7 +22,7 @@ MEMORY = "get_default_device_pinned_mem_limit 0"
 def test_without_servers_they_are_in_effect_at_once(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
     pid = run.pid
     run.change(other)
-    assert run.domain.in_effect == LimitsInEffect(other)
+    assert run.domain.limits_in_effect == LimitsInEffect(other)
     assert (run.pid, run.pending) == (pid, "")
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]
 
@@ -36,7 +36,7 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
             "cannot communicate with the control daemon: Too many open files; "
         )
     run.turn(1).until(READY)
-    assert (run.domain.in_effect, run.pid) == (LimitsInEffect(other), pid)
+    assert (run.domain.limits_in_effect, run.pid) == (LimitsInEffect(other), pid)
 
 
 def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
@@ -45,15 +45,17 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
     run.change(other)
-    assert run.domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     assert run.pending == f"new limits take effect once its MPS server (PID {server}) has ended"
     assert run.domain.desired == other
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert bench.ask(f"get_active_thread_percentage {server}") == ["25.0"]
     bench.jobs.end(job)
-    assert run.turn(30).domain.in_effect.old_servers == (server,), "a server stays when its last job is gone"
+    assert run.turn(30).domain.limits_in_effect.old_servers == (server,), (
+        "a server stays when its last job is gone"
+    )
     run.domain.note_use(in_use=False)
-    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert (run.told[-1], run.pending) == ("the new limits are in effect", "")
     assert bench.jobs.servers() == []
 
@@ -65,7 +67,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(
     run.change(other)
     assert run.pending
     run.change(bench.plan)
-    assert (run.domain.in_effect, run.pending) == (LimitsInEffect(bench.plan), "")
+    assert (run.domain.limits_in_effect, run.pending) == (LimitsInEffect(bench.plan), "")
     assert "the pending change was withdrawn" in run.told
 
 
@@ -73,7 +75,7 @@ def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other:
     bench.jobs.end(bench.jobs.begin())
     run.change(other)
     run.domain.drain(run.now_s, force=False)
-    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     bench.jobs.begin()
     (server,) = run.domain.server_pids()
     assert bench.ask(f"get_active_thread_percentage {server}") == ["12.5"]
@@ -87,9 +89,9 @@ def test_to_drain_waits_for_the_jobs_and_force_does_not(
     run.change(other)
     run.domain.drain(run.now_s, force=False)
     run.until_said()
-    assert run.turn(1).domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    assert run.turn(1).domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     run.domain.drain(run.now_s, force=True)
-    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
 
 
@@ -104,7 +106,7 @@ def test_a_server_asked_to_end_while_it_had_jobs_ends_without_them(
         run.until_said()
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
-    run.turn(10).until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    run.turn(10).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert bench.jobs.servers() == []
 
 
@@ -143,7 +145,7 @@ def test_an_order_that_was_not_heard_is_given_again(
     run.turns(for_s // 10, 10)
     assert len(bench.jobs.servers()) == 1
     leave()
-    run.turn(1).until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    run.turn(1).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert not force or job.says() == "server gone"
 
 
@@ -160,7 +162,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
     leave()
     run.turn(1).until(READY).until_said()
     run.turns(3, 10)
-    assert (run.domain.in_effect, bench.jobs.servers()) == (
+    assert (run.domain.limits_in_effect, bench.jobs.servers()) == (
         LimitsInEffect(bench.plan, (server,)),
         [server],
     )
@@ -207,5 +209,5 @@ def test_a_control_daemons_death_during_a_change_loses_nothing(
     run.domain.change(other, run.now_s)
     os.kill(run.pid, signal.SIGKILL)
     run.until_it(lambda: run.domain.restarts == 1).until(READY)
-    assert run.domain.in_effect == LimitsInEffect(other)
+    assert run.domain.limits_in_effect == LimitsInEffect(other)
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
-from yunion_mps.planning.division import division, free_units, pool_device, pools_of, units_for
+from yunion_mps.planning.division import describe_division, free_units, pool_device, pools_of, units_for
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import GPU_LOST, Reason
 
@@ -287,4 +287,4 @@ def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
 )
 def test_a_division_in_words(given: DeviceEntry, keys: dict[str, Any], words: str) -> None:
     plan = planned(config(given, **keys), inventory(V100, P40))
-    assert (division(plan, V100.uuid), division(plan, P40.uuid)) == (words, "")
+    assert (describe_division(plan, V100.uuid), describe_division(plan, P40.uuid)) == (words, "")

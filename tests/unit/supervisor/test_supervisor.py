@@ -143,7 +143,7 @@ def test_another_poll_is_requested_once_as_soon_as_a_domain_is_wedged(begin: Beg
     _, made = begin(V100)
     (domain,) = made.supervisor.domains
     assert not made.supervisor.fleet.take_poll_request()
-    os.unlink(f"{domain.plan.pipe_directory}/control")
+    os.unlink(f"{domain.in_effect.pipe_directory}/control")
     domain.tick(time.monotonic() + PROBE_S)
     assert domain.state == WEDGED
     assert made.supervisor.fleet.take_poll_request()
