@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import NAGIOS_CODES
+from yunion_mps.doctor.checks import NAGIOS_CODES
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost

@@ -14,7 +14,7 @@ from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.doctor.host import Finding
+    from yunion_mps.doctor.checks import Finding
     from yunion_mps.doctor.report import Report
 
 _HEADER = ("level", "check", "what", "hint")

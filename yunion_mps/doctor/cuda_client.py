@@ -1,9 +1,8 @@
 """CUDA's driver API through ctypes, and a small program that uses it: `python3 cuda_client.py OVER_MIB`.
 
-The program says on one line of JSON what it was given, or the `call`, `code` and `name` of what failed; its
-argument is a size in MiB that it should not get. It runs by its path, as a process of its own under any user
-and in any environment, so nothing of ours is imported here. `scripts/gpu-check` makes its clients of the same
-classes.
+The program prints a line of JSON: what it was given, or the `call`, `code` and `name` of a failure. Its
+argument is a size in MiB that it should not get. It runs by its path, as a separate process of any user in
+any environment, so it imports nothing of ours. `scripts/gpu-check` uses the same classes.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ MIB = 1 << 20
 MULTIPROCESSOR_COUNT = 16
 MPS_ENABLED = 133
 _OUT_OF_MEMORY = 2
-#: Codes of our own: there is no library, or it lacks the call.
+#: Our own codes: there is no library, or it lacks the call.
 NO_LIBRARY, NO_CALL = -1, -2
 
 #: More SMs than any GPU has; the kernel writes one word for each.
 _MAX_MULTIPROCESSORS = 1024
 _THREADS = 256
-#: A launch of the program's: more blocks than any GPU runs at once, of at most a few milliseconds.
+#: The program's launch: more blocks than any GPU runs at a time, for a few milliseconds at most.
 _BLOCKS, _ITERATIONS = 2048, 4096
 
-#: PTX version and target, tried in this order: what compiles is settled by the driver. sm_75 needs PTX 6.3.
+#: PTX version and target, tried in this order: the driver decides which one compiles. sm_75 needs PTX 6.3.
 _TARGETS = (("6.3", "sm_75"), ("6.0", "sm_70"), ("6.0", "sm_50"), ("8.0", "sm_90"))
-#: As text that every driver compiles for its own GPU. `work` keeps four independent chains of multiply-adds
-#: going in every thread, so that blocks spread over all SMs, and notes on which SM each block ran.
+#: PTX text, which every driver compiles for its GPU. `work` keeps four independent chains of multiply-adds
+#: busy in every thread, so that blocks spread over all SMs, and records the SM of each block.
 WORK = """
 .visible .entry work(.param .u64 marks, .param .u32 iterations)
 {
@@ -82,7 +81,7 @@ LOOP:
 
 @final
 class Failure(TypedDict):
-    """A call that failed, as the program says it."""
+    """A failed call, as the program prints it."""
 
     call: str
     code: int
@@ -91,7 +90,7 @@ class Failure(TypedDict):
 
 @final
 class DeviceProbe(TypedDict):
-    """What the program was given: memory in MiB, SMs in all and those that its kernel ran on."""
+    """What the program was given: memory in MiB, the GPU's SMs and those that its kernel ran on."""
 
     name: str
     mps: int | None
@@ -102,19 +101,18 @@ class DeviceProbe(TypedDict):
 
 
 class CudaError(Exception):
-    """A call that failed, with CUDA's code and its name."""
+    """A failed call, with CUDA's error code and name."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
         self.call, self.code, self.name = call, code, name
 
     def as_json(self) -> Failure:
-        """The error for another process."""
         return {"call": self.call, "code": self.code, "name": self.name}
 
 
 class CudaDriver:
-    """libcuda; raises CudaError if it cannot be loaded."""
+    """libcuda; the constructor raises CudaError if it cannot be loaded."""
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
         try:
@@ -123,7 +121,7 @@ class CudaDriver:
             raise CudaError("dlopen", NO_LIBRARY, str(error)) from None
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Make one call; raises CudaError unless it succeeds."""
+        """Call a function; raises CudaError if it fails."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -136,7 +134,7 @@ class CudaDriver:
 
 
 class CudaGpu:
-    """One device with its primary context current and the kernels loaded; raises CudaError."""
+    """A device with its primary context current and the kernels loaded; methods raise CudaError."""
 
     def __init__(self, driver: CudaDriver, ordinal: int = 0, kernels: str = WORK) -> None:
         self._call = driver.call
@@ -169,13 +167,13 @@ class CudaGpu:
         return function
 
     def name(self) -> str:
-        """What the driver calls the GPU."""
+        """Return the driver's name of the GPU."""
         name = ctypes.create_string_buffer(256)
         self._call("cuDeviceGetName", name, c_int(len(name)), self._device)
         return name.value.decode(errors="replace")
 
     def attribute(self, number: int) -> int | None:
-        """One attribute of the device, None if this driver does not know it."""
+        """Return an attribute of the device; None if this driver does not know it."""
         value = c_int()
         try:
             self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
@@ -184,7 +182,7 @@ class CudaGpu:
         return value.value
 
     def memory_mib(self) -> tuple[float, float]:
-        """Free and total memory in MiB, as this client may see it."""
+        """Return free and total memory in MiB, as this client sees it."""
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value / MIB, total.value / MIB
@@ -195,16 +193,15 @@ class CudaGpu:
         return address.value
 
     def allocate(self, mib: int) -> None:
-        """Take one piece of memory until `release`."""
+        """Allocate memory until `release`."""
         self._allocations.append(self._allocate(mib * MIB))
 
     def release(self) -> None:
-        """Free all that `allocate` took."""
         while self._allocations:
             self._call("cuMemFree_v2", c_uint64(self._allocations.pop()))
 
     def work(self, blocks: int, iterations: int, launches: int = 1) -> None:
-        """Run the kernel that computes, and wait for its end."""
+        """Run the computing kernel and wait for its end."""
         marks, count = self._marks, c_uint(iterations)
         arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(count))
         for _ in range(launches):
@@ -216,7 +213,7 @@ class CudaGpu:
         self._call("cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p())
 
     def multiprocessors_used(self, blocks: int, iterations: int) -> int:
-        """On how many SMs the blocks of one launch ran."""
+        """Return how many SMs the blocks of one launch ran on."""
         marks = (c_uint * _MAX_MULTIPROCESSORS)()
         self._call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
         self.work(blocks, iterations)
@@ -225,7 +222,7 @@ class CudaGpu:
 
 
 def _gets(gpu: CudaGpu, mib: int) -> bool:
-    """Whether a piece of memory of this size can be had."""
+    """Whether memory of this size can be allocated."""
     try:
         gpu.allocate(mib)
     except CudaError as error:
@@ -237,7 +234,7 @@ def _gets(gpu: CudaGpu, mib: int) -> bool:
 
 
 def main(over_mib: int) -> DeviceProbe:
-    """What a client has; raises CudaError."""
+    """Return what a client is given; raises CudaError."""
     gpu = CudaGpu(CudaDriver())
     return {
         "name": gpu.name(),
@@ -256,4 +253,4 @@ if __name__ == "__main__":
     except CudaError as error:
         answer = error.as_json()
     os.write(1, json.dumps(answer).encode())
-    os._exit(0)  # a driver that hangs at its end has nothing to add
+    os._exit(0)  # a driver that hangs at exit has nothing to add

@@ -1,11 +1,12 @@
-"""Our own daemon, and the two files that it reads."""
+"""Checks of our own daemon and its two files."""
 
 from __future__ import annotations
 
 import os
 
 from yunion_mps import __version__
-from yunion_mps.doctor.host import Finding, Findings, Host, check, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (
@@ -19,14 +20,14 @@ from yunion_mps.reasons import (
     hint_of,
 )
 
-#: What it warns of single GPUs, which the checks of the GPUs find in more detail.
-_OF_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
+#: Warnings about single GPUs, which the checks of the GPUs report in more detail.
+_ABOUT_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
 @check("daemon", DAEMON_UNREACHABLE)
 def daemon(host: Host) -> Findings:
-    """Whether it runs, and what it says of its domains."""
+    """The daemon, and the state of its domains."""
     try:
         status = host.status()
     except UnreachableError as error:
@@ -51,14 +52,14 @@ def daemon(host: Host) -> Findings:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} was restarted {times}"
             found.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
-    others = (one for one in status["warnings"] if one["code"] not in _OF_GPUS)
-    found += [warning(one["text"], one["hint"], one["code"]) for one in others]
+    others = (entry for entry in status["warnings"] if entry["code"] not in _ABOUT_GPUS)
+    found += [warning(other["text"], other["hint"], other["code"]) for other in others]
     if status["version"] != __version__:
         what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
         found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
-    well = f"running; {devices['available']} of {devices['total']} devices available"
-    return found or [ok(well)]
+    summary = f"running; {devices['available']} of {devices['total']} devices available"
+    return found or [ok(summary)]
 
 
 @check("configuration", INVALID_CONFIGURATION)
@@ -69,7 +70,7 @@ def configuration(host: Host) -> Findings:
         return [skipped(f"no permission to read {paths.host_conf}", "run it as root")]
     config, problems = host.config()
     if problems:
-        return [_of(one) for one in problems]
+        return [_finding(error) for error in problems]
     if not config.enable_cuda_mps:
         return [ok("both files are valid; enable_cuda_mps is false")]
     try:
@@ -79,7 +80,7 @@ def configuration(host: Host) -> Findings:
     except HostError as error:
         return [problem(error.message, error.hint)]
     if problems:
-        return [_of(one) for one in problems]
+        return [_finding(error) for error in problems]
     if not plan.devices and not plan.pools:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
         return [problem("both files are valid, but no GPU on this host can be divided", hint)]
@@ -90,6 +91,6 @@ def configuration(host: Host) -> Findings:
     return [ok(f"both files are valid; {', '.join(parts)}")]
 
 
-def _of(one: Problem) -> Finding:
-    place = one.file if one.line is None else f"{one.file}:{one.line}"
-    return problem(f"{place}: {one.what}", one.hint)
+def _finding(error: Problem) -> Finding:
+    place = error.file if error.line is None else f"{error.file}:{error.line}"
+    return problem(f"{place}: {error.what}", error.hint)

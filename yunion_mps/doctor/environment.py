@@ -1,4 +1,4 @@
-"""The environments of programs: of one that runs, of a command that would, and of every user at login."""
+"""Environments of a running process, of a command before it is started, and of all users at login."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.doctor import variables
+from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.doctor.gpus import library_version
-from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
@@ -22,13 +23,13 @@ from yunion_mps.overview import count
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
 
-#: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
+#: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
 _MAX_SCRIPT_BYTES = 1 << 16
 
 
 class Subject(NamedTuple):
-    """The environment that is looked at, of a process that runs (`pid`) or of a command that would."""
+    """The environment to check, of a running process (`pid`) or of a command."""
 
     title: str
     variables: Mapping[str, str]
@@ -36,7 +37,7 @@ class Subject(NamedTuple):
 
 
 def of_process(host: Host, pid: int) -> Findings:
-    """The environment that the process was started with, and what it sees of the host."""
+    """Check the environment that the process was started with, and what it shares with the host."""
     if not os.path.exists(f"/proc/{pid}"):
         return [problem(f"there is no process {pid}", "list the clients: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
@@ -47,140 +48,142 @@ def of_process(host: Host, pid: int) -> Findings:
             )
         ]
     subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)
-    return list(_judged(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
+    return list(_check(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
 
 
-def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Findings:
-    """The environment that the command would have if it were started from here; it is not started."""
-    given, words = _unpacked(dict(own), list(words))
-    if not words:
+def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> Findings:
+    """Check the environment that the command would have; does not start it."""
+    environ, argv = _without_env(dict(environ), list(argv))
+    if not argv:
         return [problem("there is no command after the variables", "yunion-mps doctor -- python3 train.py")]
-    program = shutil.which(words[0], path=given.get("PATH"))
+    program = shutil.which(argv[0], path=environ.get("PATH"))
     if program is None:
-        return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
-    if variables.starts_container(words):
-        device = variables.device_in(words)
+        return [problem(f"{argv[0]} was not found", "give its path, or correct PATH")]
+    if variables.starts_container(argv):
+        device = variables.device_in(argv)
         if device:
-            return [
-                ok(f"{words[0]} gives the container everything that {device} needs, or does not start it")
-            ]
-        found = variables.shared(words)
-        subject = Subject(words[0], variables.variables_in(words, given))
-        return [*found, *_judged(host, subject)] or [
-            ok(f"{words[0]} gives the container everything that an MPS client needs")
+            return [ok(f"{argv[0]} gives the container everything that {device} needs, or does not start it")]
+        found = variables.sharing_problems(argv)
+        subject = Subject(argv[0], variables.variables_in(argv, environ))
+        return [*found, *_check(host, subject)] or [
+            ok(f"{argv[0]} gives the container everything that an MPS client needs")
         ]
-    for path in (program, *words[1:]):
-        given = {**given, **_assigned_in(path)}
-    if (os.path.basename(words[0]), *words[1:2]) == ("yunion-mps", "run"):
-        gives = ok(
+    for path in (program, *argv[1:]):
+        environ = {**environ, **_assignments_in(path)}
+    if (os.path.basename(argv[0]), *argv[1:2]) == ("yunion-mps", "run"):
+        ready = ok(
             "yunion-mps run gives the command everything that an MPS client needs, or does not start it"
         )
-        return list(variables.misspelt(given)) or [gives]
-    found = list(_judged(host, Subject(words[0], given)))
-    return found or [ok(f"{words[0]} would have everything that an MPS client needs")]
+        return list(variables.misspelt(environ)) or [ready]
+    found = list(_check(host, Subject(argv[0], environ)))
+    return found or [ok(f"{argv[0]} would have everything that an MPS client needs")]
 
 
 @check("outside MPS", PROCESS_OUTSIDE_MPS)
 def outside_mps(host: Host) -> Findings:
-    """Programs that use a GPU of ours, and not through MPS or not through ours."""
+    """Programs that use one of our GPUs without MPS, or with another control daemon."""
     users = host.users()
-    places = [domain.pipe_directory for domain in host.domains()]
+    directories = [domain.pipe_directory for domain in host.domains()]
     found: list[Finding] = []
-    seen = unread = 0
+    total = unreadable = 0
     for gpu in host.our_gpus():
         for pid in users.get(gpu.uuid or "", {}):
-            given = environment_of(pid)
+            environ = environment_of(pid)
             if is_server(pid) or uid_of(pid) is None:
                 continue
-            seen += 1
-            if not given:
-                unread += 1
+            total += 1
+            if not environ:
+                unreadable += 1
                 continue
-            place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
-            if not any(is_same_directory(pid, place, ours) for ours in places):
+            directory = environ.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
+            if not any(is_same_directory(pid, directory, ours) for ours in directories):
                 what = (
                     f"{describe_process(pid)} uses GPU {gpu.address} outside yunion-mps "
-                    f"(its pipe directory is {place})"
+                    f"(its pipe directory is {directory})"
                 )
                 hint = f"start it with: yunion-mps run COMMAND; see why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
-    if found or not unread:
+    if found or not unreadable:
         return found or [
             ok(
-                f"{count(seen, 'program')} on the GPUs, all through MPS"
-                if seen
+                f"{count(total, 'program')} on the GPUs, all through MPS"
+                if total
                 else "no program uses a GPU outside MPS"
             )
         ]
-    raise SkipError(f"only root can see how {unread} of {seen} programs use the GPUs", "run it as root")
+    raise SkipError(f"only root can see how {unreadable} of {total} programs use the GPUs", "run it as root")
 
 
-def is_same_directory(pid: int, seen: str, ours: str) -> bool:
-    """Whether the directory that a process sees as `seen` is ours, also from within a container."""
+def is_same_directory(pid: int, path: str, ours: str) -> bool:
+    """Whether `path`, as the process sees it, is our directory, even from within a container."""
     try:
         mine = os.stat(ours)
-        theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(seen)}")
+        theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(path)}")
     except FileNotFoundError:
-        return not os.path.exists(ours) and os.path.normpath(seen) == ours
-    except OSError:  # we may not look; names are what is left
-        return os.path.normpath(seen) == ours
+        return not os.path.exists(ours) and os.path.normpath(path) == ours
+    except OSError:  # access denied; compare names instead
+        return os.path.normpath(path) == ours
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 @check("logins", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
 def of_logins(host: Host) -> Findings:
-    """The variables that every user gets at login, and that lead programs past our control daemons."""
+    """Variables set for all users at login that make programs bypass our control daemons."""
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
         for path in sorted(glob.glob(host.paths.under(pattern))):
-            given = {name: value for name, value in _assigned_in(path).items() if name.startswith("CUDA_")}
-            for one in variables.misspelt(given):
-                yield one._replace(what=f"{path}: {one.what}")
+            environ = {
+                name: value for name, value in _assignments_in(path).items() if name.startswith("CUDA_")
+            }
+            for finding in variables.misspelt(environ):
+                yield finding._replace(what=f"{path}: {finding.what}")
             for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
-                if name in given and not (name == variables.PIPE and _domain_at(host, Subject("", given))):
-                    what = f"{path} sets {name}={given[name]} for every user"
+                if name in environ and not (
+                    name == variables.PIPE and _domain_at(host, Subject("", environ))
+                ):
+                    what = f"{path} sets {name}={environ[name]} for every user"
                     yield warning(what, f"remove that line from {path}")
 
 
-def _judged(host: Host, subject: Subject) -> Iterator[Finding]:
+def _check(host: Host, subject: Subject) -> Iterator[Finding]:
     yield from variables.misspelt(subject.variables)
     domains = host.domains()
     domain = _domain_at(host, subject)
     if domain is None and domains:
         default = host.paths.under(DEFAULT_PIPE_DIRECTORY)
-        served = [one.pipe_directory for one in domains]
-        place = os.path.normpath(subject.variables.get(variables.PIPE, default))
-        if subject.pid is not None and place in served and os.path.isdir(place):
+        served = [other.pipe_directory for other in domains]
+        directory = os.path.normpath(subject.variables.get(variables.PIPE, default))
+        if subject.pid is not None and directory in served and os.path.isdir(directory):
             what = (
-                f"{subject.title} does not see the host's {place}: it runs in a container, or with "
+                f"{subject.title} does not see the host's {directory}: it runs in a container, or with "
                 "PrivateTmp=yes"
             )
             hint = (
-                f"mount it into the container: docker run -v {place}:{place}; in a unit, set PrivateTmp=no, "
-                "or use a directory in /run"
+                f"mount it into the container: docker run -v {directory}:{directory}; "
+                "in a unit, set PrivateTmp=no, or use a directory in /run"
             )
             yield problem(what, hint)
         else:
-            yield variables.no_place(subject.variables, default, served)
+            yield variables.not_served(subject.variables, default, served)
     elif domain:
-        yield from variables.values(subject.variables, domain)
-        yield from _device(host, subject)
+        yield from variables.check_values(subject.variables, domain)
+        yield from _check_device(host, subject)
     if subject.pid is not None:
-        yield from _sees(host, subject.pid, domain)
+        yield from _check_visibility(host, subject.pid, domain)
 
 
 def _domain_at(host: Host, subject: Subject) -> DomainPlan | None:
-    """The domain whose control daemon the program finds."""
-    place = subject.variables.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
+    """Return the domain whose control daemon the program finds."""
+    directory = subject.variables.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
     for domain in host.domains():
-        if subject.pid is None and os.path.realpath(place) == os.path.realpath(domain.pipe_directory):
+        if subject.pid is None and os.path.realpath(directory) == os.path.realpath(domain.pipe_directory):
             return domain
-        if subject.pid is not None and is_same_directory(subject.pid, place, domain.pipe_directory):
+        if subject.pid is not None and is_same_directory(subject.pid, directory, domain.pipe_directory):
             return domain
     return None
 
 
-def _device(host: Host, subject: Subject) -> Iterator[Finding]:
-    """Whether the rest fits the device that it names, if it names one."""
+def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
+    """Compare the variables with those of the device that they name, if any."""
     name = subject.variables.get(DEVICE_VARIABLE)
     if not name:
         return
@@ -190,16 +193,16 @@ def _device(host: Host, subject: Subject) -> Iterator[Finding]:
         return
     differ = [key for key, value in needs.items() if subject.variables.get(key) != value]
     if differ:
-        given = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
-        meant = ", ".join(f"{key}={needs[key]}" for key in differ)
-        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device: {given}"
-        yield warning(what, f"set what that device needs: {meant}")
+        actual = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
+        required = ", ".join(f"{key}={needs[key]}" for key in differ)
+        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device: {actual}"
+        yield warning(what, f"set what that device needs: {required}")
 
 
-def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
-    """What a process in a container, or with PrivateTmp=, does not share with the control daemon."""
+def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
+    """Find what a process in a container, or with PrivateTmp=, does not share with the control daemon."""
     control = host.control_pid(domain) if domain else None
-    mine, theirs = (_device_of(f"/proc/{one}/root/dev/shm") for one in (control or os.getpid(), pid))
+    mine, theirs = (_file_system_of(f"/proc/{other}/root/dev/shm") for other in (control or os.getpid(), pid))
     if mine is not None and theirs is not None and mine != theirs:
         what = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
         yield problem(what, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
@@ -207,7 +210,7 @@ def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
         version = host.inventory().driver.version
     except DriverError:
         return
-    for path in _mapped(pid):
+    for path in _loaded_libcuda(pid):
         other = library_version(path)
         if other and other != version:
             what = f"PID {pid} has loaded {path}, but the driver is version {version}"
@@ -216,50 +219,50 @@ def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
             )
 
 
-def _device_of(path: str) -> int | None:
+def _file_system_of(path: str) -> int | None:
     try:
         return os.stat(path).st_dev
     except OSError:
         return None
 
 
-def _mapped(pid: int) -> set[str]:
+def _loaded_libcuda(pid: int) -> set[str]:
     lines = read_text(f"/proc/{pid}/maps").splitlines()
     return {line.split(None, 5)[5].strip() for line in lines if "libcuda.so" in line}
 
 
-def _unpacked(given: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The environment and the rest behind `NAME=VALUE` words and env(1) with its options."""
+def _without_env(environ: dict[str, str], argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment and the command, without `NAME=VALUE` words and env(1) with its options."""
     takes_options = False
-    while words:
-        word, *rest = words
+    while argv:
+        word, *rest = argv
         name, equals, value = word.partition("=")
         if takes_options and word.startswith("-"):
             if word in ("-i", "-", "--ignore-environment"):
-                given = {}
+                environ = {}
             elif word in ("-u", "--unset") and rest:
-                given.pop(rest.pop(0), None)
+                environ.pop(rest.pop(0), None)
             elif word in ("-C", "--chdir"):
                 del rest[:1]
         elif equals and name.isidentifier():
-            given[name], takes_options = value, False
+            environ[name], takes_options = value, False
         elif os.path.basename(word) == "env":
             takes_options = True
         else:
             break
-        words = rest
-    return given, words
+        argv = rest
+    return environ, argv
 
 
-def _never_waiting(path: str, flags: int) -> int:
-    """A named pipe among a command's words is not waited for, nor what a device does when it is read."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open without blocking on a named pipe or a device among the command's words."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
-def _assigned_in(path: str) -> dict[str, str]:
-    """CUDA's variables that a shell script or a file of variables sets; no other program does so in words."""
+def _assignments_in(path: str) -> dict[str, str]:
+    """Return the CUDA variables that a shell script or file of variables sets; {} for other files."""
     try:
-        with open(path, "rb", opener=_never_waiting) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return {}
             text = file.read(_MAX_SCRIPT_BYTES)

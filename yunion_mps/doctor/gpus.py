@@ -1,4 +1,4 @@
-"""The driver with its programs, and the GPUs that are divided: whether MPS can do there what is promised."""
+"""The driver with its programs, and the divided GPUs: whether MPS can do there what we promise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, warning
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of
@@ -30,12 +31,12 @@ from yunion_mps.reasons import (
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
-#: NVIDIA's control program holds its release as a string of its own (535, 550).
-_IN_PROGRAM = re.compile(r"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
-_IN_NAME = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
+#: NVIDIA's control program contains its release as a separate string (535, 550).
+_PROGRAM_VERSION = re.compile(r"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
+_LIBRARY_VERSION = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
 
 _LIBRARY = "libcuda.so.1"
-#: Where drivers put libraries, beside what the loader's cache tells.
+#: Where drivers install libraries, besides those in the loader's cache.
 _LIBRARY_FOLDERS = (
     "/usr/lib/*-linux-gnu",
     "/usr/lib/*-linux-gnu/nvidia/current",
@@ -45,18 +46,18 @@ _LIBRARY_FOLDERS = (
     "/run/nvidia/driver/usr/lib64",
 )
 
-_OFF = "not needed while enable_cuda_mps is false"
+_NOT_NEEDED = "not needed while enable_cuda_mps is false"
 _UPDATE = "finish the driver update (all packages in the same version), then reboot"
 
 
 @check("driver", DRIVER_ERROR)
 def driver(host: Host) -> Findings:
-    """Whether it answers, and whether its kernel module, library and programs are of one version."""
+    """The driver, and whether its kernel module, library and programs have the same version."""
     try:
         version = host.inventory().driver.version
     except DriverError as error:
         if host.is_off():
-            raise SkipError(f"{error.message}; {_OFF}") from None
+            raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
         return [problem(error.message, error.hint)]
     found = [
         (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
@@ -70,9 +71,9 @@ def driver(host: Host) -> Findings:
 
 @check("programs", PROGRAM_MISSING)
 def programs(host: Host) -> Findings:
-    """NVIDIA's control program, its server where the control daemon looks for it, and libcuda."""
+    """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
     if host.is_off():
-        raise SkipError(_OFF)
+        raise SkipError(_NOT_NEEDED)
     try:
         program = find_control_program()
     except HostError as error:
@@ -98,7 +99,7 @@ def programs(host: Host) -> Findings:
 
 @check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
-    """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
+    """The device nodes: an MPS server runs as its client's user, so all users must have access."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
     if not minors:
         raise SkipError
@@ -124,18 +125,20 @@ def nodes(host: Host) -> Findings:
             "nvidia module"
         )
         return [problem(f"{', '.join(closed)}: only root can open it", hint)]
-    few = f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
-    return [ok(f"all exist and can be opened{few}")]
+    restriction = (
+        f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
+    )
+    return [ok(f"all exist and can be opened{restriction}")]
 
 
 def library_version(path: str) -> str | None:
-    """The release in a library's name, `535.261.03` of libcuda.so.535.261.03; None if it has none."""
-    found = _IN_NAME.search(os.path.realpath(path))
+    """Return the release in a library's name, `535.261.03` of libcuda.so.535.261.03; None without one."""
+    found = _LIBRARY_VERSION.search(os.path.realpath(path))
     return found[1] if found else None
 
 
 def _versions(host: Host) -> Iterator[tuple[str, str]]:
-    """Each part of the driver whose version can be seen, and the version."""
+    """Yield the name and version of each part of the driver whose version is known."""
     found = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
     if found:
         yield "the loaded kernel module", found[1]
@@ -144,25 +147,25 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
         if version:
             yield path, version
     for pid in host.control_pids():
-        yield from _program(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
+        yield from _program_version(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
     try:
-        yield from _program(find_control_program(), PROGRAM)
-    except HostError:  # `programs` finds that
+        yield from _program_version(find_control_program(), PROGRAM)
+    except HostError:  # reported by `programs`
         return
 
 
-def _program(path: str, what: str) -> Iterator[tuple[str, str]]:
-    versions = set(_IN_PROGRAM.findall(read_text(path)))  # none in another user's process
+def _program_version(path: str, what: str) -> Iterator[tuple[str, str]]:
+    versions = set(_PROGRAM_VERSION.findall(read_text(path)))  # empty for another user's process
     if len(versions) == 1:
         yield what, versions.pop()
 
 
 def _libraries(host: Host) -> list[str]:
-    """The libcuda that a program gets here: the first that the loader's rules find."""
+    """Return the libcuda that programs load here: the first that the loader's rules find."""
     under = host.paths.under
     named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
     candidates = [os.path.join(folder, _LIBRARY) for folder in named]
-    # What the loader's cache (ldconfig(8)) names.
+    # The loader's cache (ldconfig(8)).
     cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_text(under("/etc/ld.so.cache")))
     candidates += cached
     for folder in _LIBRARY_FOLDERS:
@@ -177,49 +180,51 @@ def _is_deleted(pid: int) -> bool:
         return False
 
 
-#: From this share of the limit on, it is worth a warning.
-_NEARLY = 0.9
-#: The driver in a virtual machine names a vGPU by its profile: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
+#: A warning is given from this share of the limit.
+_WARNING_SHARE = 0.9
+#: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    """Whether each of our GPUs answers, and can serve."""
+    """Whether each of our GPUs answers and can serve."""
     ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     found = []
     for gpu in ours:
         reason = gpu.reason or (NO_REASON if gpu.mig_enabled else unavailable.get(gpu.pci_address, NO_REASON))
         if reason:
-            found.append(problem(f"{_named(gpu)}: {reason}", hint, reason.code))
+            found.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     return found or [ok(f"{len(ours)} divided, all working")]
 
 
 @check("MIG", MIG_ENABLED, "off on every divided GPU")
 def mig(host: Host) -> Findings:
-    """MIG mode, in which a GPU as a whole has no MPS."""
+    """MIG mode, in which MPS cannot serve the GPU as a whole."""
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or remove it from the device file"
-            yield problem(f"{_named(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
+            yield problem(f"{_gpu_name(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
 
 
 @check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
 def vgpu(host: Host) -> Findings:
-    """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
+    """GPUs that are vGPUs, or that host vGPUs for virtual machines."""
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
             what = (
-                f"{_named(gpu)} is a vGPU: not every vGPU type and release supports MPS or enforces its "
+                f"{_gpu_name(gpu)} is a vGPU: not every vGPU type and release supports MPS or enforces its "
                 "limits"
             )
             yield warning(
                 what, "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU"
             )
-        guests = _guests(host, gpu)
+        guests = _virtual_machines(host, gpu)
         if guests:
-            what = f"{_named(gpu)} hosts {guests} for virtual machines, which use its memory and compute time"
+            what = (
+                f"{_gpu_name(gpu)} hosts {guests} for virtual machines, which use its memory and compute time"
+            )
             yield problem(what, "remove the vGPUs, or remove the GPU from the device file")
 
 
@@ -229,7 +234,7 @@ def budgets(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if not gpu.reason and not enforces_budgets(gpu):
             what = (
-                f"{_named(gpu)} is older than Volta: no budget is enforced, and each client can use the "
+                f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
                 "whole GPU"
             )
             yield warning(what, "run only jobs that stay within their budgets by themselves")
@@ -237,37 +242,40 @@ def budgets(host: Host) -> Findings:
 
 @check("compute mode", COMPUTE_MODE_CHANGED)
 def compute_mode(host: Host) -> Findings:
-    """The modes: what a program does that misses the control daemon depends on them."""
-    wanted = host.plan()[0].compute_modes
-    serves = _serves(host)
+    """The compute modes, which decide what programs outside MPS can do."""
+    planned = host.plan()[0].compute_modes
+    is_served = _is_served(host)
     ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
-    found = [finding for gpu in ours if (finding := _mode(gpu, wanted.get(gpu.uuid or ""), serves=serves))]
+    found = [
+        finding
+        for gpu in ours
+        if (finding := _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served))
+    ]
     if found:
         return found
     if not ours:
         raise SkipError
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
-    if not wanted:
+    if not planned:
         return [ok(f"{modes}; left unchanged, as cuda_mps_compute_mode is keep")]
-    return [ok(modes if serves else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
+    return [ok(modes if is_served else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
 
 
-def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
+def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
     setting = f"nvidia-smi -i {gpu.pci_address} -c"
-    if gpu.compute_mode == PROHIBITED and (serves or wanted is None):
+    if gpu.compute_mode == PROHIBITED and (is_served or planned is None):
         return problem(
-            f"{_named(gpu)} is Prohibited: no CUDA program can use it", f"{setting} {DEFAULT.upper()}"
+            f"{_gpu_name(gpu)} is Prohibited: no CUDA program can use it", f"{setting} {DEFAULT.upper()}"
         )
-    if serves and wanted and gpu.compute_mode != wanted:
-        what = (
-            f"{_named(gpu)} is {gpu.compute_mode}, not {wanted}: a program that bypasses the control daemon"
-        )
-        hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {wanted.upper()}"
+    if is_served and planned and gpu.compute_mode != planned:
+        mode = f"{gpu.compute_mode}, not {planned}"
+        what = f"{_gpu_name(gpu)} is {mode}: a program that bypasses the control daemon"
+        hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
         return problem(f"{what} runs without limits", hint)
-    if not serves and gpu.compute_mode == EXCLUSIVE_PROCESS:
+    if not is_served and gpu.compute_mode == EXCLUSIVE_PROCESS:
         what = (
-            f"{_named(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one program "
-            "at a time"
+            f"{_gpu_name(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one "
+            "program at a time"
         )
         hint = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
         return warning(f"{what}, and all others fail because the GPU is busy", hint)
@@ -276,7 +284,7 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
 
 @check("client limit", CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
-    """How many clients each GPU has of those that MPS allows there."""
+    """The number of clients of each GPU, compared with MPS's limit."""
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
     counts = []
@@ -294,25 +302,25 @@ def client_limit(host: Host) -> Findings:
             yield problem(
                 what, "end some (list them: yunion-mps who --clients), or use fewer processes per job"
             )
-        elif number >= limit * _NEARLY:
+        elif number >= limit * _WARNING_SHARE:
             what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
             yield warning(what, "list them: yunion-mps who --clients")
     if not counts:
         raise SkipError
-    if all(number < limit * _NEARLY for number, limit in counts):
+    if all(number < limit * _WARNING_SHARE for number, limit in counts):
         most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
         yield ok(f"at most {most} of {min(limits)} clients on a GPU")
 
 
-def _serves(host: Host) -> bool:
+def _is_served(host: Host) -> bool:
     status = host.known_status()
     if status:
         return any(domain["pid"] for domain in status["domains"])
     return any(host.control_pid(domain) for domain in host.domains())
 
 
-def _guests(host: Host, gpu: Gpu) -> str:
-    """What sysfs shows of virtual machines on the GPU; empty if there are none."""
+def _virtual_machines(host: Host, gpu: Gpu) -> str:
+    """Describe the GPU's use by virtual machines, as sysfs shows it; empty if there is none."""
     folder = os.path.join(host.paths.pci_devices, gpu.pci_address)
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:
@@ -321,5 +329,5 @@ def _guests(host: Host, gpu: Gpu) -> str:
     return f"{number} virtual functions" if number.isdigit() and int(number) else ""
 
 
-def _named(gpu: Gpu) -> str:
+def _gpu_name(gpu: Gpu) -> str:
     return f"GPU {gpu.address} ({gpu.name})" if gpu.name else f"GPU {gpu.address}"

@@ -1,4 +1,4 @@
-"""MPS itself: our control daemons and others', the MPS servers, and which programs reach them."""
+"""MPS: our control daemons and others, the MPS servers, and which programs reach them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
@@ -36,10 +37,10 @@ from yunion_mps.reasons import (
     hint_of,
 )
 
-#: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
+#: A control daemon greets immediately; our daemon waits 5 s before it acts.
 _GREETING_S = 2.0
 _RESTART = "systemctl restart yunion-mps-daemon"
-#: A probe or a question is over by then.
+#: A probe or a query has ended by then.
 _BETWEEN_POLLS_S = 0.2
 
 _LAST_BYTES = 1 << 16
@@ -53,35 +54,35 @@ _STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 
 @check("control daemon", CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
-    """Whether the one that clients find in each directory is the daemon's own."""
-    found = [_owner(host, domain) for domain in host.domains()]
+    """Whether clients in each directory reach the daemon's own control daemon."""
+    found = [_check_owner(host, domain) for domain in host.domains()]
     if not found:
         raise SkipError
     return found
 
 
-def _owner(host: Host, domain: DomainPlan) -> Finding:
-    place = domain.pipe_directory
-    peer = peer_of(place)
+def _check_owner(host: Host, domain: DomainPlan) -> Finding:
+    directory = domain.pipe_directory
+    peer = peer_of(directory)
     known = host.known_pids().get(domain.name)
     if peer is None and known:
-        what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {place}"
+        what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {directory}"
         return problem(f"{what}: its socket has been removed", _RESTART)
     if peer and known == peer.pid:
-        return ok(f"PID {peer.pid} serves domain {domain.name} in {place}")
+        return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
-        return skipped(f"only root can see which control daemon serves {place}", "run it as root")
+        return skipped(f"only root can see which control daemon serves {directory}", "run it as root")
     try:
         found = find(domain)
     except HostError as error:
         return problem(error.message, error.hint)
     if found is None:
-        none, status = f"none serves {place}", host.known_status()
+        none, status = f"none serves {directory}", host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
         return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon starts it")
     pid = found.process.pid
     found.process.close()
-    what = f"PID {pid} still serves {place} with its limits, although the daemon is not running"
+    what = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
     if peer is None:
         what += ", but no new job can reach it because its socket has been removed"
     return warning(what, "start the daemon, which will adopt it: systemctl start yunion-mps-daemon")
@@ -89,20 +90,24 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
 
 @check("control daemon answers", CONTROL_DAEMON_SILENT)
 def answers(host: Host) -> Findings:
-    """Whether each control daemon greets its clients, and what keeps it from that."""
+    """Whether each control daemon greets its clients, and why not."""
     found: list[Finding] = []
-    # To find whose connection one is takes a search of all processes' descriptors for each domain.
-    front_ends = any(options == 0 for pid in all_pids() if (options := _options(pid)) is not None)
+    # Finding the owner of a connection means searching all processes' descriptors, for each domain.
+    front_ends = any(
+        option_count == 0 for pid in all_pids() if (option_count := _option_count(pid)) is not None
+    )
     for domain in host.domains():
         peer = peer_of(domain.pipe_directory)
         if peer is None:
             continue
         try:
-            took_s = _greeted(domain.pipe_directory, peer.pid)
+            took_s = _greeting_time_s(domain.pipe_directory, peer.pid)
         except UnresponsiveError as error:
-            why = diagnose(peer.pid, domain.pipe_directory)
+            cause = diagnose(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
-            found.append(problem(f"{what}{f'; {why}' if why else ''}", hint_of((why or error.reason).code)))
+            found.append(
+                problem(f"{what}{f'; {cause}' if cause else ''}", hint_of((cause or error.reason).code))
+            )
             continue
         front_end = front_end_at(domain.pipe_directory) if front_ends else ""
         if front_end:
@@ -118,10 +123,10 @@ def answers(host: Host) -> Findings:
     return found
 
 
-def _greeted(place: str, pid: int) -> float:
-    """How long the greeting took, in seconds; raises UnresponsiveError if none came."""
+def _greeting_time_s(directory: str, pid: int) -> float:
+    """Return the time until the greeting in s; raises UnresponsiveError if there is none."""
     began_s = time.monotonic()
-    probe = Probe(place, pid, began_s, _GREETING_S)
+    probe = Probe(directory, pid, began_s, _GREETING_S)
     try:
         while not probe.poll(time.monotonic()):
             readable(probe.fileno(), 0.02)
@@ -131,7 +136,7 @@ def _greeted(place: str, pid: int) -> float:
 
 
 class _OtherControlDaemon(NamedTuple):
-    """A control daemon that is none of our domains'. What may not be read is None."""
+    """A control daemon that belongs to none of our domains. None: access was denied."""
 
     pid: int
     pipe_directory: str | None
@@ -139,89 +144,90 @@ class _OtherControlDaemon(NamedTuple):
     in_container: bool
 
     def __str__(self) -> str:
-        """`PID 4711 (root, in a container, /tmp/nvidia-mps)`."""
+        """Return for example `PID 4711 (root, in a container, /tmp/nvidia-mps)`."""
         uid = uid_of(self.pid)
-        about = [
+        details = [
             "" if uid is None else user_name(uid),
             "in a container" if self.in_container else "",
             self.pipe_directory or "",
         ]
-        return f"PID {self.pid} ({', '.join(word for word in about if word)})"
+        return f"PID {self.pid} ({', '.join(entry for entry in details if entry)})"
 
 
 @check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon is running")
 def others(host: Host) -> Findings:
-    """Other control daemons on this host: in NVIDIA's default place, or for the same GPUs."""
+    """Other control daemons on this host: in NVIDIA's default directory, or for the same GPUs."""
     for other in _others(host):
-        where = other.pipe_directory
-        end = (
-            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
-        )
-        end += "; then find what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
+        directory = other.pipe_directory
+        variable = f"CUDA_MPS_PIPE_DIRECTORY={directory or 'DIRECTORY'}"
+        hint = f"once its jobs have ended: echo quit | {variable} {PROGRAM}"
+        hint += "; then find what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
         shares = _shares_gpus(host, other)
         if shares:
             what = (
                 f"another control daemon, {other}, serves the same GPUs: only one of the two can use them "
                 "at a time"
             )
-            yield problem(f"{what}, and its clients have none of the configured limits", end)
-        elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
+            yield problem(f"{what}, and its clients have none of the configured limits", hint)
+        elif directory == host.paths.under(DEFAULT_PIPE_DIRECTORY):
             what = f"another control daemon, {other}, serves the default pipe directory"
             yield warning(
-                f"{what}: programs that set no other directory get none of the configured limits", end
+                f"{what}: programs that set no other directory get none of the configured limits", hint
             )
         elif shares is None:
             what = (
                 f"another control daemon, {other}, is running, but only root can see whether it serves the "
                 "same GPUs"
             )
-            yield warning(what, f"run it as root; {end}")
+            yield warning(what, f"run it as root; {hint}")
         else:
             yield ok(f"another control daemon, {other}, serves other GPUs")
 
 
 def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
-    """None if that cannot be seen: numbers count what its container shows it, or CUDA's own order."""
+    """Return None if unknown: numbers refer to the GPUs of its container, or to CUDA's order."""
     ours = {uuid for domain in host.domains() for uuid in domain.gpu_uuids}
     if not ours:
         return False
     if other.gpus is None or (other.in_container and not other.gpus):
         return None
-    words = [word.strip() for word in other.gpus.split(",") if word.strip()]
-    if not words:
+    entries = [entry.strip() for entry in other.gpus.split(",") if entry.strip()]
+    if not entries:
         return True
-    if any(word.isdigit() for word in words):
+    if any(entry.isdigit() for entry in entries):
         return None
-    return any(uuid.startswith(word) for uuid in ours for word in words)
+    return any(uuid.startswith(entry) for uuid in ours for entry in entries)
 
 
 def _others(host: Host) -> list[_OtherControlDaemon]:
     ours = {*host.control_pids(), *host.known_pids().values()}
     found = []
     for pid in all_pids():
-        if pid in ours or not _options(pid):
+        if pid in ours or not _option_count(pid):
             continue
         environment = environment_of(pid)
-        place = environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) if environment else None
-        if host.foreign_root and not (place or "").startswith(host.paths.root + "/"):
+        directory = (
+            environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) if environment else None
+        )
+        if host.foreign_root and not (directory or "").startswith(host.paths.root + "/"):
             continue
-        peer = peer_of(place) if place else None
+        peer = peer_of(directory) if directory else None
         if MARK in environment and not (peer and peer.pid == pid):
-            continue  # one of ours that is being tried, or about to end
+            continue  # one of ours that is on trial or about to end
         gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
-        found.append(_OtherControlDaemon(pid, place, gpus, _in_container(pid)))
+        found.append(_OtherControlDaemon(pid, directory, gpus, _in_container(pid)))
     return found
 
 
-def _options(pid: int) -> int | None:
-    """How many options NVIDIA's control program has there: a front-end has none. None for other programs.
+def _option_count(pid: int) -> int | None:
+    """Return the number of options of an nvidia-cuda-mps-control: 0 for a front-end, None for other programs.
 
-    It comes from the command line, which all users may read.
+    It is taken from the command line, which all users may read.
     """
-    words = read_text(f"/proc/{pid}/cmdline", 4096).split("\0")
-    if os.path.basename(words[0]) != PROGRAM:
+    argv = read_text(f"/proc/{pid}/cmdline", 4096).split("\0")
+    if os.path.basename(argv[0]) != PROGRAM:
         return None
-    return sum(word.startswith("-") for word in words[1:])
+    return sum(argument.startswith("-") for argument in argv[1:])
 
 
 def _in_container(pid: int) -> bool:
@@ -233,7 +239,7 @@ def _in_container(pid: int) -> bool:
 
 @check("orphaned servers", SERVERS_ORPHANED, "every MPS server has its control daemon")
 def orphans(host: Host) -> Findings:
-    """MPS servers that have outlived their control daemon, and keep their GPUs."""
+    """MPS servers that have outlived their control daemon and still occupy their GPUs."""
     if os.geteuid() != 0:
         raise SkipError("only root can see which control daemon an MPS server belongs to", "run it as root")
     for domain in host.domains():
@@ -252,7 +258,7 @@ def orphans(host: Host) -> Findings:
 
 @check("MPS servers", SERVER_FAILED, "none failed within the last hour")
 def starts(host: Host) -> Findings:
-    """Whether servers failed within the last hour, by the control daemons' own logs."""
+    """Failures of servers within the last hour, in the control daemons' logs."""
     found: list[Finding] = []
     is_logged = False
     for domain in host.domains():
@@ -281,7 +287,7 @@ def starts(host: Host) -> Findings:
 
 
 def _recent(path: str) -> list[str]:
-    """What was logged within the last hour, as far as the log's end shows it."""
+    """Return the messages of the last hour, as far as the end of the log shows them."""
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         text = file.read().decode(errors="replace")
@@ -289,14 +295,14 @@ def _recent(path: str) -> list[str]:
     seconds = timestamp_parser(now_s)
     found = []
     for match in filter(None, (_LINE.match(line.lstrip("\0")) for line in text.splitlines())):
-        with contextlib.suppress(ValueError):  # no such time
+        with contextlib.suppress(ValueError):  # not a valid time
             if seconds(match[1]) >= now_s - _RECENT_S:
                 found.append(match[2])
     return found
 
 
 def _last_failure(path: str) -> str:
-    """The last line of a server's own log that names a failure."""
+    """Return the last line of a server's log that reports a failure."""
     try:
         lines = _recent(path)
     except OSError:
@@ -306,7 +312,7 @@ def _last_failure(path: str) -> str:
 
 @check("users", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
-    """Whether clients of one user wait for the end of another's jobs."""
+    """Whether clients wait for the end of another user's jobs."""
     if host.config()[0].cuda_mps_multiuser:
         yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")
         return
@@ -321,29 +327,29 @@ def user_switching(host: Host) -> Findings:
     status = host.known_status()
     if status:
         known.add(status["pid"])
-    # The owners of connections are looked up for all domains at once: that searches all processes.
+    # Owners are looked up for all domains together, because that searches all processes.
     if set(holders({inode for domain in servers for inode in peers(domain.pipe_directory)})) - known:
         for domain, (_, *pids) in servers.items():
             serving = {uid for server in pids if (uid := uid_of(server)) is not None}
             users = ", ".join(user_name(uid) for uid in sorted(serving))
             hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
-            for pid in _waiting(domain, known, serving):
+            for pid in _waiting_clients(domain, known, serving):
                 what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 
-def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
-    """The clients that wait: they are connected to the control daemon only until they have a server.
+def _waiting_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
+    """Return the waiting clients: they stay connected to the control daemon until they have a server.
 
-    A process that only asks something is not connected any more the second time.
+    A process that only makes a query is no longer connected the second time.
     """
-    first = _connected(domain, known, serving)
+    first = _connected_clients(domain, known, serving)
     if first:
         time.sleep(_BETWEEN_POLLS_S)
-    return sorted(first & _connected(domain, known, serving)) if first else []
+    return sorted(first & _connected_clients(domain, known, serving)) if first else []
 
 
-def _connected(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
+def _connected_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
     return {
         pid
         for pid in holders(set(peers(domain.pipe_directory)))

@@ -1,4 +1,4 @@
-"""`--selftest`: a CUDA program on a device of each domain, and what it was given against its budget."""
+"""`--selftest`: a CUDA program on a device of each domain, and what it got compared with its budget."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor import cuda_client
+from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
@@ -19,13 +20,13 @@ from yunion_mps.reasons import SELFTEST_FAILED
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails
 
-#: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
-#: another's jobs is to be reported.
+#: Several checks' time: waking a GPU and starting an MPS server take seconds, and a client that waits for
+#: another's jobs must be reported.
 _TIMEOUT_FACTOR = 6
-#: A piece so much larger than the budget, or the whole, is to be refused.
+#: An allocation that exceeds the budget, or the GPU, by this much must fail.
 _OVER_MIB = 64
 
-#: What an error of CUDA's means here (cuda.h), and what to do.
+#: Meanings of CUDA's errors here (cuda.h), and hints.
 _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
     2: ("the budget has no free memory", "see who uses the GPU: yunion-mps who"),
@@ -58,25 +59,25 @@ _MEANINGS = {
 }
 _OTHER_ERROR = ("a CUDA program failed", "see the log directory's server.log")
 _NO_GPU = (-1, 100)
-#: What of our own environment the program gets.
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
+#: Variables of our own environment that the program inherits.
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
-@check("selftest", SELFTEST_FAILED, times=_TIMEOUT_FACTOR + 1)
+@check("selftest", SELFTEST_FAILED, timeout_factor=_TIMEOUT_FACTOR + 1)
 def selftest(host: Host) -> Findings:
-    """One device of each domain."""
+    """Test one device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
     if not devices:
         raise SkipError("no device is free", "see: yunion-mps list")
-    seen: set[str] = set()
+    tested: set[str] = set()
     for device in devices:
-        shown = host.device(device["id"])
-        if shown["domain"] not in seen:
-            seen.add(shown["domain"])
-            yield _tested(host, shown)
+        details = host.device(device["id"])
+        if details["domain"] not in tested:
+            tested.add(details["domain"])
+            yield _test(host, details)
 
 
-def _tested(host: Host, device: DeviceDetails) -> Finding:
+def _test(host: Host, device: DeviceDetails) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
@@ -85,7 +86,7 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
     timeout_s = host.timeout_s * _TIMEOUT_FACTOR
-    answer = _answer(device["client_environment"], over_mib, timeout_s)
+    answer = _run_client(device["client_environment"], over_mib, timeout_s)
     if answer is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
         hint = (
@@ -94,19 +95,19 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
         )
         return problem(what, hint)
     if "code" in answer:
-        means, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
-        what = f"{addr}: {means} ({answer['call']}: {answer['name']})"
+        meaning, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
+        what = f"{addr}: {meaning} ({answer['call']}: {answer['name']})"
         return skipped(what, hint) if answer["code"] in _NO_GPU else problem(what, hint)
-    return _judged(device, answer)
+    return _compare(device, answer)
 
 
-def _judged(device: DeviceDetails, answer: DeviceProbe) -> Finding:
+def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
     budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
     addr, memory = device["addr"], answer["memory_mib"]
-    used, all_of = answer["used"], answer["multiprocessors"]
+    used, total = answer["used"], answer["multiprocessors"]
     what = (
         f"{addr} ({answer['name']}): got {memory} MiB of a budget of {budget} MiB, and {used} of "
-        f"{all_of or '?'} SMs at {percentage:g} %"
+        f"{total or '?'} SMs at {percentage:g} %"
     )
     if answer["mps"] == 0:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
@@ -115,14 +116,14 @@ def _judged(device: DeviceDetails, answer: DeviceProbe) -> Finding:
     if answer["over_budget"] or memory > budget:
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
         return problem(f"{what}; it got more than its budget", hint)
-    # Releases differ in whether a client's own count of SMs is already that of its share.
-    if all_of and percentage < 100 and math.ceil(all_of * percentage / 100) < used < all_of:
+    # Releases differ in whether the number of SMs that a client reports is already its share.
+    if total and percentage < 100 and math.ceil(total * percentage / 100) < used < total:
         return problem(f"{what}; it got more than its budget", "see the limits: yunion-mps status")
     return ok(what)
 
 
 def _other_user(host: Host, domain: str) -> str:
-    """The other user whose jobs the domain's server serves; empty if there is none."""
+    """Return the other user whose jobs the domain's server serves; empty if there is none."""
     for one in host.status()["domains"]:
         if one["name"] == domain and one["pid"]:
             for pid in server_pids(one["pid"]):
@@ -132,11 +133,11 @@ def _other_user(host: Host, domain: str) -> str:
     return ""
 
 
-def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> DeviceProbe | Failure | None:
-    """What the program prints; None if that does not come in time."""
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT}
-    # Nothing of ours stays in a home directory.
-    environment = {**kept, **variables, "CUDA_CACHE_DISABLE": "1"}
+def _run_client(variables: dict[str, str], over_mib: int, timeout_s: float) -> DeviceProbe | Failure | None:
+    """Return what the program prints; None if that takes longer than `timeout_s`."""
+    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED}
+    # Leave no cache in a home directory.
+    environment = {**inherited, **variables, "CUDA_CACHE_DISABLE": "1"}
     argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
     status, text = outcome_of(argv, timeout_s, environment=environment)
     if status is None:

@@ -1,4 +1,4 @@
-"""What a program's variables mean for MPS, and what `docker run` gives a container. Pure."""
+"""The meaning of a program's variables for MPS, and of `docker run`'s options. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.config.document import nearest_key
-from yunion_mps.doctor.host import Finding, problem, warning
+from yunion_mps.doctor.checks import Finding, problem, warning
 from yunion_mps.models import CDI_KIND, DomainPlan
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
@@ -16,7 +16,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
-#: Those that decide what a client of MPS gets (NVIDIA's MPS documentation, its appendix).
+#: Variables that decide what an MPS client gets (appendix of NVIDIA's MPS documentation).
 RELEVANT = (
     PIPE,
     VISIBLE,
@@ -28,7 +28,7 @@ RELEVANT = (
     "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-#: Variables of others that look like them, and are no mistakes.
+#: Other programs' variables that only look like misspellings.
 _OTHERS = (
     "NVIDIA_VISIBLE_DEVICES",
     "CUDA_DEVICE_WAITS_ON_EXCEPTION",
@@ -41,13 +41,13 @@ _OTHERS = (
 _LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
-_HOW = (
+_START_HINT = (
     'start it with: yunion-mps run COMMAND; or set the variables of a device: eval "$(yunion-mps env DEVICE)"'
 )
 
 
 def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that no program reads, and that were likely meant to be another."""
+    """Find variables that no program reads and that were likely meant to be others."""
     for name in sorted(variables):
         if name in RELEVANT or name in _OTHERS:
             continue
@@ -59,72 +59,72 @@ def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
             yield warning(f"{name} is not a known MPS variable", f"known variables: {real}")
 
 
-def values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
-    """What a client of the domain gets otherwise than was likely meant."""
-    seen = _seen(variables.get(VISIBLE), domain)
-    yield from _visible(variables, domain)
-    yield from _order(variables, domain)
-    yield from _memory(variables.get(MEMORY), seen, domain)
-    yield from _threads(variables.get(THREADS), domain)
+def check_values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
+    """Find values that give a client of the domain something other than was likely meant."""
+    visible = _visible_gpus(variables.get(VISIBLE), domain)
+    yield from _check_visible(variables, domain)
+    yield from _check_order(variables, domain)
+    yield from _check_memory(variables.get(MEMORY), visible, domain)
+    yield from _check_threads(variables.get(THREADS), domain)
 
 
-def no_place(variables: Mapping[str, str], default: str, served: Sequence[str]) -> Finding:
-    """The finding for an environment whose pipe directory is none of ours."""
-    place = variables.get(PIPE)
-    if place is None:
+def not_served(variables: Mapping[str, str], default: str, served: Sequence[str]) -> Finding:
+    """Return the finding for a pipe directory that none of our control daemons serves."""
+    directory = variables.get(PIPE)
+    if directory is None:
         what = f"{PIPE} is not set: it looks in {default}, which no yunion-mps control daemon serves"
     else:
         what = (
-            f"{PIPE} is {place}, which no yunion-mps control daemon serves (they serve "
+            f"{PIPE} is {directory}, which no yunion-mps control daemon serves (they serve "
             f"{' and '.join(served)})"
         )
     what += "; it runs without limits, or fails because the GPU is in mode Exclusive_Process"
-    return problem(what, _HOW)
+    return problem(what, _START_HINT)
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def _seen(visible: str | None, domain: DomainPlan) -> list[str]:
-    """The UUIDs of the GPUs that it sees, in its own order; CUDA stops at the first that it does not know."""
+def _visible_gpus(visible: str | None, domain: DomainPlan) -> list[str]:
+    """Return the UUIDs of the visible GPUs in the program's order; CUDA stops at the first unknown entry."""
     if visible is None:
         return list(domain.gpu_uuids)
     found: list[str] = []
     for word in _words(visible):
-        uuid = _one(word, domain)
+        uuid = _find_gpu(word, domain)
         if uuid is None:
             break
         found.append(uuid)
     return found
 
 
-def _one(word: str, domain: DomainPlan) -> str | None:
+def _find_gpu(word: str, domain: DomainPlan) -> str | None:
     if word.isdigit():
         return domain.gpu_uuids[int(word)] if int(word) < len(domain.gpu_uuids) else None
     return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
 
 
-def _visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
+def _check_visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     text = variables.get(VISIBLE)
     if text is None:
         if len(domain.gpu_uuids) > 1:
             what = f"{VISIBLE} is not set: it sees all {len(domain.gpu_uuids)} GPUs of its control daemon"
-            yield warning(what, _HOW)
+            yield warning(what, _START_HINT)
         return
     words = _words(text)
-    unknown = [word for word in words if domain.gpu_uuids and _one(word, domain) is None]
+    unknown = [word for word in words if domain.gpu_uuids and _find_gpu(word, domain) is None]
     if any(word.startswith("MIG-") for word in words):
-        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", _HOW)
+        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", _START_HINT)
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
-        yield problem(f"{what}, so CUDA ignores it and every entry after it", _HOW)
+        yield problem(f"{what}, so CUDA ignores it and every entry after it", _START_HINT)
     elif any(word.isdigit() for word in words):
         what = f"{VISIBLE} is {text!r}: with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
-        yield warning(what, f"name GPUs by UUID: {','.join(_seen(text, domain))}")
+        yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
 
 
-def _order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
+def _check_order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     text = variables.get(ORDER)
     if text not in (None, "PCI_BUS_ID", "FASTEST_FIRST"):
         yield problem(f"{ORDER} is {text!r}, which is not a valid value", f"write {ORDER}=PCI_BUS_ID")
@@ -136,7 +136,7 @@ def _order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding
         yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
 
 
-def _memory(text: str | None, seen: Sequence[str], domain: DomainPlan) -> Iterator[Finding]:
+def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) -> Iterator[Finding]:
     if text is None:
         return
     limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
@@ -146,16 +146,16 @@ def _memory(text: str | None, seen: Sequence[str], domain: DomainPlan) -> Iterat
             yield problem(what, f"write whole numbers without spaces or quotes: {MEMORY}=0=5760M")
             continue
         number, _, size = entry.partition("=")
-        if domain.gpu_uuids and int(number) >= len(seen):
+        if domain.gpu_uuids and int(number) >= len(visible):
             what = (
-                f"{MEMORY} is {text!r}: there is no GPU {number}, because it sees {len(seen)} GPUs, "
+                f"{MEMORY} is {text!r}: there is no GPU {number}, because it sees {len(visible)} GPUs, "
                 "numbered from 0"
             )
             yield problem(
                 f"{what}; one such entry disables all limits", "number the GPUs that it sees from 0"
             )
             continue
-        limit = limits.get(seen[int(number)]) if int(number) < len(seen) else None
+        limit = limits.get(visible[int(number)]) if int(number) < len(visible) else None
         if limit is not None and _mib(size) > limit:
             what = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
             yield warning(f"{what}, so it gets {limit} MiB", "a client can only lower its limit")
@@ -167,7 +167,7 @@ def _mib(size: str) -> float:
     return int(digits) * _MIB[unit] if unit in _MIB else int(digits) / (1 << 20)
 
 
-def _threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
+def _check_threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
     if text is None:
         return
     try:
@@ -192,59 +192,59 @@ def starts_container(words: Sequence[str]) -> bool:
 
 
 def device_in(words: Sequence[str]) -> str:
-    """Our device that it is given by CDI, with all that it needs; empty if it is given none."""
-    given = (text.partition("=") for text in _values(words, "--device"))
-    return next((name for kind, _, name in given if kind == CDI_KIND), "")
+    """Return our device that the container gets by CDI, with all that it needs; empty if there is none."""
+    options = (text.partition("=") for text in _option_values(words, "--device"))
+    return next((name for kind, _, name in options if kind == CDI_KIND), "")
 
 
-def variables_in(words: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """The variables that it gives its container, the pipe directory as the host names it."""
+def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the container's variables, with the pipe directory's path on the host."""
     found = {}
-    for text in _values(words, "-e", "--env"):
+    for text in _option_values(words, "-e", "--env"):
         name, equals, value = text.partition("=")
-        if equals or name in own:
-            found[name] = value if equals else own[name]
-    place = os.path.normpath(found.get(PIPE, ""))
+        if equals or name in environ:
+            found[name] = value if equals else environ[name]
+    directory = os.path.normpath(found.get(PIPE, ""))
     for host_side, container_side in _mounts(words):
-        if PIPE in found and (place == container_side or place.startswith(f"{container_side}/")):
-            found[PIPE] = host_side + place[len(container_side) :]
+        if PIPE in found and (directory == container_side or directory.startswith(f"{container_side}/")):
+            found[PIPE] = host_side + directory[len(container_side) :]
     return found
 
 
-def shared(words: Sequence[str]) -> list[Finding]:
-    """What client and server must share, and do not."""
+def sharing_problems(words: Sequence[str]) -> list[Finding]:
+    """Find what client and server must share, and do not."""
     mounts = _mounts(words)
     found = []
-    if "host" not in _values(words, "--ipc") and not any(here == _SHM for here, _ in mounts):
+    if "host" not in _option_values(words, "--ipc") and not any(source == _SHM for source, _ in mounts):
         what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
         found.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
-    given = dict(text.partition("=")[::2] for text in _values(words, "-e", "--env"))
-    place = os.path.normpath(given.get(PIPE) or "/")
-    if place != "/" and not any(f"{place}/".startswith(f"{there}/") for _, there in mounts):
-        found.append(problem(f"the container does not see {place}", f"add -v {place}:{place}"))
+    options = dict(text.partition("=")[::2] for text in _option_values(words, "-e", "--env"))
+    directory = os.path.normpath(options.get(PIPE) or "/")
+    if directory != "/" and not any(f"{directory}/".startswith(f"{target}/") for _, target in mounts):
+        found.append(problem(f"the container does not see {directory}", f"add -v {directory}:{directory}"))
     return found
 
 
 def _mounts(words: Sequence[str]) -> list[tuple[str, str]]:
-    """The directories of the host, and where the container has them."""
+    """Return the mounted directories, as (path on the host, path in the container)."""
     found = []
-    for text in _values(words, "-v", "--volume"):
+    for text in _option_values(words, "-v", "--volume"):
         parts = text.split(":")
         if len(parts) > 1:
             found.append((os.path.normpath(parts[0]), os.path.normpath(parts[1])))
-    for text in _values(words, "--mount"):
-        given = dict(part.partition("=")[::2] for part in text.split(","))
-        here, there = given.get("source", given.get("src")), given.get("target", given.get("dst"))
-        if here and there:
-            found.append((os.path.normpath(here), os.path.normpath(there)))
+    for text in _option_values(words, "--mount"):
+        options = dict(part.partition("=")[::2] for part in text.split(","))
+        source, target = options.get("source", options.get("src")), options.get("target", options.get("dst"))
+        if source and target:
+            found.append((os.path.normpath(source), os.path.normpath(target)))
     return found
 
 
-def _values(words: Sequence[str], *options: str) -> Iterator[str]:
-    """What is given with the options, as `--env X=1`, `--env=X=1` and `-eX=1` have it."""
-    for place, word in enumerate(words):
+def _option_values(words: Sequence[str], *options: str) -> Iterator[str]:
+    """Yield the values of options written as `--env X=1`, `--env=X=1` or `-eX=1`."""
+    for index, word in enumerate(words):
         if word in options:
-            yield from words[place + 1 : place + 2]
+            yield from words[index + 1 : index + 2]
         for option in options:
             long = option.startswith("--")
             if word.startswith(f"{option}=") or (not long and word.startswith(option) and word != option):

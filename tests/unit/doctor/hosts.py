@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.doctor.host import Finding, Host, Lazy
-from yunion_mps.doctor.report import OF_THE_HOST, findings_of
+from yunion_mps.doctor.checks import Finding, findings_of
+from yunion_mps.doctor.host import Host, Lazy
+from yunion_mps.doctor.report import HOST_CHECKS
 from yunion_mps.errors import DriverError, UnreachableError
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.paths import Paths
@@ -17,7 +18,7 @@ from yunion_mps.service.queries import Queries
 from unit import builders
 
 DRIVER = "535.261.03"
-CHECKS = {check.name: check for check in OF_THE_HOST}
+CHECKS = {check.name: check for check in HOST_CHECKS}
 
 
 def _no_driver() -> Any:

@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.host import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
-from yunion_mps.doctor.report import OF_THE_HOST, Report, checks, run
+from yunion_mps.doctor.checks import Check, Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host, Lazy
+from yunion_mps.doctor.report import HOST_CHECKS, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
@@ -49,7 +50,7 @@ def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> No
         ended.wait(60)
         return []
 
-    found = run([Check("bad", HOST_ERROR, hangs, times=0.01), GOOD], host)
+    found = run([Check("bad", HOST_ERROR, hangs, timeout_factor=0.01), GOOD], host)
     ended.set()
     assert [line.check for line in found.lines] == ["bad", "good"]
     assert found.lines[0].finding.what == "no result within 0.3 s"
@@ -94,9 +95,9 @@ def test_the_worst_comes_first(host: Host) -> None:
 
 
 def test_each_check_of_the_host_has_a_code_of_the_table() -> None:
-    for one in OF_THE_HOST:
+    for one in HOST_CHECKS:
         assert one.code in CODES, one.name
-        assert one.well not in CODES, one.name
+        assert one.all_clear not in CODES, one.name
 
 
 def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
@@ -123,9 +124,9 @@ def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
 def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:
     every = checks({}, 1, ("true",), selftest_too=True)
     names = {check.name for check in every}
-    assert len(OF_THE_HOST) == len({check.name for check in OF_THE_HOST})
+    assert len(HOST_CHECKS) == len({check.name for check in HOST_CHECKS})
     page = (CHECKOUT / "docs/troubleshoot.md").read_text()
     rows = [line.split(" | ")[0][2:] for line in page.splitlines() if line[:2] == "| "]
     listed = rows[rows.index("check") + 1 :]
     assert set(listed) == names
-    assert listed[: len(OF_THE_HOST)] == [check.name for check in OF_THE_HOST]
+    assert listed[: len(HOST_CHECKS)] == [check.name for check in HOST_CHECKS]

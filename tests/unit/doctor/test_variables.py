@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.doctor import variables
-from yunion_mps.doctor.variables import device_in, misspelt, no_place, shared, values, variables_in
+from yunion_mps.doctor.variables import (
+    check_values,
+    device_in,
+    misspelt,
+    not_served,
+    sharing_problems,
+    variables_in,
+)
 from yunion_mps.models import DomainPlan, PlannedGpu
 
 FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
@@ -56,7 +63,7 @@ def test_others_variables_are_no_mistakes(name: str) -> None:
 @pytest.mark.parametrize("domain", [ONE, TWO])
 def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
     right = {**RIGHT, "CUDA_VISIBLE_DEVICES": domain.gpu_uuids[-1]}
-    assert [*misspelt(right), *values(right, domain)] == []
+    assert [*misspelt(right), *check_values(right, domain)] == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
     changed: dict[str, str | None], level: str, words: str
 ) -> None:
     given = {name: value for name, value in {**RIGHT, **changed}.items() if value is not None}
-    found = [one for one in values(given, TWO) if words in one.what]
+    found = [one for one in check_values(given, TWO) if words in one.what]
     assert [one.level for one in found] == [level]
     assert found[0].hint
 
@@ -94,21 +101,21 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
 @pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}])
 def test_numbers_without_the_order_of_pci_addresses_are_found(order: dict[str, str]) -> None:
     given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps", **order}
-    assert any("CUDA numbers GPUs from the fastest" in one.what for one in values(given, TWO))
-    assert not any("fastest" in one.what for one in values(given, ONE))
+    assert any("CUDA numbers GPUs from the fastest" in one.what for one in check_values(given, TWO))
+    assert not any("fastest" in one.what for one in check_values(given, ONE))
 
 
 def test_limits_in_any_unit_that_is_known_are_compared() -> None:
     for text in ("0=5G", "0=5760MB", "0=5898240K", "0=1000000000"):
-        assert list(values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO)) == []
+        assert list(check_values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO)) == []
 
 
 def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
-    found = no_place({}, "/tmp/nvidia-mps", ["/run/mps"])
+    found = not_served({}, "/tmp/nvidia-mps", ["/run/mps"])
     assert found.level == "problem"
     assert "it looks in /tmp/nvidia-mps, which no yunion-mps control daemon serves" in found.what
     assert "yunion-mps run COMMAND" in found.hint
-    other = no_place({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
+    other = not_served({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what
 
 
@@ -140,20 +147,20 @@ def test_a_container_gets_only_the_variables_that_are_given_to_it() -> None:
 def test_its_pipe_directory_is_the_one_of_the_host_that_is_mounted_there(mount: str) -> None:
     command = f"docker run --ipc=host {mount} -e CUDA_MPS_PIPE_DIRECTORY=/mps/pipe image".split()
     assert variables_in(command, {})["CUDA_MPS_PIPE_DIRECTORY"] == "/host/pipe"
-    assert shared(command) == []
+    assert sharing_problems(command) == []
 
 
 def test_a_pipe_directory_that_is_not_mounted_is_found() -> None:
     command = "docker run --ipc host -v /data:/data -e CUDA_MPS_PIPE_DIRECTORY=/mps image"
-    (found,) = shared(command.split())
+    (found,) = sharing_problems(command.split())
     assert (found.what, found.hint) == ("the container does not see /mps", "add -v /mps:/mps")
 
 
 @pytest.mark.parametrize("sharing", ["--ipc=host", "--ipc host", "-v /dev/shm:/dev/shm"])
 def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
-    (found,) = shared(["docker", "run", "image"])
+    (found,) = sharing_problems(["docker", "run", "image"])
     assert "private /dev/shm" in found.what
-    assert shared(f"docker run {sharing} image".split()) == []
+    assert sharing_problems(f"docker run {sharing} image".split()) == []
 
 
 @pytest.mark.parametrize("option", ["--device yunion.io/mps=00:06.0-1", "--device=yunion.io/mps=00:06.0-1"])
