@@ -281,15 +281,21 @@ def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> N
 def list_leases(output: str) -> None:
     """List the leases of all users, with their devices, budgets and holders, and the requests that wait.
 
+    A lease is in use, over budget, idle (no process uses its devices), unavailable (as its devices are) or
+    pending (the new division of its GPU waits for it to end).
+
     \b
     Examples:
       yunion-mps lease list
       yunion-mps lease list --output wide
     """
-    from yunion_mps.cli.leases import FIELDS, leases_text
+    from yunion_mps.cli.leases import FIELDS, leases_text, with_states
+    from yunion_mps.cli.who import ask_clients_soon
 
-    answer = call(GET_LEASES)
-    rows = [fields(one, FIELDS) for one in answer["leases"]]
+    found, clients = call(GET_LEASES), ask_clients_soon()
+    leases = with_states(found["leases"], clients, listed_devices())
+    answer = {**found, "leases": leases, "errors": clients["errors"]}
+    rows = [fields(one, FIELDS) for one in leases]
     show(answer, output, FIELDS, rows, lambda: leases_text(answer, wide=output == "wide"))
 
 
@@ -307,9 +313,12 @@ def show_lease(lease: str, output: str) -> None:
       yunion-mps lease show 7c1f0e7a
     """
     found = call(GET_LEASE, lease=_one_lease(lease))
-    from yunion_mps.cli.leases import lease_text
+    from yunion_mps.cli.leases import lease_text, with_states
+    from yunion_mps.cli.who import ask_clients_soon
 
-    show_pairs(found, output, lambda: lease_text(found, listed_devices()))
+    (shown,) = with_states([found], ask_clients_soon(), listed_devices())
+    state = (shown["state"] or "unknown") + (f" ({shown['reason']})" if shown["reason"] else "")
+    show_pairs(shown, output, lambda: lease_text(found, state))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.cli.devices import described, environment_text
-from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, table
-from yunion_mps.cli.who import unavailable_gpus, waiting_text
-from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
+from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, notes, table, wrapped
+from yunion_mps.cli.who import reasons_by_gpu, waiting_text
+from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, holdings, in_container
+from yunion_mps.overview.host import IDLE, lease_states
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseList, LeaseRecord
+    from yunion_mps.answers import ClientList, Device, LeaseRecord
+
+Json = dict[str, Any]
 
 #: The fields of a lease in CSV.
 FIELDS = (
-    "id", "name", "binding", "devices", "gpus", "memory", "thread_percentage", "user", "pid", "command",
-    "container", "since", "expires", "budget_enforced", "cdi",
-    "memory_peak", "sm_utilization",
+    "id", "name", "state", "reason", "binding", "devices", "gpus", "memory", "thread_percentage", "user",
+    "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak",
+    "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
     Column("LEASE", lambda one: one["id"][:ID_LENGTH]),
     Column("DEVICES", "devices", short=lambda one: folded_addresses(one["devices"])),
     Column("MEMORY", lambda one: mib(sum(one["memory"])), numeric=True, drop=1),
-    Column("SM %", "thread_percentage", numeric=True, drop=3),
+    Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
     Column("HOLDER", lambda one: holder_of(one)),
+    Column("STATE", "state"),
     Column("AGE", lambda one: age_of(one["since"]), drop=2),
-    Column("EXPIRES IN", lambda one: _expires(one), drop=4),
+    Column("EXPIRES", lambda one: _expires(one), drop=4),
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
@@ -39,34 +43,46 @@ _COLUMNS = (
 )
 
 
-def leases_text(answer: LeaseList, *, wide: bool) -> str:
-    """A table of the leases, and the requests that wait."""
-    return table(_COLUMNS, answer["leases"], none="No leases.", wide=wide) + waiting_text(answer["waiting"])
+def with_states(leases: Sequence[LeaseRecord], clients: ClientList, devices: Sequence[Device]) -> list[Json]:
+    """The leases, each with its state and, if its devices are unavailable or pending, the reason.
 
-
-def lease_text(lease: LeaseRecord, devices: Iterable[Device] = ()) -> str:
-    """What it is, and the environment in lines that can be copied as they are.
-
-    `devices` are those of the host, of which the lease's may be unavailable.
+    If not all clients are known, a lease that seems idle may be in use: its state is None.
     """
-    broken = unavailable_gpus(one for one in devices if one["addr"] in lease["devices"])
-    reasons = "; ".join(f"GPU {gpu}: {reason}" for gpu, reason in broken)
+    states = lease_states(holdings(devices, leases, clients["clients"]))
+    seeming = {IDLE: None} if clients["errors"] else {}
+    known = {one["addr"]: one for one in devices}
+    found = []
+    for lease in leases:
+        state = states[lease["id"]]
+        own = reasons_by_gpu(known[name] for name in lease["devices"] if name in known)
+        reason = "; ".join(f"GPU {gpu}: {why}" for gpu, why in own)
+        found.append({**lease, "state": seeming.get(state, state), "reason": reason})
+    return found
+
+
+def leases_text(answer: Mapping[str, Any], *, wide: bool) -> str:
+    """A table of the leases, why some are unavailable or pending, the requests that wait, what is unknown."""
+    text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
+    text += "".join(dict.fromkeys(wrapped(one["reason"]) for one in answer["leases"] if one["reason"]))
+    return text + waiting_text(answer["waiting"]) + notes(("Incomplete", one) for one in answer["errors"])
+
+
+def lease_text(lease: LeaseRecord, state: str = "") -> str:
+    """What it is, and the environment in lines that can be copied as they are."""
     enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",
         "container": f"with its container ({lease['container'] or lease['pid']})",
     }
-    expires = (
-        lease["expires"] and f"at {date_and_time(lease['expires'])} (in {_expires(lease)}), unless renewed"
-    )
+    expires = lease["expires"] and f"at {date_and_time(lease['expires'])} ({_expires(lease)}), unless renewed"
     peak_mib = _sum(lease["memory_peak"])
     lines = {
         "Lease": lease["id"],
         "Holder": holder_of(lease),
         "Command": in_container(lease["container"], lease["command"] or ""),
         "Devices": ", ".join(lease["devices"]),
-        **({"State": f"unavailable ({reasons})"} if reasons else {}),
+        **({"State": state} if state else {}),
         "Budget": f"{sum(lease['memory'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + enforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
@@ -92,5 +108,5 @@ def _most(percent_by_device: Sequence[int | None]) -> int | None:
 
 
 def _expires(lease: Mapping[str, Any]) -> str | None:
-    """How long it lives unless it is renewed; None if it does not end by time."""
-    return None if lease["expires"] is None else age(seconds(lease["expires"]) - time.time())
+    """`in 50m`: when it ends unless it is renewed; None if it does not end by time."""
+    return None if lease["expires"] is None else f"in {age(seconds(lease['expires']) - time.time())}"

@@ -19,7 +19,7 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.enums import SERVER_FAULT
+from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES
@@ -33,7 +33,7 @@ from yunion_mps.overview.holdings import (
     holdings,
     in_container,
 )
-from yunion_mps.overview.host import UNAVAILABLE, state_of
+from yunion_mps.overview.host import state_of
 from yunion_mps.reasons import CLIENT_WAITING, hint_of
 
 if TYPE_CHECKING:
@@ -138,18 +138,16 @@ def who(clients_only: bool, output: str) -> None:
     }
     rows = [fields(use, _FIELDS) for use in uses]
     used = {address for holding in found for address in holding.devices}
-    reasons = unavailable_gpus(one for one in devices if one["addr"] in used)
+    reasons = reasons_by_gpu(one for one in devices if one["addr"] in used and one["state"] == UNAVAILABLE)
     show(
         answer, output, _FIELDS, rows,
         lambda: _who_text(answer, wrong, wide=output == "wide") + notes(reasons),
     )  # fmt: skip
 
 
-def unavailable_gpus(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
-    """Each GPU on which one of the devices is unavailable, with the reason."""
-    return dict.fromkeys(
-        (gpu_of(one["addr"]), one["reason"]) for one in devices if one["state"] == "unavailable"
-    )
+def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
+    """Each GPU with a device that is unavailable or pending, with the reason."""
+    return dict.fromkeys((gpu_of(one["addr"]), one["reason"]) for one in devices if one["reason"])
 
 
 def _uses(holding: Holding) -> list[Json]:

@@ -216,6 +216,7 @@ def _joined(first: Holding, second: Holding) -> Holding:
         devices=first.devices + second.devices,
         budget_mib=None if None in budgets else sum(budget or 0 for budget in budgets),
         available=first.available and second.available,
+        pending=first.pending or second.pending,
     )
 
 

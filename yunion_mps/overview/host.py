@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from yunion_mps.enums import PENDING, UNAVAILABLE
 from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded, with_hints
 from yunion_mps.overview.holdings import ID_LENGTH, Holding, holdings, in_container, memory_by_gpu
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 #: The states of a part of a GPU.
-FREE, NO_ROOM, UNAVAILABLE, IDLE, IN_USE = "free", "no room", "unavailable", "idle", "in use"
+FREE, NO_ROOM, IDLE, IN_USE = "free", "no room", "idle", "in use"
 OVER, OUTSIDE_MPS, NO_DEVICE = "over budget", "outside MPS", "no device"
+#: The states of a lease. It has the first of those that its devices have.
+_LEASE_STATES = (UNAVAILABLE, OVER, PENDING, IN_USE, IDLE)
 
 _COMMAND_LENGTH = 200
 _MAX_WAITING = 5
@@ -135,6 +138,16 @@ def state_of(one: Holding) -> str:
     if one.in_use:
         return IN_USE if one.processes else IDLE
     return FREE if one.free else NO_ROOM if one.pending else UNAVAILABLE
+
+
+def lease_states(held: Iterable[Holding]) -> dict[str, str]:
+    """The state of each lease, by its id."""
+    found: dict[str, set[str]] = {}
+    for one in held:
+        if one.lease:
+            states = {state_of(one)} if one.available else {UNAVAILABLE}
+            found.setdefault(one.lease["id"], set()).update(states, {PENDING} if one.pending else ())
+    return {lease: min(states, key=_LEASE_STATES.index) for lease, states in found.items()}
 
 
 def _cut(command: str) -> str:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import Holding, filled
-from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
+from yunion_mps.overview.host import FREE, Answers, HostOverview, state_of
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
