@@ -82,7 +82,7 @@ class Rpm(Family):
         here = self.machine.run(
             "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"
         ).stdout.strip()
-        provides = [f"python(abi) = {here}", "libc.so.6(GLIBC_2.7)(64bit)", "/bin/sh"]
+        provides = [f"python(abi) = {here}", "/bin/sh"]
         provides += ["coreutils", "sed", "grep", "findutils", "systemd", "util-linux"]
         self.machine.run("mkdir", "-p", *_FOLDERS)
         self._rpm("--initdb")

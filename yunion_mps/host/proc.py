@@ -7,7 +7,9 @@ import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection
+from functools import cache
 from typing import NamedTuple
 
 from yunion_mps.errors import ShortageError
@@ -59,6 +61,18 @@ def started_ticks(pid: int) -> int | None:
     return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
 
 
+def started_s(pid: int) -> float | None:
+    """Return when the process started, in s since 1970, the same at every call; None also for a zombie."""
+    ticks = started_ticks(pid)
+    return None if ticks is None else _booted_s() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+@cache
+def _booted_s() -> float:
+    """Return when the host booted, in s since 1970; read once, because the clock may be corrected later."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def is_exiting(pid: int, proc: str = "/proc") -> bool:
     """Whether the process is exiting, is a zombie or is gone.
 
@@ -85,9 +99,9 @@ def name_of(pid: int) -> str:
     return decoded(_read(pid, "comm").removesuffix(b"\n"))
 
 
-def command_of(pid: int) -> str:
-    """Return the command line, truncated to 100 characters."""
-    return decoded(_read(pid, "cmdline", 400).replace(b"\0", b" ").strip())[:100]
+def command_of(pid: int, most: int = 100) -> str:
+    """Return the command line, truncated to `most` characters."""
+    return decoded(_read(pid, "cmdline", 4 * most).replace(b"\0", b" ").strip())[:most]
 
 
 def program_of(pid: int) -> str:

@@ -13,7 +13,15 @@ from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name, variable_of
+from yunion_mps.host.proc import (
+    command_of,
+    name_of,
+    started_s,
+    started_ticks,
+    uid_of,
+    user_name,
+    variable_of,
+)
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import processes_of_xids
@@ -341,16 +349,11 @@ def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Colle
 
 def _process_json(pid: int) -> answers.ProcessFields:
     """The process's details from the kernel; all but the PID are None if it has ended."""
-    import psutil
-
-    uid = uid_of(pid)
-    about: answers.ProcessFields = {"pid": pid, "uid": uid, "user": None, "command": None, "started": None}
-    if uid is not None:
-        about["user"] = user_name(uid)
-        try:
-            process = psutil.Process(pid)
-            about["command"] = printable(" ".join(process.cmdline()) or process.name())[:500]
-            about["started"] = rfc3339(process.create_time())
-        except psutil.Error:
-            return about
-    return about
+    uid, begun_s = uid_of(pid), started_s(pid)
+    return {
+        "pid": pid,
+        "uid": uid,
+        "user": None if uid is None else user_name(uid),
+        "command": command_of(pid, 500) or name_of(pid) or None,
+        "started": None if begun_s is None else rfc3339(begun_s),
+    }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import revision
 from yunion_mps.errors import YunionError
-from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
@@ -269,7 +269,7 @@ class MetricsCollector:
             # In this order, so that a process that starts between the two calls counts as an MPS client.
             memory, through_mps = nvml.processes(), nvml.mps_clients()
             served = tuple(
-                ServedDomain(plan.name, plan.gpu_uuids, servers, _started_s(pid))
+                ServedDomain(plan.name, plan.gpu_uuids, servers, started_s(pid) if pid else None)
                 for plan, servers, pid in domains
             )
             servers = {pid for one in served for pid in one.servers}
@@ -281,12 +281,3 @@ class MetricsCollector:
             return host_usage(seen, known.budgets)
 
         return await on_thread(work)
-
-
-def _started_s(pid: int | None) -> float | None:
-    import psutil
-
-    try:
-        return psutil.Process(pid).create_time() if pid else None
-    except psutil.Error:
-        return None

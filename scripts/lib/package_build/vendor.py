@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: Which of several published files is taken: pure Python, or C for the stable ABI and an old glibc.
+#: Which of several published files is taken: the one for the oldest Python.
 _WANTED = [
     *("--python-version", "3.9", "--implementation", "cp", "--abi", "cp39", "--abi", "abi3", "--abi", "none"),
     *("--platform", "manylinux2014_x86_64", "--platform", "any"),
@@ -40,8 +40,6 @@ COMPONENTS = (
         r"|openmetrics/(__init__|exposition)\.py)",
         "Apache-2.0",
     ),
-    # Without the halves for other systems.
-    Component("psutil", r"psutil/((__init__|_common|_ntuples|_pslinux|_psposix)\.py|.+\.so)", "BSD-3-Clause"),
     Component("pyyaml", r"yaml/.+\.py", "MIT"),
     Component("sdnotify", r"sdnotify/__init__\.py", "MIT"),
 )

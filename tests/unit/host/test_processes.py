@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.host.proc import environment_of, program_of, variable_of
+from yunion_mps.host.proc import environment_of, program_of, started_s, started_ticks, variable_of
 from yunion_mps.host.processes import Process, describe_exit, find_program, spawn
 
 PATIENCE_MS = 60_000
@@ -143,6 +143,17 @@ def test_a_child_that_is_adopted_is_reaped_by_its_new_parent(null: int) -> None:
     assert started.status() == -1000, "somebody else has taken note of its end"
     process.close()
     started.close()
+
+
+def test_the_start_of_a_process_is_known_until_its_end(null: int) -> None:
+    child = start("exec sleep 1000", {"PATH": "/usr/bin:/bin"}, null)
+    own_s, child_s = started_s(os.getpid()), started_s(child.pid)
+    assert own_s is not None
+    assert child_s is not None
+    ticks = (started_ticks(child.pid) or 0) - (started_ticks(os.getpid()) or 0)
+    assert child_s - own_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
+    child.kill()
+    assert started_s(child.pid) is None
 
 
 def test_a_process_that_is_gone_cannot_be_adopted() -> None:
