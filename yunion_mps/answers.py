@@ -98,11 +98,9 @@ class Gpu(TypedDict):
     name: str | None
     addr: GpuAddress
     pci_address: Annotated[GpuAddress, Field("The full PCI address.")]
-    memory_total: Mib | None
-    memory_free: Annotated[
-        Mib | None, Field("MiB that can still be leased; null unless its memory is leased in units.")
-    ]
-    memory_used: Annotated[Mib | None, Field("MiB in use, as nvidia-smi shows it.")]
+    memory_mib: Mib | None
+    memory_free_mib: Annotated[Mib | None, Field("Free to lease; null unless its memory is leased in units.")]
+    memory_used_mib: Annotated[Mib | None, Field("In use, as nvidia-smi shows it.")]
     utilization: Utilization | None
     temperature_c: Annotated[int | None, Field("In degrees Celsius.")]
     power_w: Annotated[float | None, Field("The power that it draws, in watts.", minimum=0)]
@@ -146,9 +144,9 @@ class Domain(TypedDict):
     pipe_directory: str
     log_directory: str
     gpus: Annotated[list[str], Field("UUIDs of its GPUs, in CUDA's order.")]
-    memory_limits: Annotated[
+    memory_limits_mib: Annotated[
         list[Mib | None],
-        Field("A client's default memory limit on each GPU in MiB; null if no longer configured."),
+        Field("A client's default memory limit on each GPU; null if no longer configured."),
     ]
     thread_percentage: Annotated[Percentage, Field("A client's default share of the SM threads.")]
 
@@ -228,7 +226,7 @@ class MinuteUse(TypedDict):
     """The usage of a GPU or a device; the devices of one lease are filled in turn."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
-    memory_used: MibByMinute
+    memory_used_mib: MibByMinute
     utilization: UtilizationByMinute
 
 
@@ -236,7 +234,7 @@ class Usage(TypedDict):
     """The usage by minute; the last value is the current minute. What is not listed was not used."""
 
     begin: Annotated[Time, Field("When the first minute began.")]
-    step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
+    step_s: Annotated[int, Field("Seconds from one number to the next.", const=60)]
     polled: PolledByMinute
     gpus: list[MinuteUse]
     devices: Annotated[list[MinuteUse], Field("By their processes' YUNION_MPS_DEVICE or leases.")]
@@ -302,9 +300,9 @@ class MpsClient(ProcessFields, ContainerFields):
     domain: Annotated[str, Field("The control daemon that serves it.")]
     device: Annotated[str | None, Field("Its device, by YUNION_MPS_DEVICE in its environment.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
-    memory_by_gpu: Annotated[list[Mib | None], Field("Its memory on each of these, in MiB.")]
-    memory_used: Annotated[Mib | None, Field("Its memory on all GPUs of its domain, in MiB.")]
-    sm_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
+    memory_by_gpu_mib: Annotated[list[Mib | None], Field("Its memory on each of these.")]
+    memory_used_mib: Annotated[Mib | None, Field("Its memory on all GPUs of its domain.")]
+    sm_utilization_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
 
 
 class WaitingClient(ProcessFields):
@@ -357,8 +355,8 @@ class LeaseRecord(HolderFields):
     id: Annotated[str, Field("A random UUID.")]
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
-    memory: Annotated[list[Mib], Field("Each device's memory in MiB.")]
-    memory_peak: Annotated[list[Mib | None], Field("Each device's highest memory use since the lease began.")]
+    memory_mib: Annotated[list[Mib], Field("Each device's memory.")]
+    memory_peak_mib: Annotated[list[Mib | None], Field("Each device's highest use since the lease began.")]
     sm_utilization: Annotated[UtilizationList, Field("The SM utilization of each device.")]
     thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]

@@ -123,9 +123,9 @@ def an_hour(event: Json) -> Json:
         gpu = name.rpartition("-")[0]
         gpus[gpu] = [a + b for a, b in zip(gpus.get(gpu, [0] * 60), curve_of_it)]
     return {
-        "begin": rfc3339(time.time() - 3600), "step": 60, "polled": [True] * 60,
-        "gpus": [{"addr": name, "memory_used": used} for name, used in gpus.items()],
-        "devices": [{"addr": name, "memory_used": used} for name, used in devices.items()],
+        "begin": rfc3339(time.time() - 3600), "step_s": 60, "polled": [True] * 60,
+        "gpus": [{"addr": name, "memory_used_mib": used} for name, used in gpus.items()],
+        "devices": [{"addr": name, "memory_used_mib": used} for name, used in devices.items()],
     }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def front_end_open_in_a_reload(scene: Scene) -> None:
         scene.strike(lambda: scene.daemon.signal(signal.SIGHUP))
         scene.is_told("another nvidia-cuda-mps-control is connected")
     scene.mend(lambda: None, "its end")
-    scene.serves_again(lambda: scene.domain["memory_limits"] == [8192])
+    scene.serves_again(lambda: scene.domain["memory_limits_mib"] == [8192])
     scene.budgets = ["8G", "50.0"]
 
 

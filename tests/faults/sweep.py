@@ -78,7 +78,7 @@ class Sweep:
             killed = self._wait_for_its_end() or killed
             self._next_daemon()
             assert self._scene.control == control
-            in_effect = self._scene.domain["memory_limits"]
+            in_effect = self._scene.domain["memory_limits_mib"]
             assert in_effect == [4096], (
                 f"not what the job's server has, after step {step}\n{self._scene.trouble()}"
             )

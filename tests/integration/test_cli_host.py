@@ -93,7 +93,7 @@ def test_gpus_says_what_nvidia_smi_says(ready: Daemon) -> None:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     told = ready.host.run(command, check=True).stdout.strip().split(", ")
     row = dict(zip(*rows(printed(ready.host, "gpus", "-o", "csv"))))
-    names = ("name", "uuid", "memory_total", "compute_mode")
+    names = ("name", "uuid", "memory_mib", "compute_mode")
     assert [f"00000000:{row['addr']}", *(row[name] for name in names)] == told
     assert (row["devices"], row["budget_enforced"], row["state"]) == ("4", "false", "available")
 

@@ -58,7 +58,7 @@ def planned(effect: str) -> str:
 
 def limits(daemon: Daemon) -> list[int]:
     (domain,) = daemon.status()["domains"]
-    return list(domain["memory_limits"])
+    return list(domain["memory_limits_mib"])
 
 
 def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:

@@ -119,7 +119,7 @@ def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
     assert limits(daemon, count, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown, memory)]
     (domain,) = daemon.status()["domains"]
     assert domain["gpus"] == [gpu.uuid for gpu in gpus], "CUDA's order is that of PCI addresses"
-    assert domain["memory_limits"] == memory
+    assert domain["memory_limits_mib"] == memory
     assert daemon.stop() == 0
     check_modes(daemon, gpus, "Default")
 

@@ -73,7 +73,7 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
     gpu = both[0].rpartition("-")[0]
 
     def hour() -> list[int]:
-        used = {one["addr"]: one["memory_used"] for one in daemon.get("/v1/usage")[1]["devices"]}
+        used = {one["addr"]: one["memory_used_mib"] for one in daemon.get("/v1/usage")[1]["devices"]}
         return [max(mib or 0 for mib in used.get(address, [0])) for address in both]
 
     with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": ",".join(both)}) as sleeper:
@@ -95,7 +95,7 @@ def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon
 
     def lease() -> list[object]:
         (one,) = daemon.get("/v1/leases")[1]["leases"]
-        return [one["memory_peak"], one["sm_utilization"]]
+        return [one["memory_peak_mib"], one["sm_utilization"]]
 
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "600"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
@@ -107,10 +107,10 @@ def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon
         assert value(daemon, "yunion_mps_device_sm_utilization_ratio", **device) == 0.37
         assert value(daemon, "yunion_mps_device_memory_peak_bytes", **device) == 3000 << 20
         (gpu,) = daemon.get("/v1/gpus")[1]["gpus"]
-        measured = [gpu[name] for name in ("utilization", "memory_used", "temperature_c", "power_w")]
+        measured = [gpu[name] for name in ("utilization", "memory_used_mib", "temperature_c", "power_w")]
         assert measured == [64, 3000, 55, 310.5]
         (client,) = daemon.get("/v1/clients?seen=true")[1]["clients"]
-        assert client["sm_by_gpu"] == [37]
+        assert client["sm_utilization_by_gpu"] == [37]
         host.gpus[0].add_process(job.pid, 1000, "M+C")
         eventually(lambda: daemon.polls() and lease() == [[3000], [None]], "another poll")
         daemon.kill()
@@ -135,7 +135,7 @@ def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: D
         assert value(daemon, "yunion_mps_device_memory_limit_bytes", **device) == 4096 << 20
         assert value(daemon, "yunion_mps_device_sm_limit_ratio", **device) == 0.25
         (row,) = json.loads(host.run(["yunion-mps", "who", "-o", "json"]).stdout)["uses"]
-        assert (row["memory_used"], row["memory_budget"]) == (3000, 4096)
+        assert (row["memory_used_mib"], row["memory_budget_mib"]) == (3000, 4096)
         job.kill()
 
 

@@ -116,7 +116,7 @@ def test_the_real_control_daemon_answers_the_limits(ready_daemon: Daemon) -> Non
     )
     assert answer == ["5G", "25.0"]
     (domain,) = ready_daemon.status()["domains"]
-    assert (domain["memory_limits"], domain["thread_percentage"]) == ([5760], 25.0)
+    assert (domain["memory_limits_mib"], domain["thread_percentage"]) == ([5760], 25.0)
 
 
 def test_a_client_of_a_device_gets_its_budget_in_the_environment(ready_daemon: Daemon) -> None:

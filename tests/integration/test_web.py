@@ -120,7 +120,7 @@ def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Serv
             assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
     for name in ("v1/leases", "v1/clients", "v1/devices", "v1/plan", "v1/openapi.json", "metrics", "../x"):
         assert ask(page, f"/{name}").status == 404
-    assert ask(page, "/v1/usage").json["step"] == 60
+    assert ask(page, "/v1/usage").json["step_s"] == 60
     assert ask(page, "/v1/events?limit=1").json["events"]
     assert ask(page, "/", "HEAD").body == b""
 

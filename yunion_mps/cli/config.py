@@ -31,7 +31,7 @@ _GPU_COLUMNS = (
     Column("GPU", "addr"),
     Column("NAME", "name", least=9, drop=5),
     Column("DEVICES", "devices", numeric=True),
-    Column("MEMORY", lambda gpu: mib(gpu["memory_limit"]), numeric=True, drop=1),
+    Column("MEMORY", lambda gpu: mib(gpu["memory_limit_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=2),
     Column("COMPUTE MODE", "compute_mode", drop=3),
     Column("DOMAIN", "domain", drop=4),
@@ -85,7 +85,11 @@ def _entry_json(entry: DeviceEntry) -> Json:
     shown: Json = {"path": entry.path}
     if entry.slices:
         shown["slices"] = [
-            {"memory": one.memory_mib, "thread_percentage": one.thread_percentage, "priority": one.priority}
+            {
+                "memory_mib": one.memory_mib,
+                "thread_percentage": one.thread_percentage,
+                "priority": one.priority,
+            }
             for one in entry.slices
         ]
     elif entry.memory_unit_mib:
@@ -120,7 +124,7 @@ def _short(key: str, value: object) -> str:
 
 def _entry_text(entry: Json) -> str:
     if "slices" in entry:
-        return ", ".join(f"{one['memory']} MiB" for one in entry["slices"])
+        return ", ".join(f"{one['memory_mib']} MiB" for one in entry["slices"])
     if "memory_unit" in entry:
         return f"units of {entry['memory_unit']} MiB"
     return str(entry["virtual_number"])
@@ -164,7 +168,7 @@ def plan_json(preflight: Preflight) -> Json:
                 "name": domain.name,
                 "pipe_directory": domain.pipe_directory,
                 "gpus": list(domain.gpu_uuids),
-                "memory_limits": list(domain.memory_limits_mib),
+                "memory_limits_mib": list(domain.memory_limits_mib),
                 "thread_percentage": domain.thread_percentage,
             }
             for domain in plan.domains
@@ -188,7 +192,7 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
         "name": gpu.name,
         "devices": len(devices),
         "division": describe_division(plan, gpu.uuid),
-        "memory_limit": memory_mib,
+        "memory_limit_mib": memory_mib,
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": domain,
@@ -216,6 +220,6 @@ def _plan_text(answer: Json) -> str:
 def _note(gpu: Json) -> str:
     if gpu["reason"]:
         return str(gpu["reason"])
-    uneven = gpu["division"] if gpu["memory_limit"] is None else ""
+    uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
     unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: the GPU is older than Volta"
     return "; ".join(filter(None, (uneven, unenforced)))

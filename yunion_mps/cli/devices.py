@@ -88,20 +88,20 @@ _CLOUDPODS = [
 _PAGE = 20
 
 _GPU_FIELDS = (
-    "addr", "name", "uuid", "memory_total", "memory_free", "devices", "budget_enforced", "state", "reason",
+    "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "state", "reason",
     "reason_code", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id", "numa_node",
-    "render_node", "index", "device_minor", "utilization", "memory_used", "temperature_c", "power_w",
+    "render_node", "index", "device_minor", "utilization", "memory_used_mib", "temperature_c", "power_w",
     "power_limit_w",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),
     Column("NAME", "name", least=9, drop=2),
-    Column("MEMORY", lambda one: mib(one["memory_total"]), numeric=True),
+    Column("MEMORY", lambda one: mib(one["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
     Column("ENFORCED", lambda one: one["budget_enforced"] if one["compute_capability"] else None, drop=1),
     Column("STATE", "state"),
     Column("UTIL %", "utilization", numeric=True, drop=3),
-    Column("USED", lambda one: mib(one["memory_used"]), numeric=True, wide=True, drop=5),
+    Column("USED", lambda one: mib(one["memory_used_mib"]), numeric=True, wide=True, drop=5),
     Column("TEMP C", "temperature_c", numeric=True, wide=True, drop=6),
     Column("POWER W", lambda one: _power(one), numeric=True, wide=True, drop=7),
     Column("COMPUTE MODE", "compute_mode", wide=True, drop=8),
@@ -337,7 +337,7 @@ def pools(gpus: Iterable[Gpu]) -> str:
     """What is free of the GPUs whose memory is handed out in units."""
     command = "yunion-mps run --gpu-mem SIZE COMMAND"
     return notes(
-        (gpu["addr"], f"{gpu['memory_free']} of {gpu['memory_total']} MiB are free to lease: {command}")
+        (gpu["addr"], f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB are free to lease: {command}")
         for gpu in gpus
-        if gpu["memory_free"] is not None and not gpu["reason"]
+        if gpu["memory_free_mib"] is not None and not gpu["reason"]
     )

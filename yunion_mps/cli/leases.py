@@ -20,14 +20,14 @@ Json = dict[str, Any]
 
 #: The fields of a lease in CSV.
 FIELDS = (
-    "id", "name", "state", "reason", "binding", "devices", "gpus", "memory", "thread_percentage", "user",
-    "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak",
+    "id", "name", "state", "reason", "binding", "devices", "gpus", "memory_mib", "thread_percentage", "user",
+    "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak_mib",
     "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
     Column("LEASE", lambda one: one["id"][:ID_LENGTH]),
     Column("DEVICES", "devices", short=lambda one: folded_addresses(one["devices"])),
-    Column("MEMORY", lambda one: mib(sum(one["memory"])), numeric=True, drop=1),
+    Column("MEMORY", lambda one: mib(sum(one["memory_mib"])), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
     Column("HOLDER", lambda one: holder_of(one)),
@@ -37,7 +37,7 @@ _COLUMNS = (
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
-    Column("PEAK", lambda one: mib(_sum(one["memory_peak"])), numeric=True, wide=True, drop=9),
+    Column("PEAK", lambda one: mib(_sum(one["memory_peak_mib"])), numeric=True, wide=True, drop=9),
     Column("UTIL %", lambda one: _most(one["sm_utilization"]), numeric=True, wide=True, drop=10),
     Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8, wide=True),
 )
@@ -76,14 +76,14 @@ def lease_text(lease: LeaseRecord, state: str = "") -> str:
         "container": f"with its container ({lease['container'] or lease['pid']})",
     }
     expires = lease["expires"] and f"at {date_and_time(lease['expires'])} ({_expires(lease)}), unless renewed"
-    peak_mib = _sum(lease["memory_peak"])
+    peak_mib = _sum(lease["memory_peak_mib"])
     lines = {
         "Lease": lease["id"],
         "Holder": holder_of(lease),
         "Command": in_container(lease["container"], lease["command"] or ""),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
-        "Budget": f"{sum(lease['memory'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
+        "Budget": f"{sum(lease['memory_mib'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + enforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",

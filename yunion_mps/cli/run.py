@@ -186,10 +186,10 @@ def _budget(lease: Mapping[str, Any]) -> str:
     from yunion_mps.overview.holdings import gpu_of  # for which no command that is run waits
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
-    for device, memory_mib in zip(lease["devices"], lease["memory"]):
+    for device, memory_mib in zip(lease["devices"], lease["memory_mib"]):
         by_gpu[gpu_of(device)] += memory_mib
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
-    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(lease['memory'])} MiB of memory"
+    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(lease['memory_mib'])} MiB of memory"
     return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the SM threads"
 
 

@@ -142,7 +142,7 @@ def _gpu_table(host: HostOverview) -> str:
             sum(len(one.devices) for one in own if one.in_use),
             sum(one.is_spare for one in own),
             host.memory_by_gpu.get(gpu["addr"], 0),
-            gpu["memory_total"] or 0,
+            gpu["memory_mib"] or 0,
         )
         words = (gpu["addr"], gpu["name"] or "", gpu["state"])
         key = words if len(gpus) <= _MAX_ROWS else words[1:]
@@ -153,7 +153,7 @@ def _gpu_table(host: HostOverview) -> str:
 
 def _default_limit(domain: Domain) -> str | None:
     """`5760-20389 MiB, 25 %`: what a client gets that sets no limit, by GPU."""
-    limits = [limit for limit in domain["memory_limits"] if limit is not None]
+    limits = [limit for limit in domain["memory_limits_mib"] if limit is not None]
     if not limits:
         return None
     least, most = min(limits), max(limits)

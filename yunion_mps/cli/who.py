@@ -53,33 +53,35 @@ Json = dict[str, Any]
 _CLIENTS_S = 6.0
 
 _FIELDS = (
-    "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used",
-    "memory_budget", "thread_percentage", "state", "memory_peak", "sm_utilization",
+    "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used_mib",
+    "memory_budget_mib", "thread_percentage", "state", "memory_peak_mib", "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
     Column("DEVICE", lambda use: use["device"] or use["gpu"], short=lambda use: _in_short(use)),
     Column("USER", "user"),
     Column("PID", "pid", numeric=True),
-    Column("MEMORY", lambda use: _memory(use["memory_used"], use["memory_budget"]), numeric=True, drop=1),
+    Column(
+        "MEMORY", lambda use: _memory(use["memory_used_mib"], use["memory_budget_mib"]), numeric=True, drop=1
+    ),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=4),
     Column("AGE", lambda use: age_of(use["since"]), drop=2),
     Column("STATE", "state"),
     Column("LEASE", lambda use: (use["lease"] or "")[:ID_LENGTH], wide=True, drop=6),
-    Column("PEAK", lambda use: mib(use["memory_peak"]), numeric=True, wide=True, drop=5),
+    Column("PEAK", lambda use: mib(use["memory_peak_mib"]), numeric=True, wide=True, drop=5),
     Column("UTIL %", "sm_utilization", numeric=True, wide=True, drop=3),
     Column("COMMAND", lambda use: in_container(use["container"], use["command"] or ""), least=8),
 )
 
 _CLIENT_FIELDS = (
-    "pid", "user", "command", "device", "gpus", "memory_used", "mps", "server", "domain", "started",
-    "container", "sm_by_gpu",
+    "pid", "user", "command", "device", "gpus", "memory_used_mib", "mps", "server", "domain", "started",
+    "container", "sm_utilization_by_gpu",
 )  # fmt: skip
 _CLIENT_COLUMNS = (
     Column("PID", "pid", numeric=True),
     Column("USER", "user"),
     Column("DEVICE", "device"),
     Column("GPUS", "gpus", wide=True, drop=4),
-    Column("MEMORY", lambda one: _memory(one["memory_used"], None), numeric=True, drop=1),
+    Column("MEMORY", lambda one: _memory(one["memory_used_mib"], None), numeric=True, drop=1),
     Column("MPS", "mps", wide=True, drop=6),
     Column("SERVER", "server", numeric=True, drop=3),
     Column("DOMAIN", "domain", wide=True, drop=5),
@@ -165,11 +167,11 @@ def _uses(holding: Holding) -> list[Json]:
             "command": process.command,
             "container": process.container,
             "since": lease["since"] if lease else process.started,
-            "memory_used": process.memory_mib,
-            "memory_budget": holding.budget_mib,
+            "memory_used_mib": process.memory_mib,
+            "memory_budget_mib": holding.budget_mib,
             "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
             "state": state_of(holding) if holding.available else UNAVAILABLE,
-            "memory_peak": holding.peak_mib,
+            "memory_peak_mib": holding.peak_mib,
             "sm_utilization": process.sm,
         }
         for process in holding.holders

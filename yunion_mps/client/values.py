@@ -1,7 +1,7 @@
 """The daemon's answers as frozen values: an attribute for each member of the types in answers.py.
 
-An attribute has the name of its member; if that lacks the unit or is Cloudpods' own, the member's name stands
-beside the attribute's type. Lists are tuples, and times are datetimes in UTC. Unknown members of a newer
+An attribute has the name of its member; if that is Cloudpods' own, the member's name stands beside the
+attribute's type. Lists are tuples, and times are datetimes in UTC. Unknown members of a newer
 daemon are ignored; a member that an older daemon lacks raises VersionError.
 """
 # Without `from __future__ import annotations`, because the types of the fields on_message how they are made.
@@ -122,9 +122,9 @@ class Gpu(Value["answers.Gpu"]):
     name: Optional[str]
     addr: str
     pci_address: str
-    memory_mib: Annotated[Optional[int], "memory_total"]
-    memory_free_mib: Annotated[Optional[int], "memory_free"]
-    memory_used_mib: Annotated[Optional[int], "memory_used"]
+    memory_mib: Optional[int]
+    memory_free_mib: Optional[int]
+    memory_used_mib: Optional[int]
     utilization: Optional[int]
     temperature_c: Optional[int]
     power_w: Optional[float]
@@ -160,7 +160,7 @@ class Domain(Value["answers.Domain"]):
     pipe_directory: str
     log_directory: str
     gpus: tuple[str, ...]
-    memory_limits_mib: Annotated[tuple[Optional[int], ...], "memory_limits"]
+    memory_limits_mib: tuple[Optional[int], ...]
     thread_percentage: float
 
 
@@ -256,8 +256,8 @@ class LeaseRecord(HolderFields):
     id: str
     devices: tuple[str, ...]
     gpus: tuple[str, ...]
-    memory_mib: Annotated[tuple[int, ...], "memory"]
-    memory_peak_mib: Annotated[tuple[Optional[int], ...], "memory_peak"]
+    memory_mib: tuple[int, ...]
+    memory_peak_mib: tuple[Optional[int], ...]
     sm_utilization: tuple[Optional[int], ...]
     thread_percentage: float
     budget_enforced: bool

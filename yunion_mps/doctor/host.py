@@ -161,6 +161,6 @@ def _plan_of(domain: Mapping[str, Any]) -> DomainPlan:
         domain["name"],
         domain["pipe_directory"],
         domain["log_directory"],
-        tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits"])),
+        tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits_mib"])),
         domain["thread_percentage"],
     )

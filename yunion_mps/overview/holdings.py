@@ -81,7 +81,7 @@ class Holding(NamedTuple):
         """The most memory that was used of its devices since its lease began, None if it is not known."""
         if not self.lease:
             return None
-        peaks = dict(zip(self.lease["devices"], self.lease["memory_peak"]))
+        peaks = dict(zip(self.lease["devices"], self.lease["memory_peak_mib"]))
         known = [mib for device in self.devices if (mib := peaks.get(device)) is not None]
         return sum(known) if known else None
 
@@ -204,7 +204,7 @@ def _held(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, i
     """By device: the holding that it is a part of, its lease, and its memory in MiB."""
     held = {}
     for lease in leases:
-        memory = dict(zip(lease["devices"], lease["memory"]))
+        memory = dict(zip(lease["devices"], lease["memory_mib"]))
         for address in lease["devices"]:
             held[address] = ((lease["id"], gpu_of(address)), lease, memory.get(address))
     return held
@@ -224,8 +224,8 @@ def _add(
     client: MpsClient, found: dict[_Key, Holding], place: dict[str, _Key], by_pid: dict[int, list[_Key]]
 ) -> None:
     """Count what a process uses where it belongs: by its device, else by the lease that its PID holds."""
-    memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu"]))
-    sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_by_gpu"]))
+    memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
+    sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_utilization_by_gpu"]))
     names = [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
     keys = [place[name] for name in names if name in place] or by_pid.get(client["pid"], [])
     if client["mps"] is False:
@@ -246,7 +246,7 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
     """The MiB that processes have on each GPU, by its address."""
     used: dict[str, int] = {}
     for client in clients:
-        for gpu, mib in zip(client["gpus"], client["memory_by_gpu"]):
+        for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
             used[gpu] = used.get(gpu, 0) + (mib or 0)
     return used
 

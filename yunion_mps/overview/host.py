@@ -98,12 +98,12 @@ def page(host: HostOverview) -> Json:
 
 def _gpu(gpu: Gpu, used_mib: int) -> Json:
     names = (
-        "addr", "state", "reason", "memory_total", "memory_free", "budget_enforced",
+        "addr", "state", "reason", "memory_mib", "memory_free_mib", "budget_enforced",
         "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
     name = (gpu["name"] or "").removeprefix("NVIDIA ")
-    return {**{field: shown[field] for field in names}, "name": name, "memory_used": used_mib}
+    return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": used_mib}
 
 
 def _part(one: Holding) -> Json:

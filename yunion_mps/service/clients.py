@@ -327,9 +327,9 @@ def _clients_json(
                 "domain": domain.plan.name,
                 "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
-                "memory_by_gpu": list(memory.values()),
-                "memory_used": sum(known) if known else None,
-                "sm_by_gpu": [seen.sm.get(uuid, {}).get(pid) for uuid in memory],
+                "memory_by_gpu_mib": list(memory.values()),
+                "memory_used_mib": sum(known) if known else None,
+                "sm_utilization_by_gpu": [seen.sm.get(uuid, {}).get(pid) for uuid in memory],
             }
         )
     return found

@@ -86,13 +86,13 @@ class UsageHistory:
             found[bool(device_of)].append(
                 {
                     "addr": address,
-                    "memory_used": [series.mib[one] if self._polled[one] else None for one in places],
+                    "memory_used_mib": [series.mib[one] if self._polled[one] else None for one in places],
                     "utilization": [series.busy[one] - 1 if series.busy[one] else None for one in places],
                 }
             )
         return {
             "begin": rfc3339(wall_s - now_s + first * STEP_S),
-            "step": STEP_S,
+            "step_s": STEP_S,
             "polled": [bool(self._polled[place]) for place in places],
             "gpus": found[False],
             "devices": found[True],

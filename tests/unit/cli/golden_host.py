@@ -76,8 +76,8 @@ def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more
         "uid": 1000 + number,
         "devices": list(devices),
         "gpus": gpus,
-        "memory": list(devices.values()),
-        "memory_peak": _PEAKS[number],
+        "memory_mib": list(devices.values()),
+        "memory_peak_mib": _PEAKS[number],
         "sm_utilization": _BUSY[number],
         "thread_percentage": 25 * len(devices),
         "since": _ago(ago_s),
@@ -125,9 +125,9 @@ def _client(number: int, gpu: str, memory_mib: int, ago_s: float, **more: Json) 
         "domain": "host",
         "device": ",".join(lease.get("devices", [])) or None,
         "gpus": [gpu],
-        "memory_by_gpu": [memory_mib],
-        "memory_used": memory_mib,
-        "sm_by_gpu": [_SM.get(int(more.get("pid") or known["pid"] or 0))],
+        "memory_by_gpu_mib": [memory_mib],
+        "memory_used_mib": memory_mib,
+        "sm_utilization_by_gpu": [_SM.get(int(more.get("pid") or known["pid"] or 0))],
         **more,
     }
 

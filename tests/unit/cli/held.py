@@ -14,7 +14,7 @@ TWO: Json = {
     **LEASE,
     "id": "71b0b1ae-2222-4f0e-8f61-7b8f6f2b9d11",
     "devices": ["00:06.0-2", "00:06.0-3"],
-    "memory": [5760, 5760],
+    "memory_mib": [5760, 5760],
     "thread_percentage": 50,
     "binding": "name",
     "pid": None,
@@ -26,7 +26,7 @@ TWO: Json = {
 }
 CAROL: Json = {**WAITER, "user": "carol"}
 #: More than its device has.
-OVER: Json = {**CLIENT, "memory_by_gpu": [6000], "memory_used": 6000}
+OVER: Json = {**CLIENT, "memory_by_gpu_mib": [6000], "memory_used_mib": 6000}
 OUTSIDE_MPS: Json = {
     **CLIENT,
     "pid": 4711,
@@ -35,8 +35,8 @@ OUTSIDE_MPS: Json = {
     "mps": False,
     "server": None,
     "device": None,
-    "memory_by_gpu": [300],
-    "memory_used": 300,
+    "memory_by_gpu_mib": [300],
+    "memory_used_mib": 300,
 }
 
 

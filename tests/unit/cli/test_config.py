@@ -46,8 +46,8 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         {
             "path": "01:00.0",
             "slices": [
-                {"memory": 8192, "thread_percentage": 50.0, "priority": "normal"},
-                {"memory": 4096, "thread_percentage": None, "priority": "below_normal"},
+                {"memory_mib": 8192, "thread_percentage": 50.0, "priority": "normal"},
+                {"memory_mib": 4096, "thread_percentage": None, "priority": "below_normal"},
             ],
             "thread_overcommit": 2.0,
             "from": f"{DEVICES}:2",
@@ -56,7 +56,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
     ]
     found = inventory(gpu(1), gpu(2, memory_mib=16384))
     shown = plan_json(preflight_of(settings, found))["gpus"]
-    told = ("devices", "division", "memory_limit", "thread_percentage", "domain", "reason")
+    told = ("devices", "division", "memory_limit_mib", "thread_percentage", "domain", "reason")
     assert [[one[field] for field in told] for one in shown] == [
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
         [0, "127 units of 128 MiB, 64 MiB reserved for each client", None, None, "host", ""],
@@ -77,7 +77,7 @@ def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
                 "name": "Tesla P40",
                 "devices": 4,
                 "division": "4 x 5760 MiB, 25 %",
-                "memory_limit": 5760,
+                "memory_limit_mib": 5760,
                 "thread_percentage": 25.0,
                 "compute_mode": "Default -> Exclusive_Process",
                 "domain": "host",
@@ -90,7 +90,7 @@ def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
                 "name": "host",
                 "pipe_directory": "/tmp/nvidia-mps/pipe",
                 "gpus": [P40.uuid],
-                "memory_limits": [5760],
+                "memory_limits_mib": [5760],
                 "thread_percentage": 25.0,
             }
         ],

@@ -134,7 +134,7 @@ def test_a_domain_shows_the_range_of_the_default_limits_of_its_gpus(
     cli = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),)))
     lines = cli.good("status").splitlines()
     assert f"  {shown}  " in lines[-1]
-    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == limits
+    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits_mib"] == limits
 
 
 def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
@@ -242,14 +242,14 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     own.host.clients.found = clients(OUTSIDE_MPS)
     hold(own.host, LEASE)
     answer, rows = own.read("status")
-    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("degraded", [5760])
+    assert (answer["state"], answer["domains"][0]["memory_limits_mib"]) == ("degraded", [5760])
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert answer["devices"] == {**served, "used": 1, "free": 3}
     assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
     pairs = dict(rows)
     assert (pairs["field"], pairs["state"], pairs["domains.0.pid"]) == ("value", "degraded", "4242")
-    assert pairs["domains.0.memory_limits"] == "[5760]"
+    assert pairs["domains.0.memory_limits_mib"] == "[5760]"
 
 
 def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:

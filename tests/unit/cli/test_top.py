@@ -142,8 +142,8 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
 
 
 def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
-    lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory": [2048, 1024]}
-    client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu": [2500]}
+    lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory_mib": [2048, 1024]}
+    client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu_mib": [2500]}
     found = scene(poll(snapshots.reference(), lease), clients(client))
     rows = [(row.address, row.used_mib, row.of_mib) for row in found.devices if row.in_use]
     assert rows == [("00:06.0-m0", 2048, 2048), ("00:06.0-m1", 452, 1024)]
@@ -151,7 +151,7 @@ def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> N
 
 
 def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
-    more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
+    more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu_mib": [n]} for n in range(3)]
     found = scene(poll(snapshots.reference()), clients(*more))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
 

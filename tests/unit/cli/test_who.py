@@ -12,7 +12,7 @@ from unit.http.by_hand import CLIENT, LEASE, clients
 
 def test_numbers_stand_on_the_right(own: Cli) -> None:
     own.host.clients.found = clients(
-        CLIENT, {**CLIENT, "pid": 97, "device": "00:06.0-2", "memory_by_gpu": [5]}
+        CLIENT, {**CLIENT, "pid": 97, "device": "00:06.0-2", "memory_by_gpu_mib": [5]}
     )
     first, second = own.good("who").splitlines()[1:3]
     assert re.match(r"\S+  alice  4260  512 / 5760 MiB  ", first)
@@ -47,7 +47,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     answer, (header, one, two, three) = own.read("who")
     assert (answer["total"], len(answer["uses"]), len(answer["waiting"])) == (3, 3, 1)
     first = answer["uses"][0]
-    assert (first["device"], first["lease"], first["memory_used"]) == ("00:06.0-1", LEASE["id"], 6000)
+    assert (first["device"], first["lease"], first["memory_used_mib"]) == ("00:06.0-1", LEASE["id"], 6000)
     assert [problem["hint"] for problem in answer["problems"]] == [
         "ask its owner, or terminate it: yunion-mps terminate 4260",
         "ask its owner, or terminate it: yunion-mps terminate 4711",
@@ -55,7 +55,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     rows = [dict(zip(header, row)) for row in (one, two, three)]
     assert [row["state"] for row in rows] == ["over budget", "idle", "outside MPS"]
     assert [row["device"] for row in rows] == ["00:06.0-1", "00:06.0-2,00:06.0-3", ""]
-    assert [row["memory_used"] for row in rows] == ["6000", "0", "300"]
+    assert [row["memory_used_mib"] for row in rows] == ["6000", "0", "300"]
     assert rows[1]["lease"] == TWO["id"]
 
 
@@ -82,6 +82,6 @@ def test_a_client_that_names_no_device_is_no_device_s(own: Cli) -> None:
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown_and_no_trouble(own: Cli) -> None:
-    own.host.clients.found = clients({**OVER, "memory_by_gpu": [None], "memory_used": None})
+    own.host.clients.found = clients({**OVER, "memory_by_gpu_mib": [None], "memory_used_mib": None})
     (row,) = json.loads(own.good("who", "-o", "json"))["uses"]
-    assert (row["memory_used"], row["state"]) == (None, "in use")
+    assert (row["memory_used_mib"], row["state"]) == (None, "in use")

@@ -36,6 +36,6 @@ def test_clients_are_printed_for_programs_too(own: Cli) -> None:
     own.host.clients.found = clients(two, GONE, waiting=(WAITING,))
     answer, (header, first, second) = own.read("who", "--clients")
     assert answer == own.host.clients.found
-    assert header[:6] == ["pid", "user", "command", "device", "gpus", "memory_used"]
+    assert header[:6] == ["pid", "user", "command", "device", "gpus", "memory_used_mib"]
     assert first[4:6] == ["00:06.0,00:07.0", "512"]
     assert dict(zip(header, second)) == {**dict.fromkeys(header, ""), "pid": "4261", "domain": "host"}

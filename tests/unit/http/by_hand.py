@@ -52,8 +52,8 @@ GONE: Json = {
     "pid": 4261,
     "domain": "host",
     "gpus": [],
-    "memory_by_gpu": [],
-    "sm_by_gpu": [],
+    "memory_by_gpu_mib": [],
+    "sm_utilization_by_gpu": [],
 }
 #: It is another user's, and waits for the server.
 WAITING: Json = {

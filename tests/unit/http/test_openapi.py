@@ -120,7 +120,7 @@ def test_the_examples_are_what_the_reference_case_answers() -> None:
     assert status == 200
     shown = by_hand.EXAMPLES["DeviceDetails"]
     assert {**answer, "id": shown["id"], "host_id": shown["host_id"]} == shown
-    measured = dict.fromkeys(("memory_used", "utilization", "temperature_c", "power_w", "power_limit_w"))
+    measured = dict.fromkeys(("memory_used_mib", "utilization", "temperature_c", "power_w", "power_limit_w"))
     (gpu,) = by_hand.EXAMPLES["GpuList"]["gpus"]
     assert ask(snapshots.reference(), "/v1/gpus")[1] == {"gpus": [{**gpu, **measured}], "total": 1}
     status_shown = by_hand.EXAMPLES["Status"]
@@ -167,7 +167,7 @@ def test_every_operation_has_a_name_of_its_own() -> None:
 
 def test_what_is_not_known_may_be_null() -> None:
     """The limit of a GPU that is not in the plan, and what a process or a server does not tell."""
-    assert errors("Domain", {**by_hand.EXAMPLES["Domain"], "memory_limits": [5760, None]}) == []
+    assert errors("Domain", {**by_hand.EXAMPLES["Domain"], "memory_limits_mib": [5760, None]}) == []
     assert errors("MpsClient", by_hand.GONE) == []
     assert errors("MpsServer", {**by_hand.SERVER, "state": None}) == []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.usage import MINUTES, STEP_S
@@ -38,5 +39,14 @@ def test_a_schema_names_all_states_of_a_domain() -> None:
 
 def test_a_schema_has_the_constants_of_the_program() -> None:
     assert field("Device", "dev_type")["const"] == DEV_TYPE
-    assert field("Usage", "step")["const"] == STEP_S
+    assert field("Usage", "step_s")["const"] == STEP_S
     assert field("Usage", "polled")["minItems"] == MINUTES
+
+
+def test_every_amount_of_memory_has_its_unit_in_its_name() -> None:
+    schemas = json.loads(CARRIED.read_text()).values()
+    names = {name for schema in schemas for name in schema.get("properties", {})}
+    names |= {one.name for operation in OPERATIONS for one in operation.parameters}
+    of_cloudpods = {"mps_memory_limit", "mps_memory_total"}
+    without = {name for name in names - of_cloudpods if "memory" in name and not name.endswith("_mib")}
+    assert without == {"memory_units"}

@@ -37,7 +37,7 @@ def test_both_formats_say_the_same() -> None:
 
 
 def test_each_metric_of_the_catalogue_can_be_had_and_no_other() -> None:
-    in_units: Any = [{**gpu, "memory_free": 4096} for gpu in facts(snapshot(H100)).gpus]
+    in_units: Any = [{**gpu, "memory_free_mib": 4096} for gpu in facts(snapshot(H100)).gpus]
     gpus = [*ALL.gpus, *in_units, *facts(snapshots.troubled()).gpus]
     text = text_of(ALL._replace(gpus=gpus), openmetrics=False).decode()
     helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))

@@ -38,13 +38,13 @@ def test_a_process_without_a_device_counts_against_its_pids_lease() -> None:
 
 
 def test_two_processes_of_a_device_are_over_budget_together() -> None:
-    half = changed(CLIENT, memory_by_gpu=[3000])
+    half = changed(CLIENT, memory_by_gpu_mib=[3000])
     found = holdings(DEVICES, [LEASE], [half, changed(half, pid=4261)])
     assert [one.over_mib for one in found] == [0, 240, 0, 0]
 
 
 def test_several_devices_of_a_lease_are_one_budget() -> None:
-    client = changed(CLIENT, device="00:06.0-2,00:06.0-3", memory_by_gpu=[7000])
+    client = changed(CLIENT, device="00:06.0-2,00:06.0-3", memory_by_gpu_mib=[7000])
     found = holdings(DEVICES, [TWO], [client])
     assert used(found) == {"00:06.0-2,00:06.0-3": 7000}
     (held,) = (one for one in found if one.lease)
@@ -55,7 +55,7 @@ def test_several_devices_of_a_lease_are_one_budget() -> None:
 def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
     lease = changed(LEASE, devices=["00:06.0-1", "00:07.0-0"], memory=[5760, 1000])
     client = changed(CLIENT, device="00:06.0-1,00:07.0-0")
-    client |= {"gpus": ["00:06.0", "00:07.0"], "memory_by_gpu": [10, 1001]}
+    client |= {"gpus": ["00:06.0", "00:07.0"], "memory_by_gpu_mib": [10, 1001]}
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [client])
     assert used(found) == {"00:06.0-1": 10, "00:07.0-0": 1001}
     assert {one.named: one.over_mib for one in found if one.over_mib} == {"00:07.0-0": 1}
@@ -69,7 +69,7 @@ def test_what_is_outside_mps_counts_against_no_device() -> None:
 
 
 def test_a_process_without_memory_yet_is_at_its_device() -> None:
-    found = holdings(DEVICES, [], [changed(CLIENT, gpus=[], memory_by_gpu=[])])
+    found = holdings(DEVICES, [], [changed(CLIENT, gpus=[], memory_by_gpu_mib=[])])
     assert used(found) == {"00:06.0-1": 0}
 
 
@@ -83,16 +83,18 @@ def test_a_lease_of_a_device_that_is_not_listed_yet_is_there() -> None:
 
 def test_a_holding_is_as_busy_as_its_processes_together_and_at_most_always() -> None:
     found = holdings(
-        DEVICES, [LEASE], [changed(CLIENT, sm_by_gpu=[70]), changed(CLIENT, pid=1, sm_by_gpu=[40])]
+        DEVICES,
+        [LEASE],
+        [changed(CLIENT, sm_utilization_by_gpu=[70]), changed(CLIENT, pid=1, sm_utilization_by_gpu=[40])],
     )
     assert [one.sm for one in found] == [None, 100, None, None]
-    unknown = holdings(DEVICES, [LEASE], [changed(CLIENT, sm_by_gpu=[None])])
+    unknown = holdings(DEVICES, [LEASE], [changed(CLIENT, sm_utilization_by_gpu=[None])])
     assert unknown[1].sm is None
 
 
 def test_the_peak_of_a_lease_is_that_of_its_devices_on_the_gpu() -> None:
     lease = changed(LEASE, devices=["00:06.0-1", "00:06.0-2", "00:07.0-0"], memory=[5760, 5760, 1000])
-    lease["memory_peak"] = [5760, 40, None]
+    lease["memory_peak_mib"] = [5760, 40, None]
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [])
     assert {one.gpu: one.peak_mib for one in found if one.lease} == {"00:06.0": 5800, "00:07.0": None}
     assert {one.peak_mib for one in found if not one.lease} == {None}

@@ -89,7 +89,7 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert shown["devices"] == {**served, "used": 3, "free": 1}
     assert (shown["leases"], shown["clients"]) == (2, 2)
-    assert [(gpu["addr"], gpu["memory_used"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]
+    assert [(gpu["addr"], gpu["memory_used_mib"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]
 
 
 def test_the_hint_about_a_process_names_it() -> None:

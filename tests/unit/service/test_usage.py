@@ -223,7 +223,7 @@ def told(
 ) -> dict[str, Any]:
     """By address, the last minutes up to the newest that is not like the ones before it."""
     answer = usage.last_hour(now_s, BOOT_S + now_s, gpu, devices=devices)
-    return {one["addr"]: one["memory_used"] for one in [*answer["gpus"], *answer["devices"]]}
+    return {one["addr"]: one["memory_used_mib"] for one in [*answer["gpus"], *answer["devices"]]}
 
 
 def test_of_each_minute_the_most_is_kept() -> None:
@@ -260,8 +260,8 @@ def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
     usage = UsageHistory()
     usage.record(6030, {GPU: (7, None)})
     answer = usage.last_hour(6030, BOOT_S, None, devices=True)
-    assert (answer["begin"], answer["step"]) == (rfc3339(BOOT_S - 30 - 59 * 60), 60)
-    assert len(answer["polled"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
+    assert (answer["begin"], answer["step_s"]) == (rfc3339(BOOT_S - 30 - 59 * 60), 60)
+    assert len(answer["polled"]) == len(answer["gpus"][0]["memory_used_mib"]) == MINUTES
 
 
 def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:

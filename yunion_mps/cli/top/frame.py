@@ -140,7 +140,7 @@ def _counts(scene: Scene) -> Line:
     waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
     total = sum(len(one.devices) for one in scene.host.holdings if one.gpu in listed)
-    pools = [gpu["memory_free"] for gpu in answers.gpus if gpu["memory_free"] is not None]
+    pools = [gpu["memory_free_mib"] for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
     parts = [
         count(len(scene.gpus), "GPU"),
         f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"

@@ -76,9 +76,9 @@ def scene(poll: Poll, clients: ClientList) -> Scene:
     answers = host.answers
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
     for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
-        budgets.update(zip(lease["devices"], lease["memory"]))
+        budgets.update(zip(lease["devices"], lease["memory_mib"]))
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
-    devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free"] is not None]
+    devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
     return Scene(host, poll.events, folded(host.findings, 2), _gpu_rows(host), devices)
 
 
@@ -110,11 +110,11 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
         Row(
             address,
             host.memory_by_gpu.get(address, 0),
-            gpu["memory_total"],
+            gpu["memory_mib"],
             f"{in_use[address]} of {devices[address]}",
             processes[address],
             gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
-            in_use=gpu["memory_total"] is not None,  # of a lost one nothing is known
+            in_use=gpu["memory_mib"] is not None,  # of a lost one nothing is known
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
         )
@@ -125,7 +125,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
 
 def _pool_row(gpu: Gpu) -> Row:
     """What is left of a GPU whose memory is handed out in units: it becomes a device once it is leased."""
-    left_mib = gpu["memory_free"]
+    left_mib = gpu["memory_free_mib"]
     user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
     return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "in units", in_use=False)
 

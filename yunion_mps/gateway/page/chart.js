@@ -10,7 +10,7 @@ const HEIGHT = 100;
 export class Series {
   constructor(usage, ...used) {
     this.beginMs = Date.parse(usage.begin);
-    this.step = usage.step;
+    this.stepS = usage.step_s;
     this.used = usage.polled.map((polled) => (polled ? 0 : null));
     for (const one of used) this.add(one);
   }
@@ -51,10 +51,10 @@ export class Chart {
   }
 }
 
-function inWords({ used, beginMs, step }) {
+function inWords({ used, beginMs, stepS }) {
   const known = used.filter((mib) => mib !== null);
   if (!known.length) return "Memory used in the last hour: not known yet";
   const most = Math.max(...known);
-  const when = clock(beginMs + used.indexOf(most) * step * 1000);
+  const when = clock(beginMs + used.indexOf(most) * stepS * 1000);
   return `Memory used in the last hour: ${memory(known.at(-1))} now, at most ${memory(most)} (at ${when})`;
 }

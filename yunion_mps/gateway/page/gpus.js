@@ -48,13 +48,13 @@ export class Gpus {
   }
 
   showUsage(usage) {
-    const used = new Map(usage.gpus.map((one) => [one.addr, one.memory_used]));
+    const used = new Map(usage.gpus.map((one) => [one.addr, one.memory_used_mib]));
     for (const [address, row] of this.rows.kept) row.showUsage(new Series(usage, used.get(address)));
   }
 }
 
 const isIdle = ({ gpu, parts }) =>
-  gpu.state !== "unavailable" && !gpu.memory_used && parts.every((part) => part.state === "free");
+  gpu.state !== "unavailable" && !gpu.memory_used_mib && parts.every((part) => part.state === "free");
 
 class Row {
   constructor(gpu) {
@@ -73,7 +73,7 @@ class Row {
 
   show({ gpu, parts, many }) {
     const own = parts.filter((part) => part.devices.length);
-    if (gpu.memory_free) own.push({ state: "free", devices: [], budget: gpu.memory_free });
+    if (gpu.memory_free_mib) own.push({ state: "free", devices: [], budget: gpu.memory_free_mib });
     const named = !many && own.length <= NAMED;
     const words = counts(gpu, parts);
     text(this.name, gpu.name);
@@ -85,10 +85,10 @@ class Row {
     hide(this.reason, !gpu.reason);
     text(this.reason, `Unavailable: ${gpu.reason}`);
     attribute(this.reason, "title", gpu.reason);
-    text(this.used, gpu.memory_total ? memoryOf(gpu.memory_used, gpu.memory_total) : "");
+    text(this.used, gpu.memory_mib ? memoryOf(gpu.memory_used_mib, gpu.memory_mib) : "");
     const load = [[gpu.utilization, "%"], [gpu.temperature_c, "°C"], [gpu.power_w && Math.round(gpu.power_w), "W"]];
     text(this.load, load.slice(0, many ? 1 : 3).filter(([number]) => Number.isFinite(number)).map((one) => one.join(" ")).join(" · "));
-    this.total = gpu.memory_total;
+    this.total = gpu.memory_mib;
     this.many = many;
     this.showUsage(this.series);
   }
@@ -135,7 +135,7 @@ function counts(gpu, parts) {
   const by = {};
   for (const part of parts) by[part.state] = (by[part.state] ?? 0) + (part.devices.length || 1);
   const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state}`);
-  if (gpu.memory_free !== null) words.push(`${memory(gpu.memory_free)} free`);
+  if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} free`);
   if (gpu.state === "not used") words.push("not used");
   if (!gpu.budget_enforced && parts.length) words.push("not enforced");
   return words.join(", ");
@@ -149,5 +149,5 @@ function makeIdle({ gpu }) {
 function showIdle({ name, free, total }, { gpu, parts }) {
   text(name, gpu.name);
   text(free, counts(gpu, parts));
-  text(total, memory(gpu.memory_total));
+  text(total, memory(gpu.memory_mib));
 }

@@ -47,15 +47,15 @@ export class Summary {
 
   showFigures({ devices, gpus, leases, clients, queued }) {
     const sum = (field) => gpus.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
-    const pool = sum("memory_free");
+    const pool = sum("memory_free_mib");
     const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in units` : ""];
     if (devices.unavailable) free.push(`${devices.unavailable} unavailable`);
-    this.total = sum("memory_total");
+    this.total = sum("memory_mib");
     hide(byId("use"), !gpus.length);
     const busy = gpus.map((gpu) => gpu.utilization).filter(Number.isFinite);
     const figures = [
       ["Devices in use", { value: `${devices.used}${devices.total ? ` of ${devices.total}` : ""}`, more: free.filter(Boolean).join(", ") }],
-      ["Memory used", { value: memory(sum("memory_used")), more: `of ${memory(this.total)}` }],
+      ["Memory used", { value: memory(sum("memory_used_mib")), more: `of ${memory(this.total)}` }],
       ["Leases", { value: String(leases), more: `${count(clients, "process", "processes")}, ${queued || "none"} queued` }],
     ];
     const mean = Math.round(busy.reduce((total, one) => total + one, 0) / busy.length);
@@ -64,7 +64,7 @@ export class Summary {
   }
 
   showUsage(usage) {
-    this.chart.show(new Series(usage, ...usage.gpus.map((one) => one.memory_used)), this.total);
+    this.chart.show(new Series(usage, ...usage.gpus.map((one) => one.memory_used_mib)), this.total);
     text(byId("use-top"), memory(this.total));
   }
 }

@@ -41,7 +41,7 @@ export class Who {
   }
 
   showUsage(usage) {
-    this.usage = { whole: usage, used: new Map(usage.devices.map((one) => [one.addr, one.memory_used])) };
+    this.usage = { whole: usage, used: new Map(usage.devices.map((one) => [one.addr, one.memory_used_mib])) };
     this.draw();
   }
 
