@@ -1,4 +1,4 @@
-"""One tree of errors: what is wrong, what to do about it, and the exit code of a command that meets it."""
+"""The tree of errors: each has a message, a hint, a reason code and a command's exit code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from yunion_mps.reasons import Reason
 
 
 class YunionError(Exception):
-    """Something a person must know of.
+    """An error to report to a person.
 
-    `message` is one line that says what is wrong, `hint` one line that says what to do, and `exit_code`
-    what a command that ends with this error returns to its shell. `code` is its reason code, by default its
-    class's.
+    `message` says what is wrong and `hint` what to do, each on one line. `exit_code` is the exit status of a
+    command that ends with it. `code` is a reason code, by default that of the class.
     """
 
     exit_code = 1
@@ -33,10 +32,10 @@ class YunionError(Exception):
 
 
 class Problem(NamedTuple):
-    """One thing wrong in a configuration file: where, what, and what would be right, unless `what` asks that.
+    """A problem in a configuration file; `hint` is empty if `what` contains it (`did you mean ...?`).
 
-    `is_minor`: no job needs what is wrong, so a start leaves it out and says so. A reload and
-    `config check` refuse it as they do all others.
+    `is_minor`: no job needs this setting, so a start ignores it with a warning. A reload and `config check`
+    refuse it like any other.
     """
 
     file: str
@@ -46,16 +45,16 @@ class Problem(NamedTuple):
     is_minor: bool = False
 
     def __str__(self) -> str:
-        """`FILE:LINE: what is wrong: what would be right`, as compilers and editors have it.
+        """Return `FILE:LINE: what is wrong: hint`, the form of compilers and editors, on one line.
 
-        One line, whatever it quotes: line ends and control characters are shown as Python writes them.
+        Quoted line ends and control characters are escaped.
         """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return printable(": ".join(filter(None, (place, self.what, self.hint))))
 
 
 class ConfigError(YunionError):
-    """The configuration cannot be used; carries every problem of both files."""
+    """The configuration cannot be used; has every problem of both files."""
 
     exit_code = 6
     code = reasons.INVALID_CONFIGURATION
@@ -68,31 +67,31 @@ class ConfigError(YunionError):
 
 
 class DriverError(YunionError):
-    """NVML, or a GPU behind it, refused a call."""
+    """NVML or a GPU refused a call."""
 
     code = reasons.DRIVER_ERROR
 
 
 class ControlError(YunionError):
-    """NVIDIA's control daemon did not start, did not answer, or answered something else than it should."""
+    """NVIDIA's control daemon did not start, or did not answer as expected."""
 
     code = reasons.CONTROL_DAEMON_ERROR
 
 
 class HostError(YunionError):
-    """The host's files, directories or users are not as they must be."""
+    """The host's files, directories or users prevent this."""
 
     code = reasons.HOST_ERROR
 
 
 class BusyError(HostError):
-    """The daemon cannot do it at this moment, which passes by itself: it stops, or has too much to do."""
+    """The daemon cannot do this now: it is stopping or has too much to do."""
 
     code = reasons.BUSY
 
 
 class ShortageError(BusyError):
-    """The kernel refused memory, a descriptor, a process or a thread; that may pass by itself."""
+    """The kernel refused memory, a descriptor, a process or a thread; this may pass."""
 
     code = reasons.SHORTAGE
 
@@ -103,41 +102,37 @@ class ShortageError(BusyError):
 
 
 class UnreachableError(YunionError):
-    """The daemon does not answer on its socket."""
-
     exit_code = 3
     code = reasons.DAEMON_UNREACHABLE
 
 
 class NotAllowedError(YunionError):
-    """The caller may not do this."""
-
     exit_code = 4
     code = reasons.NOT_ALLOWED
 
 
 class NothingFreeError(YunionError):
-    """No device is free that would do; the message says what there is."""
+    """No suitable device is free; the message says which ones exist."""
 
     exit_code = 5
     code = reasons.NOTHING_FREE
 
 
 class InfeasibleError(NothingFreeError):
-    """No device would do if all were free and served: to wait for one is no use."""
+    """No device would be suitable even if all were free and served, so there is no use in waiting."""
 
     exit_code = 1
     code = reasons.INFEASIBLE
 
 
 class NotFoundError(YunionError):
-    """What was asked for by name does not exist."""
+    """There is nothing with the requested name."""
 
     code = reasons.NOT_FOUND
 
 
 class VersionError(YunionError):
-    """The daemon answers otherwise than this program expects: one of them is older than the other."""
+    """The daemon's answer is not as expected, because it and this program have different versions."""
 
     code = reasons.VERSION_DIFFERS
 

@@ -1,15 +1,16 @@
-"""Text of other processes, files and drivers, made safe to show.
+"""Makes text from other processes, files and drivers safe to show.
 
-It is escaped once, where it is read; outputs do it again to what they are given, which changes nothing then.
+Text is escaped once, where it is read. Outputs escape all text again, which does not change what is escaped
+already.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line: control characters, line ends, bidirectional marks and the like as escapes.
+    """Return the text on one line, with control characters, line ends, bidirectional marks etc. escaped.
 
-    Readable letters of every language stay as they are; what is printable already is not changed.
+    Letters of all languages are kept; printable text is not changed.
     """
     if text.isprintable():
         return text
@@ -17,5 +18,5 @@ def printable(text: str) -> str:
 
 
 def decoded(raw: bytes) -> str:
-    """Bytes that should be UTF-8, on one line."""
+    """Decode bytes that should be UTF-8, onto one line."""
     return printable(raw.decode(errors="replace"))

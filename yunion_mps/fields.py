@@ -1,4 +1,4 @@
-"""The values that the fields of the API's answers have, as types with what their JSON schemas say."""
+"""Types of the fields in the API's answers, with their JSON schemas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 
 class Field:
-    """What the JSON schema of a value says beyond its type."""
+    """What the JSON schema of a value has beyond its type."""
 
     def __init__(self, description: str = "", **keywords: Any) -> None:
         self._keywords = {"description": description, **keywords} if description else keywords

@@ -1,7 +1,7 @@
-"""UUIDs of version 5 (RFC 9562, 5.5): the same names give the same ids, on every start and every host.
+"""UUIDs of version 5 (RFC 9562, 5.5), which are equal for equal names, and random ones of version 4.
 
-As `uuid.uuid5` makes them, without its imports: `platform`, and OpenSSL for one SHA-1, 4 ms of the
-daemon's start and 1 MiB for as long as it runs. And random ones, of version 4.
+The same as `uuid.uuid5`, without importing `platform`, and OpenSSL for one SHA-1: 4 ms of the daemon's start
+and 1 MiB of its memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 try:
     from _sha1 import sha1  # type: ignore[import-not-found]
-except ImportError:  # a Python built without its own
+except ImportError:  # Python was built without it
     from hashlib import sha1
 
 #: uuid5(NAMESPACE_DNS, "yunion-mps")
@@ -18,13 +18,13 @@ NAMESPACE = "9f730301-df5c-5d50-ba8a-1c8a10bd4344"
 
 
 def uuid5(namespace: str, name: str) -> str:
-    """The UUID of `name` in the namespace, which is a UUID itself."""
+    """Return the UUID of `name` in the namespace, itself a UUID."""
     data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
-    return _uuid(sha1(data).digest(), 5)  # noqa: S324 - the standard's own choice, and no secret
+    return _uuid(sha1(data).digest(), 5)  # noqa: S324 - prescribed by the standard, and no secret
 
 
 def random_uuid() -> str:
-    """A new UUID that cannot be guessed."""
+    """Return a new UUID that cannot be guessed."""
     return _uuid(os.urandom(16), 4)
 
 

@@ -1,7 +1,6 @@
-"""The values that the parts hand to each other. All of them are frozen; a unit stands in the name.
+"""Frozen values that are passed between packages; units are part of the names.
 
-They are named tuples and not dataclasses because `dataclasses` takes 7 ms to import, on the path of every
-start of the daemon.
+They are named tuples because importing `dataclasses` would add 7 ms to every start of the daemon.
 """
 
 from __future__ import annotations
@@ -15,34 +14,34 @@ EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
 PROHIBITED = "Prohibited"
 
-#: The Dev_type of every device that we serve, as Cloudpods names it.
+#: The Dev_type of all our devices, as Cloudpods names it.
 DEV_TYPE = "NVIDIA_MPS"
 
-#: The kind of device that containers are given, in the Container Device Interface's words.
+#: The kind of our devices in the Container Device Interface.
 CDI_KIND = "yunion.io/mps"
 
-#: Names in a process's environment the lease that it uses.
+#: The environment variable that names the lease a process uses.
 LEASE_VARIABLE = "YUNION_MPS_LEASE"
 
 #: Stands for all devices of the host if one control daemon serves them.
 ALL = "all"
 
-#: The priorities of a client in CUDA_MPS_CLIENT_PRIORITY's order: the value there is the place here
-#: (nvidia-cuda-mps-control(1), set_default_client_priority). They are hints to the CUDA driver.
+#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
+#: set_default_client_priority). They are hints to the CUDA driver.
 NORMAL = "normal"
 BELOW_NORMAL = "below_normal"
 PRIORITIES = (NORMAL, BELOW_NORMAL)
 
 
 class Source(NamedTuple):
-    """Where a value of the configuration stands; `line` is None for a default."""
+    """The place of a value in the configuration; `line` is None for a default."""
 
     file: str
     line: int | None
 
 
 class SliceEntry(NamedTuple):
-    """One of an entry's `slices`; a percentage of None is to be made from the memory's share."""
+    """An item of an entry's `slices`; a percentage of None is derived from the share of memory."""
 
     memory_mib: int
     thread_percentage: float | None = None
@@ -50,11 +49,11 @@ class SliceEntry(NamedTuple):
 
 
 class DeviceEntry(NamedTuple):
-    """One `NVIDIA_MPS` entry of host_container_device.yml.
+    """An `NVIDIA_MPS` entry of host_container_device.yml.
 
-    It divides the GPU into `virtual_number` equal devices, into `slices`, or opens it for any amount of
-    memory in units of `memory_unit_mib`; the other two are 0 or empty. `divided_at` is where the one that is
-    given stands. A `thread_overcommit` of None is what `cuda_mps_thread_percentage` says.
+    It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
+    `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
+    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies.
     """
 
     path: str
@@ -68,10 +67,10 @@ class DeviceEntry(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What both files say, with the defaults filled in.
+    """The contents of both files, with the defaults filled in.
 
-    `sources` has for each key of host.conf where it stands. `gpu_memory_unit_mib`, the unit of requests for
-    memory in units, is the device file's.
+    `sources` has the place of each key of host.conf. `gpu_memory_unit_mib`, the unit of requests for memory
+    in units, is from the device file.
     """
 
     enable_cuda_mps: bool
@@ -86,22 +85,22 @@ class Config(NamedTuple):
     cuda_mps_max_clients: int | None
     cuda_mps_stop_timeout_s: int
     cuda_mps_multiuser: bool
+    metrics_listen: str | None
+    metrics_allow_public: bool
+    metrics_textfile: str | None
+    web_listen: str | None
+    web_allow_public: bool
+    cuda_mps_pipe_group: str | None
+    max_leases_per_user: int | None
+    max_lease_ttl_s: int
     devices: tuple[DeviceEntry, ...]
     sources: Mapping[str, Source]
-    gpu_memory_unit_mib: int = 1024
-    gpu_memory_unit_at: Source = Source("default", None)
-    metrics_listen: str | None = None
-    metrics_allow_public: bool = False
-    metrics_textfile: str | None = None
-    web_listen: str | None = None
-    web_allow_public: bool = False
-    cuda_mps_pipe_group: str | None = None
-    max_leases_per_user: int | None = None
-    max_lease_ttl_s: int = 30 * 86_400
+    gpu_memory_unit_mib: int
+    gpu_memory_unit_at: Source
 
 
 class PcieLink(NamedTuple):
-    """The most that a GPU's PCI Express link can do."""
+    """The capability of a GPU's PCI Express link."""
 
     version: str
     transfer_rate_per_lane: str
@@ -110,14 +109,14 @@ class PcieLink(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its version, and that of the CUDA driver API it brings (None if unknown)."""
+    """The NVIDIA driver's version, and that of its CUDA driver API (None if unknown)."""
 
     version: str
     cuda_version: str | None
 
 
 class Gpu(NamedTuple):
-    """One physical GPU. What the driver does not report is None; `reason` says why it cannot be used."""
+    """A physical GPU. Values that the driver does not report are None; `reason` says why it is unusable."""
 
     pci_address: str
     uuid: str | None = None
@@ -136,14 +135,14 @@ class Gpu(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The PCI address without its domain if that is 0000, as Cloudpods shows it."""
+        """The PCI address, without its domain if that is 0000, as Cloudpods shows it."""
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
 
 
 class Inventory(NamedTuple):
     """The driver and the GPUs found, in PCI order.
 
-    `served` are the UUIDs of those that have served devices before, also of those that are lost since.
+    `served` has the UUIDs of the GPUs that have served devices, including lost ones.
     """
 
     driver: Driver
@@ -152,9 +151,9 @@ class Inventory(NamedTuple):
 
 
 class Device(NamedTuple):
-    """One MPS device: the `slot`-th part of a GPU, or of its pool, with its budget.
+    """An MPS device: the `slot`-th part of a GPU or of its pool, with its budget.
 
-    `reserve_mib` is kept free of the GPU's memory beside the limit, for what MPS itself needs for a client.
+    `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     """
 
     id: str
@@ -175,7 +174,7 @@ class Device(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """One of the unequal devices of a GPU: what it may use."""
+    """The budget of one of a GPU's unequal devices."""
 
     memory_limit_mib: int
     thread_percentage: float
@@ -183,11 +182,12 @@ class Slice(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """A GPU whose memory is handed out in any number of units; every client is a device of its own.
+    """A GPU whose memory is leased in units; every client is a device.
 
-    `memory_mib` is what can be handed out to one client alone: a multiple of the unit. Each client takes
-    `reserve_mib` beside its units, and all together take at most `memory_total_mib`; `clients` is how many of
-    them MPS allows. Threads go with the memory, times `thread_overcommit`; None does not limit them.
+    `memory_mib`, a multiple of the unit, is the most that a single client can get. Each client takes
+    `reserve_mib` in addition to its units, and all together take at most `memory_total_mib`; MPS allows
+    `clients` of them. Threads are proportional to memory, times `thread_overcommit`; None does not limit
+    them.
     """
 
     gpu_uuid: str
@@ -201,11 +201,11 @@ class Pool(NamedTuple):
 
 
 class PlannedGpu(NamedTuple):
-    """One GPU of a domain and how it is divided: into equal devices, `slices`, or by amounts of a `pool`.
+    """A GPU of a domain, divided into equal devices, into `slices`, or into amounts from a `pool`.
 
     `memory_limit_mib` and `thread_percentage` are the most that one client gets; the limit is None if the
-    control daemon serves the GPU and the plan does not, so that it is left as it is. `slices` has a row for
-    each slot if the devices differ from that; a pool has no devices until they are leased.
+    control daemon serves the GPU but the plan does not, so that the GPU is left alone. `slices` has an item
+    for each slot if the devices differ from that; a pool has no devices until they are leased.
     """
 
     uuid: str
@@ -217,9 +217,9 @@ class PlannedGpu(NamedTuple):
 
 
 class DomainPlan(NamedTuple):
-    """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default.
+    """A control daemon: its GPUs in CUDA's order, and the default limits of its clients.
 
-    `pipe_group` is the group that alone may enter the pipe directory, empty if every user may.
+    Only the group `pipe_group` may enter the pipe directory; if it is empty, every user may.
     """
 
     name: str
@@ -236,33 +236,33 @@ class DomainPlan(NamedTuple):
 
     @property
     def memory_limits_mib(self) -> tuple[int | None, ...]:
-        """By GPU, in the order by which the control daemon numbers them."""
+        """By GPU, in the control daemon's numbering."""
         return tuple(gpu.memory_limit_mib for gpu in self.gpus)
 
     def memory_limit_of(self, gpu_uuid: str) -> int | None:
-        """What one client may get of the GPU, in MiB; None if it is not served, such as a lost one."""
+        """Return the limit of one client in MiB; None if the GPU is not served, for example lost."""
         return next((gpu.memory_limit_mib for gpu in self.gpus if gpu.uuid == gpu_uuid), None)
 
     def for_gpus(self, gpu_uuids: Iterable[str]) -> DomainPlan:
-        """The plan for these GPUs, in this order; one that it does not divide has no limit."""
+        """Return the plan for these GPUs, in this order; GPUs that it does not divide have no limit."""
         known = {gpu.uuid: gpu for gpu in self.gpus}
         return self._replace(gpus=tuple(known.get(uuid) or PlannedGpu(uuid) for uuid in gpu_uuids))
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
-        """Whether a control daemon that runs for `other` can serve this plan: at most limits differ."""
+        """Whether the control daemon of `other` can serve this plan: they differ in limits at most."""
         return self._of_its_process() == other._of_its_process()
 
     def _of_its_process(self) -> tuple[object, ...]:
-        """What a control daemon has from its start to its end."""
+        """Return what cannot change while the control daemon runs."""
         places = (self.name, self.pipe_directory, self.log_directory, self.pipe_group)
         return (*places, self.gpu_uuids, self.multiuser)
 
 
 class Plan(NamedTuple):
-    """What should be. `compute_modes` is by GPU UUID, and `unavailable` has reasons by PCI address.
+    """The plan for the host. `compute_modes` is by GPU UUID, `unavailable` has reasons by PCI address.
 
     `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
-    their devices are listed, and no control daemon is started for them.
+    their devices are listed, but no control daemon is started for them.
     """
 
     host_id: str
@@ -275,10 +275,10 @@ class Plan(NamedTuple):
 
 
 class DomainStatus(NamedTuple):
-    """What state a domain is in, why, and the control daemon's PID.
+    """The state of a domain, its reason, and the control daemon's PID.
 
     `plan` is in effect: what its clients get. `pending`, if not empty, says what will change and what that
-    waits for; `waits_for` has the MPS servers (PIDs) that have to end for it.
+    waits for; `waits_for` has the PIDs of the MPS servers that have to end first.
     """
 
     plan: DomainPlan
@@ -292,11 +292,11 @@ class DomainStatus(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that changed: what, why, and what it means for the devices and the jobs on them.
+    """A change: what, why, and the consequence for devices and jobs.
 
-    `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon; `severity`
-    one of info, warning and error; `subject` is the name of what changed, such as a GPU's address. A warning
-    or an error has a reason code.
+    `kind` is domain, limit, gpu, compute_mode, configuration, client, lease or daemon; `severity` is info,
+    warning or error; `subject` names what changed, for example a GPU's address. Warnings and errors have a
+    reason code.
     """
 
     severity: str
@@ -309,7 +309,7 @@ class Event(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The owner of a lease: a user, or the `unit` of a job, because all job units share one user."""
+    """The owner of a lease: a user, or the `unit` of a job, because all job units run as one user."""
 
     uid: int
     unit: str = ""
@@ -318,11 +318,11 @@ class Owner(NamedTuple):
 class Holder(NamedTuple):
     """The holder of a lease, and what ends it.
 
-    `binding` is `process` (it ends with `pid`, which together with `started`, in clock ticks since the boot,
-    names a process for good), `container` (the same, of a container's first process), `connection` (with the
-    connection to the daemon, and as `process` once that is another daemon) or `name` (`ttl_s` after it was
-    last renewed). `unit` is the job's unit that it was taken for, empty if there is none, and `command` the
-    command line that the process is about to execute, empty if it did not say.
+    `binding` is `process` (the lease ends with `pid`, which `started`, in clock ticks since boot, makes
+    unique), `container` (the same, with the container's first process), `connection` (ends with the
+    connection to the daemon; after a restart of the daemon, as `process`) or `name` (ends `ttl_s` after the
+    last renewal). `unit` is the job's unit that it was taken for, and `command` the command line that the
+    process is about to execute; both may be empty.
     """
 
     binding: str
@@ -340,12 +340,12 @@ class Holder(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970.
+    """Devices that belong to one holder until the lease ends, as they were when it began.
 
-    `idempotency_key` is what the holder has sent as such with its request, empty if nothing. `cdi`: container
-    engines find it as a device for as long as it lives. `ends_s` (of the monotonic clock) is when a lease
-    taken by name expires, None for others; `is_extended`: a start of the daemon has postponed that. `request`
-    is what the holder has requested, as text: the same name with the same request finds this lease.
+    `since_s` is in s since 1970. `idempotency_key` is from the request. `cdi`: container engines can use the
+    lease as a CDI device. `ends_s` (monotonic clock) is the expiry of a lease taken by name, None for others;
+    `is_extended`: a start of the daemon has postponed it. `request` is the request as text: the same name
+    with the same request finds this lease.
     """
 
     id: str
@@ -365,9 +365,9 @@ class Lease(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What is in effect, read back from NVML and the control daemons.
+    """The state in effect, read back from NVML and the control daemons.
 
-    `warnings` name what is configured and the host cannot do, so that it is left out.
+    `warnings` name configured settings that do not work on this host and are left out.
     """
 
     version: int

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class ReasonCode(NamedTuple):
-    """The meaning of a code and a hint for the operator, in which `{gpu}`, `{pid}` and `{lease}` are ids."""
-
     meaning: str
     hint: str
 

@@ -1,4 +1,4 @@
-"""Times and amounts of memory as texts.
+"""Times and amounts of memory as text.
 
 The API writes times as RFC 3339 strings in UTC with milliseconds, which also sort as text.
 """
@@ -12,17 +12,17 @@ _FORM = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]
 
 
 def rfc3339(moment_s: float) -> str:
-    """A moment in s since 1970 as `2026-11-20T13:45:00.123Z`; what is less than a millisecond is cut off."""
-    whole_s, ms = divmod(round(moment_s * 1_000_000) // 1000, 1000)  # 0.123 is a little less than 0.123
+    """Format a time in s since 1970 as `2026-11-20T13:45:00.123Z`, truncated to milliseconds."""
+    whole_s, ms = divmod(round(moment_s * 1_000_000) // 1000, 1000)  # 0.123 is slightly less than 0.123
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole_s)) + f".{ms:03}Z"
 
 
 def seconds(text: str) -> float:
-    """A moment that is written as RFC 3339 demands, in s since 1970; raises ValueError if it is not."""
+    """Parse an RFC 3339 time into s since 1970; raises ValueError."""
     found = _FORM.fullmatch(text)
     if not found:
         raise ValueError(f"{text!r} is not an RFC 3339 time")
-    from datetime import datetime  # 2 ms, which a command that shows no time need not pay
+    from datetime import datetime  # 2 ms, which commands that show no times need not pay
 
     date, clock, fraction, zone = found.groups()
     zone = "+00:00" if zone in "Zz" else zone
@@ -30,6 +30,6 @@ def seconds(text: str) -> float:
 
 
 def mebibytes(amount: str) -> int | None:
-    """What `8GiB` or `512MiB` is in MiB, None if it is not such an amount."""
+    """Convert `8GiB` or `512MiB` to MiB; None if it is not such an amount."""
     found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount)
     return int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None

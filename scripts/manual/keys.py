@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from yunion_mps.config import KEYS
-from yunion_mps.config.values import MAX_DEVICES, MAX_OVERRIDE
+from yunion_mps.config.values import MAX_DEVICES_PER_GPU, MAX_OVERRIDE
 from yunion_mps.mps.log_file import MAX_BYTES
 from yunion_mps.planning.division import MAX_GPUS_PER_DOMAIN, MPS_CLIENTS, VOLTA
 
@@ -26,7 +26,7 @@ _NUMBERS = {
     "clients_newer": _NEWER[2],
     "largest_override": MAX_OVERRIDE,
     "log_mib": MAX_BYTES >> 20,
-    "most_devices": MAX_DEVICES,
+    "most_devices": MAX_DEVICES_PER_GPU,
     "most_gpus": MAX_GPUS_PER_DOMAIN,
     "newer": _NEWER[1],
     "volta": ".".join(map(str, VOLTA)),

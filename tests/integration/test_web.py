@@ -191,8 +191,8 @@ def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
 def test_readers_that_name_an_event_to_come_share_one_query(ready_daemon: Daemon) -> None:
     async def read() -> list[Any]:
         cache = OverviewCache(Paths(str(ready_daemon.host.root)))
-        await cache.picture()
-        return await asyncio.gather(*(cache.picture(10**9) for _ in range(20)))
+        await cache.overview()
+        return await asyncio.gather(*(cache.overview(10**9) for _ in range(20)))
 
     first, *others = asyncio.run(read())
     assert all(other is first for other in others)
@@ -201,10 +201,10 @@ def test_readers_that_name_an_event_to_come_share_one_query(ready_daemon: Daemon
 def test_a_reader_of_an_event_does_not_get_what_was_queried_before(ready_daemon: Daemon) -> None:
     async def read() -> tuple[Any, Any]:
         cache = OverviewCache(Paths(str(ready_daemon.host.root)))
-        earlier = asyncio.ensure_future(cache.picture())
+        earlier = asyncio.ensure_future(cache.overview())
         for _ in range(5):  # the turns until the query has begun
             await asyncio.sleep(0)
-        later = await cache.picture(10**9)
+        later = await cache.overview(10**9)
         return await earlier, later
 
     earlier, later = asyncio.run(read())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.config import KEYS
+from yunion_mps.config.devices import DeviceFile
 from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Plan, Source
 from yunion_mps.planning.plan import make_plan
 
@@ -56,25 +57,19 @@ def entry(path: str, virtual_number: int, line: int = 2) -> DeviceEntry:
 
 def config(*entries: DeviceEntry, **given: Any) -> Config:
     """An enabled configuration; a key that is given stands in line 9 of host.conf."""
-    values: dict[str, Any] = {
-        "enable_cuda_mps": True,
-        "container_device_config_file": DEVICES,
-        "cuda_mps_pipe_directory": "/tmp/nvidia-mps/pipe",
-        "cuda_mps_log_directory": "/tmp/nvidia-mps/log",
-        "cuda_mps_replicas": 10,
-        "cuda_mps_compute_mode": "exclusive_process",
-        "cuda_mps_scope": "host",
-        "cuda_mps_thread_percentage": "equal",
-        "cuda_mps_max_clients": None,
-        "cuda_mps_stop_timeout_s": 10,
-        "cuda_mps_multiuser": False,
-        "cuda_mps_combine": 1,
-    }
     unknown = set(given) - set(KEYS)
     assert not unknown, unknown
     written = {"enable_cuda_mps", *given}
     sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in KEYS}
-    return Config(**{**values, **given}, devices=entries, sources=sources)
+    values = {**{name: key.default for name, key in KEYS.items()}, "enable_cuda_mps": True, **given}
+    unit = DeviceFile()
+    return Config(
+        **values,
+        devices=entries,
+        sources=sources,
+        gpu_memory_unit_mib=unit.memory_unit_mib,
+        gpu_memory_unit_at=unit.memory_unit_at,
+    )
 
 
 def planned(settings: Config, found: Inventory) -> Plan:

@@ -39,7 +39,7 @@ from yunion_mps.http.operations import (
     END_LEASE,
     GET_LEASE,
     GET_LEASES,
-    MAX_DEVICES,
+    MAX_DEVICES_PER_LEASE,
     MAX_MIB,
     MAX_TTL_S,
     MAX_WAIT_S,
@@ -98,7 +98,7 @@ def request_options(function: F) -> F:
             help="Use a device of this GPU (UUID or PCI address).",
         ),
         click.option(
-            "--count", type=Number(1, MAX_DEVICES), default=1, metavar="N",
+            "--count", type=Number(1, MAX_DEVICES_PER_LEASE), default=1, metavar="N",
             help="Use N devices, combined into one budget. Default: 1.",
         ),
         click.option(

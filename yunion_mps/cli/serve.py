@@ -63,10 +63,10 @@ def web(address: str, allow_public: bool) -> None:
 
 def _checked(address: str, *, allow_public: bool) -> str:
     """The address as it is listened on; raises YunionError."""
-    from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normal_endpoint
+    from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normalise_endpoint
 
     try:
-        where = normal_endpoint(address)
+        where = normalise_endpoint(address)
     except ValueError as error:
         raise click.BadParameter(
             f"{address}, {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"

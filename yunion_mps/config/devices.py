@@ -1,4 +1,4 @@
-"""/etc/yunion/host_container_device.yml: our entries; other types belong to other software."""
+"""/etc/yunion/host_container_device.yml: our entries; entries of other types are other software's."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from yunion_mps.config.values import (
 from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, PRIORITIES, DeviceEntry, SliceEntry, Source
 
-#: The units in which memory is handed out, as in Alibaba Cloud's ACK; the first is the default, as there.
+#: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
 MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}
 
 _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
-#: What says how a GPU is divided; an entry has one of them.
+#: The keys that divide a GPU; an entry has one of them.
 _DIVIDING = ("virtual_number", "slices", "memory_unit")
 _KEYS = ("path", "type", *_DIVIDING, "memory_reserve", "thread_overcommit")
 _FILE_KEYS = ("devices", "gpu_memory_unit")
-#: The keys of an entry that count only with another one.
-_COUNTS_WITH = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
+#: Keys of an entry that are only valid with another one.
+_VALID_WITH = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
 
 _SLICE_KINDS: dict[str, Kind] = {
     "memory": memory(1),
@@ -51,27 +51,27 @@ _SLICE_KINDS: dict[str, Kind] = {
 }
 _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 
-#: A mapping's keys by their text, with the nodes of the key and of its value.
+#: The nodes of each key and its value in a mapping, by the key's text.
 Nodes = dict[str, tuple[Node, Node]]
 
 
 class DeviceFile(NamedTuple):
-    """Our part of the file: the entries in its order, and the unit of requests for memory in units."""
+    """Our part of the file: the entries in file order, and the unit of requests for memory in units."""
 
     entries: tuple[DeviceEntry, ...] = ()
     memory_unit_mib: int = MEMORY_UNITS["1GiB"]
     memory_unit_at: Source = Source("default", None)
 
 
-def read_devices(file: str, *, must_exist: bool, most: int) -> tuple[DeviceFile, list[Problem]]:
-    """Return our part of the file and what is wrong; `most` bounds the number of devices of an entry.
+def read_devices(file: str, *, must_exist: bool, max_devices: int) -> tuple[DeviceFile, list[Problem]]:
+    """Return our part of the file and its problems; `max_devices` is the most devices of an entry.
 
-    A file that host.conf does not name (`must_exist` False) may be missing, as with Cloudpods: then the
-    file divides no GPU, and `cuda_mps_replicas` says how each is divided.
+    As with Cloudpods, a file that host.conf does not name (`must_exist` False) may be missing: then
+    `cuda_mps_replicas` applies to every GPU.
     """
     if not must_exist and not os.path.lexists(file):
         return DeviceFile(), []
-    reader = _Reader(file, most)
+    reader = _Reader(file, max_devices)
     try:
         found = reader.read()
     except FileProblemError as error:
@@ -80,11 +80,11 @@ def read_devices(file: str, *, must_exist: bool, most: int) -> tuple[DeviceFile,
 
 
 class _Reader:
-    """Reads the file, and collects what is wrong with it in `problems`."""
+    """Reads the file and collects its problems."""
 
-    def __init__(self, file: str, most: int) -> None:
+    def __init__(self, file: str, max_devices: int) -> None:
         self._file = file
-        self._most = most
+        self._max_devices = max_devices
         self.problems: list[Problem] = []
 
     def read(self) -> DeviceFile:
@@ -98,14 +98,14 @@ class _Reader:
         entries = [self._entry(item) for item in items]
         return found._replace(entries=tuple(entry for entry in entries if entry))
 
-    def _wrong(self, node: Node, what: str, hint: str = "") -> None:
+    def _report(self, node: Node, what: str, hint: str = "") -> None:
         self.problems.append(self._problem(node, what, hint))
 
     def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
         return Problem(self._file, line_of(node) if node else None, what, hint)
 
     def _file_nodes(self, root: Node | None) -> Nodes:
-        """The file's keys; those that are not nearly ours are left alone."""
+        """Return the file's keys; unknown keys are ignored unless they look like ours."""
         if root is None:
             hint = "write devices: [] to divide every GPU into cuda_mps_replicas devices"
             hint += ", or enable_cuda_mps: false in host.conf to divide none"
@@ -117,14 +117,14 @@ class _Reader:
         for name, key, node in pairs_of(root):
             near = None if name in _FILE_KEYS else nearest_key(name, _FILE_KEYS)
             if near:
-                self._wrong(key, f"unknown key {name} (did you mean {near}?)")
+                self._report(key, f"unknown key {name} (did you mean {near}?)")
             elif name in _FILE_KEYS and name in nodes:
                 hint = "put all entries under one" if name == "devices" else "keep one of the two lines"
-                self._wrong(key, f"duplicate key {name}", hint)
+                self._report(key, f"duplicate key {name}", hint)
             else:
                 nodes.setdefault(name, (key, node))
         if "devices" not in nodes and not self.problems:
-            self._wrong(root, "missing key devices", "begin the file with devices:")
+            self._report(root, "missing key devices", "begin the file with devices:")
         return nodes
 
     def _items(self, nodes: Nodes) -> list[Node]:
@@ -137,54 +137,54 @@ class _Reader:
         return list(found.value)
 
     def _entry(self, item: Node) -> DeviceEntry | None:
-        """One entry, None if it is another software's or names no path.
+        """Return the entry; None if it is other software's or has no valid path.
 
-        One with a problem is returned as well, because its path can still be checked. If it cannot be used
-        how it divides the GPU, that counts as one device.
+        An entry with another problem is returned, too, so that its path is still checked; if its division is
+        invalid, it has one device.
         """
         if not isinstance(item, yaml.MappingNode):
             what = f"an entry of devices is {written(item)}, not a mapping"
-            self._wrong(item, what, "write - path: …, type: … and virtual_number: …")
+            self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
-        nodes, twice = self._nodes_of(item)
+        nodes, duplicates = self._nodes_of(item)
         if not self._is_ours(item, nodes):
             return None
-        self.problems += twice
+        self.problems += duplicates
         self._check_keys(nodes, _KEYS, (f"an {DEV_TYPE} entry", "an entry"), _type_key(nodes))
         path = self._required(item, "path", _path, nodes)
-        divided = self._divided(item, nodes)
+        divided = self._division(item, nodes)
         if path is None:
             return None
         return divided._replace(path=path, path_at=Source(self._file, line_of(nodes["path"][1])))
 
-    def _divided(self, item: Node, nodes: Nodes) -> DeviceEntry:
-        """How the entry divides its GPU, whichever that is; one device if that cannot be used."""
+    def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
+        """Return the entry's division of its GPU; one device if it is invalid."""
         entry = DeviceEntry("", 1, Source(self._file, None), Source(self._file, line_of(item)))
-        given = [name for name in _DIVIDING if name in nodes]
-        if given == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
-            given = ["memory_unit"]
-        if len(given) > 1:
-            first, second = sorted(given, key=lambda name: (line_of(nodes[name][0]), name))[:2]
+        present = [name for name in _DIVIDING if name in nodes]
+        if present == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
+            present = ["memory_unit"]
+        if len(present) > 1:
+            first, second = sorted(present, key=lambda name: (line_of(nodes[name][0]), name))[:2]
             line = line_of(nodes[first][0])
             what = f"{second} divides the GPU, but {first} in line {line} already does"
-            self._wrong(nodes[second][0], what, "keep one of the two")
+            self._report(nodes[second][0], what, "keep one of the two")
             return entry
-        means = given[0] if given else "virtual_number"
-        if given:
-            key, value = nodes[means]
-            at = key if means == "slices" else value  # the list may stand elsewhere, and be an alias here
+        division = present[0] if present else "virtual_number"
+        if present:
+            key, value = nodes[division]
+            at = key if division == "slices" else value  # a list may be defined elsewhere, with an alias here
             entry = entry._replace(divided_at=Source(self._file, line_of(at)))
-        self._check_meaning(means, nodes)
-        if means == "virtual_number":
-            count = self._required(item, means, whole_number(1, self._most), nodes)
+        self._check_division(division, nodes)
+        if division == "virtual_number":
+            count = self._required(item, division, whole_number(1, self._max_devices), nodes)
             return entry._replace(virtual_number=count or 1)
         overcommit = self._optional("thread_overcommit", number(1, MAX_OVERRIDE, 2), nodes)
-        if means == "slices":
-            slices = self._slices(nodes[means][1])
+        if division == "slices":
+            slices = self._slices(nodes[division][1])
             if not slices:
                 return entry
             return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
-        unit = self._optional(means, one_of(*MEMORY_UNITS), nodes)
+        unit = self._optional(division, one_of(*MEMORY_UNITS), nodes)
         reserve = self._optional("memory_reserve", memory(0), nodes)
         if unit is None:
             return entry
@@ -195,77 +195,79 @@ class _Reader:
             thread_overcommit=overcommit,
         )
 
-    def _check_meaning(self, means: str, nodes: Nodes) -> None:
-        """Refuse the keys that count only if the GPU is divided in another way."""
-        for name, others in _COUNTS_WITH.items():
-            if name in nodes and means not in others:
-                what = f"{name} is not allowed with {means}, only with {' or '.join(others)}"
+    def _check_division(self, division: str, nodes: Nodes) -> None:
+        """Refuse keys that are only valid with another kind of division."""
+        for name, required in _VALID_WITH.items():
+            if name in nodes and division not in required:
+                what = f"{name} is not allowed with {division}, only with {' or '.join(required)}"
                 hint = "remove it"
                 if name == "thread_overcommit":
                     hint += ", or set cuda_mps_thread_percentage in host.conf"
-                self._wrong(nodes[name][0], what, hint)
+                self._report(nodes[name][0], what, hint)
 
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
-        """The unequal devices of one GPU; none if anything is wrong with one of them."""
+        """Return the slices; none if any of them has a problem."""
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             shown = "an empty list" if isinstance(node, yaml.SequenceNode) else f"{written(node)}, not a list"
-            self._wrong(node, f"slices is {shown}", f"write each device after a dash: - {_SLICE_EXAMPLE}")
+            self._report(node, f"slices is {shown}", f"write each device after a dash: - {_SLICE_EXAMPLE}")
             return ()
         before = len(self.problems)
-        if len(node.value) > self._most:
+        if len(node.value) > self._max_devices:
             what = f"slices has {len(node.value)} devices, more than a GPU can have"
-            self._wrong(node, what, f"write at most {self._most}")
+            self._report(node, what, f"write at most {self._max_devices}")
         slices = tuple(self._slice(item) for item in node.value)
         return slices if len(self.problems) == before else ()
 
     def _slice(self, item: Node) -> SliceEntry:
         if not isinstance(item, yaml.MappingNode):
-            self._wrong(item, f"a slice is {written(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
+            self._report(item, f"a slice is {written(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
             return SliceEntry(0)
-        nodes, twice = self._nodes_of(item)
-        self.problems += twice
+        nodes, duplicates = self._nodes_of(item)
+        self.problems += duplicates
         self._check_keys(nodes, tuple(_SLICE_KINDS), ("a slice", "a slice"))
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
-            self._wrong(item, "a slice has no memory", "add memory, for example memory: 8GiB")
+            self._report(item, "a slice has no memory", "add memory, for example memory: 8GiB")
         values = {
             name: self._optional(name, kind, nodes) for name, kind in _SLICE_KINDS.items() if name in nodes
         }
         return SliceEntry(values.pop("memory", 0), **values)
 
     def _is_ours(self, item: Node, nodes: Nodes) -> bool:
-        """Whether the entry is meant to be ours, though its type may be misspelt, which is then a problem."""
+        """Whether the entry should be ours, even if its type is misspelt, which is reported."""
         name = _type_key(nodes)
         if name is None and "<<" in nodes:
             self._check_merge(*nodes["<<"])
             return False
         if name is None:
             hint = f"write type: {DEV_TYPE}, or the type of other software"
-            self._wrong(item, "an entry has no type", hint)
+            self._report(item, "an entry has no type", hint)
             return False
         key, node = nodes[name]
         if name != "type":
-            self._wrong(key, f"unknown key {name} (did you mean type?)")
+            self._report(key, f"unknown key {name} (did you mean type?)")
         value = value_of(node)
         if value == DEV_TYPE:
             return True
         if not isinstance(value, str):
-            self._wrong(node, f"type is {written(node)}, not a string", f"write type: {DEV_TYPE}")
+            self._report(node, f"type is {written(node)}, not a string", f"write type: {DEV_TYPE}")
             return False
         if not nearest(value, [DEV_TYPE]):
             return False
-        self._wrong(node, f"unknown type {value} (did you mean {DEV_TYPE}?)")
+        self._report(node, f"unknown type {value} (did you mean {DEV_TYPE}?)")
         return True
 
     def _check_merge(self, key: Node, node: Node) -> None:
-        """Refuse an entry whose type comes by a merge, unless that is another software's."""
+        """Refuse an entry that gets our type by a merge; one with another type is other software's."""
         merged = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        mappings = [each for each in merged if isinstance(each, yaml.MappingNode)]
-        types = [value_of(value) for each in mappings for name, _, value in pairs_of(each) if name == "type"]
+        mappings = [mapping for mapping in merged if isinstance(mapping, yaml.MappingNode)]
+        types = [
+            value_of(value) for mapping in mappings for name, _, value in pairs_of(mapping) if name == "type"
+        ]
         if DEV_TYPE in types:
-            self._wrong(key, *NO_MERGE)
+            self._report(key, *NO_MERGE)
 
     def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
-        """Return the keys of the mapping, and a problem for each that occurs twice: the first counts."""
+        """Return the mapping's keys, and a problem for each duplicate; the first one counts."""
         nodes: Nodes = {}
         problems = []
         for name, key, node in pairs_of(mapping):
@@ -279,48 +281,48 @@ class _Reader:
     def _check_keys(
         self, nodes: Nodes, known: Sequence[str], owner: tuple[str, str], reported: str | None = None
     ) -> None:
-        """Refuse each key that is not `known`, except `reported`, which has a problem of its own.
+        """Refuse each key that is not `known`, except `reported`, which is a problem already.
 
-        `owner` is what has the keys, in two forms: `an NVIDIA_MPS entry`, `an entry`.
+        `owner` names the mapping in two forms: `an NVIDIA_MPS entry`, `an entry`.
         """
         for name, (key, _) in nodes.items():
             if name == "<<":
-                self._wrong(key, *NO_MERGE)
+                self._report(key, *NO_MERGE)
             elif name not in known and name != reported:
                 near = nearest_key(name, known)
                 what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner[0]}"
                 if near:
-                    self._wrong(key, f"{what} (did you mean {near}?)")
+                    self._report(key, f"{what} (did you mean {near}?)")
                 else:
-                    self._wrong(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(known)}")
+                    self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(known)}")
 
     def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:
-            meant = _DIVIDING if name in _DIVIDING else (name,)
-            if not any(_misspelt(one, nodes, _KEYS) for one in meant):
+            alternatives = _DIVIDING if name in _DIVIDING else (name,)
+            if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
                 what = f"an {DEV_TYPE} entry has no {name}"
-                self._wrong(item, what, f"add {name}, for example {_EXAMPLE[name]}")
+                self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
         return self._optional(name, kind, nodes)
 
     def _optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
-        """The value; None if it is not given, or wrong, which is then a problem."""
+        """Return the value; None if it is missing, or invalid, which is reported."""
         if name not in nodes:
             return None
         node = nodes[name][1]
         try:
             return kind(name, node)
         except InvalidValueError as error:
-            self._wrong(node, error.what, error.hint)
+            self._report(node, error.what, error.hint)
             return None
 
 
 def _misspelt(name: str, nodes: Nodes, known: Sequence[str]) -> bool:
-    """Whether a key that is missing is meant by an unknown one, which is a problem already."""
+    """Whether an unknown key, which is reported already, is a misspelling of this missing one."""
     return any(nearest_key(other, [name]) for other in nodes if other not in known)
 
 
 def _type_key(nodes: Nodes) -> str | None:
-    """The key that says whose the entry is, or that is meant to."""
+    """Return the key with the entry's type, or a misspelling of it."""
     return "type" if "type" in nodes else next((name for name in nodes if nearest_key(name, ["type"])), None)
 
 

@@ -1,4 +1,4 @@
-"""A YAML file as a tree whose every value knows its line, read with bounds on its size, depth and aliases."""
+"""A YAML file as a tree of values with line numbers, with bounds on size, depth and aliases."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import yaml
 
 from yunion_mps.errors import Problem
 
-#: A configuration is a page of text; these bounds only keep a mistake or an attack from costing time.
+#: A configuration is a page of text; the bounds only limit the cost of a mistake or an attack.
 MAX_FILE_BYTES = 1 << 20
-DEEPEST_NESTING = 64
-#: Counted with every alias written out; nothing here expands them, but what walks the tree meets them so.
+MAX_DEPTH = 64
+#: Counted with every alias expanded: we expand none, but walking the tree visits each of them.
 MAX_VALUES = 200_000
-#: YAML 1.1 has numbers to the base of 60 (1:30), which take quadratic time in their length.
+#: YAML 1.1 has sexagesimal numbers (1:30), whose conversion takes quadratic time.
 _MAX_NUMBER = 64
 
-#: The C parser if PyYAML was built with it (8 times as fast), else the one in Python.
+#: The C parser if PyYAML was built with it (8 times as fast), otherwise the one in Python.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: Where the packages install the examples of both files.
+#: Directory in which the packages install examples of both files.
 _EXAMPLES = "/usr/share/yunion-mps"
 
 _construct = yaml.constructor.SafeConstructor()
@@ -33,7 +33,7 @@ NO_MERGE = ("merge keys (<<) are not supported", "write the keys out")
 
 
 class FileProblemError(Exception):
-    """The file as a whole cannot be used; carries the one problem that says why."""
+    """The file as a whole cannot be used, because of this problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -41,9 +41,9 @@ class FileProblemError(Exception):
 
 
 def read_document(path: str, example: str) -> Node | None:
-    """Return the root of the YAML file `path`, None when it holds nothing; raises FileProblemError.
+    """Return the root of the YAML file `path`, None if it is empty; raises FileProblemError.
 
-    `example` is the name of the package's example of such a file.
+    `example` is the name of the packages' example of the file.
     """
     text = _read(path, example)
     try:
@@ -52,7 +52,7 @@ def read_document(path: str, example: str) -> Node | None:
         return root if root and not root.tag.endswith(":null") else None
     except yaml.MarkedYAMLError as error:
         mark, last = error.problem_mark or error.context_mark, len(text.splitlines())
-        if mark and mark.line >= last:  # noticed only at the file's end: where it began says more
+        if mark and mark.line >= last:  # noticed only at the end of the file: the beginning says more
             mark = error.context_mark or mark
         line = min(mark.line + 1, last) if mark else None
         what = " ".join(filter(None, (error.context, error.problem)))
@@ -60,19 +60,19 @@ def read_document(path: str, example: str) -> Node | None:
     except yaml.reader.ReaderError as error:
         line = text.count(b"\n", 0, error.position) + 1
         raise _problem(path, line, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
-    except UnicodeDecodeError:  # PyYAML lets it pass from a tag with escapes, and knows no line then
+    except UnicodeDecodeError:  # PyYAML does not catch it in a tag with escapes, and knows no line
         what = "not valid YAML (a tag is not UTF-8)"
         raise _problem(path, None, what, "write the values without tags") from None
 
 
 def line_of(node: Node) -> int:
-    """The line of `node` in its file, from 1."""
+    """Return the line of `node` in its file, from 1."""
     line: int = node.start_mark.line
     return line + 1
 
 
 def value_of(node: Node) -> Any:
-    """The plain value of a scalar `node` as YAML 1.1 resolves it; None for null, else the node."""
+    """Return the value of a scalar `node` by the rules of YAML 1.1, None for null; or else the node."""
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, yaml.ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
@@ -80,18 +80,18 @@ def value_of(node: Node) -> Any:
         return node.value
     try:
         return getattr(_construct, f"construct_yaml_{kind}")(node)
-    except (ValueError, LookupError):  # an explicit tag promises what the text is not, as in `!!int ""`
+    except (ValueError, LookupError):  # an explicit tag that the text does not match, as in `!!int ""`
         return node.value
 
 
 def pairs_of(node: Node) -> Iterator[tuple[str, Node, Node]]:
-    """The entries of a mapping as (key's text, key, value); keys that are no scalars have no text of use."""
+    """Yield (key's text, key, value) of a mapping; the text is "" for keys that are not scalars."""
     for key, value in node.value:
         yield (key.value if isinstance(key, yaml.ScalarNode) else "", key, value)
 
 
 def written(node: Node) -> str:
-    """What stands in the file for `node`, short enough for a message."""
+    """Quote `node` as written in the file, short enough for a message."""
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
     if isinstance(node, yaml.SequenceNode):
@@ -102,21 +102,23 @@ def written(node: Node) -> str:
     return f'"{text}"' if node.tag.endswith(":str") else str(text)
 
 
-def nearest_key(word: str, real: Iterable[str]) -> str | None:
-    """As `nearest`; also one of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
-    begun = (name for name in real if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name))
-    return next(begun, None) or nearest(word, real)
+def nearest_key(word: str, names: Iterable[str]) -> str | None:
+    """Like `nearest`; also matches names of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
+    completions = (
+        name for name in names if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name)
+    )
+    return next(completions, None) or nearest(word, names)
 
 
-def nearest(word: str, real: Iterable[str]) -> str | None:
-    """The one of `real` that `word` is most likely a misspelling of, None if there is none.
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name of which `word` is most likely a misspelling, if any.
 
-    Cheap to ask for every foreign key of host.conf: `difflib` (5 ms to import) is used only if the letters
-    and the length are nearly those of a real one.
+    It is cheap for all the foreign keys of host.conf: `difflib` (5 ms to import) is used only if letters and
+    length nearly match.
     """
     candidates = [
         name
-        for name in real
+        for name in names
         if abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
     ]
     if not candidates:
@@ -125,7 +127,7 @@ def nearest(word: str, real: Iterable[str]) -> str | None:
 
     by_lower = {name.lower(): name for name in candidates}
     for lower, name in by_lower.items():
-        if sorted(lower) == sorted(word.lower()):  # `paht`, which is not near enough by the measure below
+        if sorted(lower) == sorted(word.lower()):  # `paht`, too distant by the measure below
             return name
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
     return by_lower[close[0]] if close else None
@@ -136,7 +138,7 @@ def _problem(path: str, line: int | None, what: str, hint: str) -> FileProblemEr
 
 
 def _read(path: str, example: str) -> bytes:
-    """The file's bytes. Opened without waiting, so that a FIFO in its place cannot hang us."""
+    """Read the file, opened without blocking, so that a FIFO in its place cannot hang us."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -147,7 +149,7 @@ def _read(path: str, example: str) -> bytes:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _problem(path, None, "is not a regular file", "put a YAML file there")
-    text = b""  # in small pieces, for which there is memory even in a shortage
+    text = b""  # in small pieces, which can be allocated even in a shortage
     with open(descriptor, "rb", buffering=0) as file:
         while len(text) <= MAX_FILE_BYTES and (piece := file.read(1 << 13)):
             text += piece
@@ -157,28 +159,28 @@ def _read(path: str, example: str) -> bytes:
 
 
 def _check_bounds(path: str, text: bytes) -> None:
-    """Refuse what would take long or much to walk: deep nesting, and aliases that multiply ("bombs")."""
+    """Refuse files that take too long to walk: deep nesting, and aliases that multiply ("bombs")."""
     values = 0
-    sizes: dict[str | None, int] = {}  # what each anchor stands for, once it is complete
-    opened: list[tuple[str | None, int]] = []  # the collections around: anchor, and the values before it
+    sizes: dict[str | None, int] = {}  # values of each complete anchor
+    enclosing: list[tuple[str | None, int]] = []  # enclosing collections: anchor, and values before
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else None
         if isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in opened):
+            if any(event.anchor == anchor for anchor, _ in enclosing):
                 what = f"contains the alias *{event.anchor}, which refers to itself"
                 raise _problem(path, line, what, "write the values out")
             values += sizes.get(event.anchor, 0)
         elif isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, values))
+            enclosing.append((event.anchor, values))
             values += 1
         elif isinstance(event, yaml.ScalarEvent):
             values += 1
             sizes[event.anchor] = 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
+            anchor, before = enclosing.pop()
             sizes[anchor] = values - before
-        if len(opened) > DEEPEST_NESTING:
-            what = f"is nested more than {DEEPEST_NESTING} levels deep"
+        if len(enclosing) > MAX_DEPTH:
+            what = f"is nested more than {MAX_DEPTH} levels deep"
             raise _problem(path, line, what, "flatten it, as in the example")
         if values > MAX_VALUES:
             what = f"contains more than {MAX_VALUES:,} values once its aliases are expanded"

@@ -1,4 +1,4 @@
-"""/etc/yunion/host.conf: our keys among those of Cloudpods' host agent, which are left alone."""
+"""/etc/yunion/host.conf: our keys; those of Cloudpods' host agent are ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from yunion_mps.config.document import (
     written,
 )
 from yunion_mps.config.values import (
-    MAX_DEVICES,
+    MAX_DEVICES_PER_GPU,
     MAX_OVERRIDE,
     InvalidValueError,
     Key,
@@ -28,7 +28,7 @@ from yunion_mps.config.values import (
     endpoint,
     group,
     is_public,
-    most_devices,
+    max_devices,
     one_of,
     overlap,
     own_directory,
@@ -52,7 +52,7 @@ KEYS: dict[str, Key] = {
         own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
     ),
     "cuda_mps_replicas": Key(
-        whole_number(1, MAX_DEVICES),
+        whole_number(1, MAX_DEVICES_PER_GPU),
         10,
         "devices per GPU if the device file has no entry of type NVIDIA_MPS",
     ),
@@ -66,7 +66,9 @@ KEYS: dict[str, Key] = {
         "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
     "cuda_mps_combine": Key(
-        whole_number(1, MAX_DEVICES), 1, "how many devices of a GPU one job may combine into one budget"
+        whole_number(1, MAX_DEVICES_PER_GPU),
+        1,
+        "how many devices of a GPU one job may combine into one budget",
     ),
     "cuda_mps_max_clients": Key(
         whole_number(1, MAX_OVERRIDE),
@@ -100,11 +102,11 @@ KEYS: dict[str, Key] = {
     ),
 }
 
-#: What the control daemon adds to the pipe directory: its longest socket, below a GPU's UUID with scope gpu.
+#: What the control daemon adds to the pipe directory: its longest socket name; with scope gpu, a UUID first.
 _SOCKET = "/control_privileged"
 _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
 
-#: How the names of keys begin that no job needs.
+#: Prefixes of keys that no job needs.
 _MINOR = ("metrics_", "web_")
 
 #: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
@@ -112,22 +114,22 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Problem]]:
-    """Return the value of every key, where it stands, and what is wrong; defaults for unusable values."""
+    """Return each key's value and place, and the problems; invalid values are replaced by defaults."""
     file = paths.host_conf
     values: dict[str, Any] = {name: key.default for name, key in KEYS.items()}
     sources = {name: Source("default", None) for name in KEYS}
     problems: list[Problem] = []
     try:
-        root = _mapping(file, read_document(file, "host.conf"))
+        root = _require_mapping(file, read_document(file, "host.conf"))
     except FileProblemError as error:
         return values, sources, [error.problem]
-    # The override comes first, because it bounds another key.
+    # `cuda_mps_max_clients` comes first, because it bounds another key.
     for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
         line = line_of(key_node)
         if key_node.tag == _MERGE:
-            problems += _merge(file, line, node)
+            problems += _check_merge(file, line, node)
         elif name not in KEYS:
-            problems += _misspelt(file, line, name)
+            problems += _check_foreign_key(file, line, name)
         elif sources[name].line is not None:
             hint = f"keep one of the two lines (the other is line {sources[name].line})"
             problems.append(Problem(file, line, f"duplicate key {name}", hint))
@@ -139,19 +141,19 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
                 minor = name.startswith(_MINOR)
                 problems.append(Problem(file, line_of(node), error.what, error.hint, minor))
     problems += _check_pipe_directory(paths, values, sources)
-    wrong = [*_check_public(values, sources), *_check_ports(values, sources)]
-    values.update({name: KEYS[name].default for name, _ in wrong})
-    problems += [problem._replace(is_minor=True) for _, problem in wrong]
+    invalid = [*_check_public(values, sources), *_check_ports(values, sources)]
+    values.update({name: KEYS[name].default for name, _ in invalid})
+    problems += [problem._replace(is_minor=True) for _, problem in invalid]
     return values, sources, sorted(problems, key=lambda problem: problem.line or 0)
 
 
 def _kind(name: str, values: dict[str, Any]) -> Kind:
     if name == "cuda_mps_replicas":
-        return whole_number(1, most_devices(values["cuda_mps_max_clients"]))
+        return whole_number(1, max_devices(values["cuda_mps_max_clients"]))
     return KEYS[name].kind
 
 
-def _mapping(file: str, root: Node | None) -> Node:
+def _require_mapping(file: str, root: Node | None) -> Node:
     if root is None:
         hint = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
         raise FileProblemError(Problem(file, None, "is empty", hint))
@@ -161,37 +163,39 @@ def _mapping(file: str, root: Node | None) -> Node:
     return root
 
 
-def _misspelt(file: str, line: int, name: str) -> list[Problem]:
-    """What is wrong with a foreign key: nothing, unless it is nearly one of ours or begins like ours."""
+def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
+    """Check a foreign key: it is a problem if it is nearly one of ours or begins like ours."""
     near = nearest_key(name, KEYS)
     if near:
         return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
-        real = ", ".join(sorted(KEYS))
-        return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {real}")]
+        known = ", ".join(sorted(KEYS))
+        return [
+            Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {known}")
+        ]
     return []
 
 
-def _merge(file: str, line: int, node: Node) -> list[Problem]:
-    """What is wrong with a merge: nothing, unless it brings in a key of ours."""
-    if any(name in KEYS for name in _merged(node)):
+def _check_merge(file: str, line: int, node: Node) -> list[Problem]:
+    """Check a merge: it is a problem if it sets one of our keys."""
+    if any(name in KEYS for name in _merged_keys(node)):
         return [Problem(file, line, *NO_MERGE)]
     return []
 
 
-def _merged(node: Node) -> Iterator[str]:
+def _merged_keys(node: Node) -> Iterator[str]:
     if isinstance(node, yaml.SequenceNode):
         for inner in node.value:
-            yield from _merged(inner)
+            yield from _merged_keys(inner)
     elif isinstance(node, yaml.MappingNode):
         for name, key, inner in pairs_of(node):
             yield name
             if key.tag == _MERGE:
-                yield from _merged(inner)
+                yield from _merged_keys(inner)
 
 
 def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
-    """The keys that name an address other hosts can reach, although that is not allowed."""
+    """Return the keys whose address other hosts can reach, although that is not allowed."""
     found = []
     for what in ("metrics", "web"):
         listen, allow = f"{what}_listen", f"{what}_allow_public"
@@ -205,7 +209,7 @@ def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tu
 
 
 def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
-    """The key that names an address which another listener has already: it would never be served."""
+    """Return the key whose address another listener uses already, so that it would never be served."""
     if not (values["web_listen"] and values["metrics_listen"]):
         return []
     if not overlap(values["web_listen"], values["metrics_listen"]):
@@ -216,7 +220,7 @@ def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tup
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
-    """What is wrong if the paths of the control daemon's sockets would not fit a socket's address."""
+    """Check that the paths of the control daemon's sockets fit a socket's address."""
     at = sources["cuda_mps_pipe_directory"]
     extra = _SOCKET if values["cuda_mps_scope"] == "host" else _GPU_DIRECTORY + _SOCKET
     room = MAX_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1

@@ -1,4 +1,4 @@
-"""The kinds of values that our keys have: what is accepted, and what is said of everything else."""
+"""The kinds of values of our keys: which values are valid, and the messages for all others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from yunion_mps.config.document import Node, nearest, value_of, written
 from yunion_mps.units import mebibytes
 
-#: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
-MAX_DEVICES = 60
+#: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
+MAX_DEVICES_PER_GPU = 60
 
-#: Directories that belong to the system or to many, though nothing in them need: hier(7), file-hierarchy(7).
+#: Directories of the system, or shared by several programs: hier(7), file-hierarchy(7).
 _ONLY_SHARED_IN = ("/", "/usr", "/dev", "/proc", "/sys")
 _SHARED = (
     "/run/lock",
@@ -28,17 +28,17 @@ _SHARED = (
     "/var/tmp",
 )
 
-#: How far a number may be raised by the operator for drivers that we do not know yet.
+#: The operator's override for future drivers is at most this.
 MAX_OVERRIDE = 4096
 
 _MAX_PORT = 65_535
 _LOCALHOST = "127.0.0.1"
-_EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to know them, not to listen there
+_EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to recognise them, not to listen there
 ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or '[::1]:9435'"
 
 
 class InvalidValueError(Exception):
-    """A value that cannot be used: what is wrong with it, and what would be right."""
+    """An invalid value: what is wrong with it, and what would be right."""
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {written(node)}, {what}"
@@ -46,12 +46,12 @@ class InvalidValueError(Exception):
         super().__init__(self.what)
 
 
-#: A kind turns the node of a key into its value or raises InvalidValueError.
+#: Converts the node of a key to its value, or raises InvalidValueError.
 Kind = Callable[[str, Node], Any]
 
 
 class Key(NamedTuple):
-    """A key of ours: the kind of its value, its default, and what it is for (help and documentation)."""
+    """One of our keys: the kind of its value, its default, and its purpose (for help and documentation)."""
 
     kind: Kind
     default: Any
@@ -59,7 +59,6 @@ class Key(NamedTuple):
 
 
 def boolean(key: str, node: Node) -> bool:
-    """`true` or `false`."""
     value = value_of(node)
     if not isinstance(value, bool):
         raise InvalidValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
@@ -67,7 +66,7 @@ def boolean(key: str, node: Node) -> bool:
 
 
 def whole_number(lowest: int, highest: int) -> Kind:
-    """A whole number within bounds, both included."""
+    """Accept whole numbers within inclusive bounds."""
 
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
@@ -83,13 +82,13 @@ def whole_number(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, decimals: int) -> Kind:
-    """A number within bounds, both included, with at most so many decimals."""
+    """Accept numbers within inclusive bounds, with at most this many decimals."""
 
     def kind(key: str, node: Node) -> float:
         value = value_of(node)
-        some = "one decimal" if decimals == 1 else f"{decimals} decimals"
+        precision = "one decimal" if decimals == 1 else f"{decimals} decimals"
         quotes = " and without quotes" if isinstance(value, str) else ""
-        hint = f"write a number from {lowest:g} to {highest:g}, with at most {some}{quotes}"
+        hint = f"write a number from {lowest:g} to {highest:g}, with at most {precision}{quotes}"
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise InvalidValueError(key, node, "not a number", hint)
         if not lowest <= value <= highest:
@@ -102,7 +101,7 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
 
 
 def memory(lowest_mib: int) -> Kind:
-    """An amount of memory with its unit, `8GiB` or `8192MiB`; the value is in MiB."""
+    """Accept amounts of memory with a unit, `8GiB` or `8192MiB`; the value is in MiB."""
 
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
@@ -118,8 +117,6 @@ def memory(lowest_mib: int) -> Kind:
 
 
 def one_of(*choices: str) -> Kind:
-    """One of a few words."""
-
     def kind(key: str, node: Node) -> str:
         value = value_of(node)
         if value not in choices:
@@ -134,7 +131,7 @@ def one_of(*choices: str) -> Kind:
 
 
 def absolute_path(key: str, node: Node) -> str:
-    """The path of a file or directory, from `/`; normalised."""
+    """Accept absolute paths, except `/`; the value is normalised."""
     value = text(key, node)
     if not value.startswith("/"):
         raise InvalidValueError(key, node, "not an absolute path", "write an absolute path")
@@ -145,7 +142,7 @@ def absolute_path(key: str, node: Node) -> str:
 
 
 def textfile(key: str, node: Node) -> str:
-    """The path of a file as node_exporter reads them; so a slip replaces no file of other software."""
+    """Accept paths ending in .prom, as node_exporter requires, so that a slip replaces no other file."""
     path = absolute_path(key, node)
     if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
         hint = "use a separate file that ends in .prom"
@@ -154,7 +151,7 @@ def textfile(key: str, node: Node) -> str:
 
 
 def own_directory(example: str) -> Kind:
-    """The path of a directory that no other software uses, and so none that the system has."""
+    """Accept paths of directories that no other software uses."""
 
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
@@ -167,8 +164,8 @@ def own_directory(example: str) -> Kind:
 
 
 def group(key: str, node: Node) -> str:
-    """The name of a group that the host has."""
-    import grp  # few hosts set it
+    """Accept names of groups that exist."""
+    import grp  # rarely needed
 
     name = text(key, node, "the name of a group")
     try:
@@ -179,16 +176,16 @@ def group(key: str, node: Node) -> str:
     return name
 
 
-def most_devices(override: int | None) -> int:
-    """The most devices that any GPU may have; planning, which knows the GPU, may allow fewer."""
-    return max(override or 0, MAX_DEVICES)
+def max_devices(override: int | None) -> int:
+    """Return the most devices of any GPU; planning, which knows the GPU, may allow fewer."""
+    return max(override or 0, MAX_DEVICES_PER_GPU)
 
 
 def text(key: str, node: Node, what: str = "a text") -> str:
-    """A text of one line that is not empty; `what` says in the hint what it should name."""
+    """Accept non-empty text on one line; `what` tells the hint what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
-        value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
+        value = node.value  # in YAML 1.1, the PCI address 00:06.0 is a sexagesimal number
     if not isinstance(value, str) or not value.strip():
         raise InvalidValueError(key, node, "not a string", f"write {key}: followed by {what}")
     if not value.isprintable():
@@ -197,22 +194,22 @@ def text(key: str, node: Node, what: str = "a text") -> str:
 
 
 def endpoint(key: str, node: Node) -> str:
-    """`127.0.0.1:9435`, `[::1]:9435` or `localhost:9435`, normalised; other names can change."""
+    """Accept `127.0.0.1:9435`, `[::1]:9435` or `localhost:9435`; other names can change their address."""
     try:
-        return normal_endpoint(text(key, node, "an IP address and a port"))
+        return normalise_endpoint(text(key, node, "an IP address and a port"))
     except ValueError as error:
         raise InvalidValueError(key, node, str(error), f"write {ENDPOINT_EXAMPLE}") from None
 
 
-def normal_endpoint(value: str) -> str:
-    """The address and port, normalised; raises ValueError with what is wrong with the text."""
+def normalise_endpoint(value: str) -> str:
+    """Normalise an address and port; raises ValueError, which says what is wrong."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
     if found is None or not 1 <= int(found[3]) <= _MAX_PORT:
         raise ValueError("not an address with a port")
     host, port = found[1] or found[2], int(found[3])
     if host == "localhost":
         return f"{_LOCALHOST}:{port}"
-    import ipaddress  # 5 ms, and few hosts listen
+    import ipaddress  # 5 ms, and rarely needed
 
     try:
         address = ipaddress.ip_address(host)
@@ -224,21 +221,21 @@ def normal_endpoint(value: str) -> str:
 
 
 def split_endpoint(listen: str) -> tuple[str, int]:
-    """The address and the port of what `endpoint` returned."""
+    """Split an endpoint into address and port."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_public(listen: str) -> bool:
-    """Whether other hosts can reach it: every address but those of the loopback device."""
+    """Whether other hosts can reach the endpoint: any address except those of the loopback device."""
     import ipaddress
 
     return not ipaddress.ip_address(split_endpoint(listen)[0]).is_loopback
 
 
-def overlap(one: str, other: str) -> bool:
-    """Whether only one of both can be listened on."""
-    (host, port), (other_host, other_port) = split_endpoint(one), split_endpoint(other)
+def overlap(first: str, other: str) -> bool:
+    """Whether only one of the two endpoints can be listened on."""
+    (host, port), (other_host, other_port) = split_endpoint(first), split_endpoint(other)
     if port != other_port or (":" in host) != (":" in other_host):
         return False
     return host == other_host or not {host, other_host}.isdisjoint(_EVERY_ADDRESS)

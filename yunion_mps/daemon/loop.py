@@ -237,7 +237,7 @@ class _Loop:
         """Pass a changed configuration on to the gateway and the textfile."""
         if self._supervisor.config is not self._published_config:
             self._published_config = self._supervisor.config
-            self._textfile.soon()
+            self._textfile.wake()
             addresses.publish(self._paths, self._published_config)
 
     def _lateness(self) -> str:

@@ -1,6 +1,6 @@
-"""What is served over TCP, by a process without rights of its own: it asks the daemon over the Unix socket.
+"""Serves metrics and the web page over TCP, in an unprivileged process.
 
-The daemon is root and never speaks to a network. It writes what host.conf opens to a file (`addresses`), a
-module of its own because the daemon loads nothing else of the gateway. The gateway listens there and answers
-(`server`), and asks the daemon (`client`).
+The daemon runs as root and never speaks to a network. It writes the addresses to a file (`addresses`, a
+separate module because the daemon loads no other part of the gateway). The gateway listens there (`server`)
+and queries the daemon over the Unix socket (`client`).
 """

@@ -1,4 +1,4 @@
-"""The TCP addresses to serve: a file that the daemon writes and the gateway reads."""
+"""The TCP addresses to serve, in a file that the daemon writes and the gateway reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: The keys of host.conf that open a listener.
+#: Keys of host.conf that open a listener.
 KEYS = ("metrics_listen", "web_listen")
 
 
 def publish(paths: Paths, config: Config) -> None:
-    """Write the addresses of this configuration, or remove the file if there are none."""
+    """Write the configured addresses, or remove the file if there are none."""
     addresses = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
     if not addresses:
         remove(paths)
@@ -36,7 +36,7 @@ def remove(paths: Paths) -> None:
 
 
 def read(paths: Paths) -> dict[str, str]:
-    """The addresses by key, empty if there are none."""
+    """Return the addresses by key."""
     try:
         with open(paths.gateway, encoding="utf-8") as file:
             found = json.load(file)

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 _MAX_AGE_S = 1.0
 #: The shortest time between two overviews.
 _MIN_INTERVAL_S = 0.1
-#: When devices are queried again even without an event.
+#: How often devices are queried without an event.
 _DEVICES_MAX_AGE_S = 30.0
 #: How long the page waits for the clients, and how long the query may take: waking many GPUs is slow.
 _CLIENTS_S = 2.0
@@ -42,7 +42,7 @@ _CLIENTS_TIMEOUT_S = 150.0
 async def get_from_daemon(
     paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0
 ) -> Response:
-    """The daemon's answer to a GET, whatever its status; raises UnreachableError if there is none."""
+    """Return the daemon's answer to a GET, of any status; raises UnreachableError if there is none."""
     try:
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
         return await asyncio.wait_for(answer_on(paths.socket, exchange), timeout_s)
@@ -57,12 +57,12 @@ async def get_from_daemon(
 
 
 class OverviewCache:
-    """Caches the page's overview for all readers; devices are queried again after an event."""
+    """Caches the page's overview for all clients; devices are queried again only after an event."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        #: None if the last query has failed.
-        self._picture: Json | None = None
+        #: None if the last query failed.
+        self._overview: Json | None = None
         self._begun_s = self._taken_s = 0.0
         self._last_event = 0
         self._query: asyncio.Task[None] | None = None
@@ -73,47 +73,47 @@ class OverviewCache:
         self._pending_clients: asyncio.Task[ClientList] | None = None
 
     def current(self, event: int, arrived_s: float = math.inf) -> Json | None:
-        """The cached overview, if it is current for a reader that arrived at this time, by default just now.
+        """Return the cached overview, if it is current for a client that arrived then, by default now.
 
-        One from before the `event` (its id) is not, however fresh. One that was queried since the arrival is,
-        whatever the `event`: otherwise, a reader that names one to come would never have any.
+        An overview from before the `event` (an id) is not current, unless it was queried after the client
+        arrived: otherwise a client that names a future event would never get one.
         """
         is_fresh = time.monotonic() <= self._taken_s + _MAX_AGE_S and event <= self._last_event
-        return self._picture if is_fresh or self._begun_s >= arrived_s else None
+        return self._overview if is_fresh or self._begun_s >= arrived_s else None
 
-    async def picture(self, event: int = 0) -> Json:
-        """The current overview, with a `mark` that changes when it does; raises UnreachableError.
+    async def overview(self, event: int = 0) -> Json:
+        """Return the current overview, with a `mark` that changes with it; raises UnreachableError.
 
-        One query serves all readers that wait for it, or fails for all of them; it goes on if one leaves.
+        One query serves, or fails for, all clients that wait for it; it continues if one of them leaves.
         """
         arrived_s = time.monotonic()
         while True:
-            shown = self.current(event, arrived_s)
-            if shown is not None:
-                return shown
+            overview = self.current(event, arrived_s)
+            if overview is not None:
+                return overview
             if self._query is None or self._query.done():
-                self._query = asyncio.ensure_future(self._renew())
+                self._query = asyncio.ensure_future(self._refresh())
             await asyncio.shield(self._query)
 
-    async def _renew(self) -> None:
+    async def _refresh(self) -> None:
         await asyncio.sleep(self._taken_s + _MIN_INTERVAL_S - time.monotonic())
-        begun_s, picture = time.monotonic(), None
+        begun_s, overview = time.monotonic(), None
         try:
             last: int = (await self._call(GET_EVENTS, limit=1))["last"]
-            shown = page(HostOverview.of(await self._query_all(last)))
-            mark = sha256(encode(shown)).hexdigest()[:16]
-            picture = {"mark": mark, "taken": rfc3339(time.time()), **shown}
+            contents = page(HostOverview.of(await self._query_all(last)))
+            mark = sha256(encode(contents)).hexdigest()[:16]
+            overview = {"mark": mark, "taken": rfc3339(time.time()), **contents}
             self._last_event = last
         finally:
-            self._picture, self._begun_s, self._taken_s = picture, begun_s, time.monotonic()
+            self._overview, self._begun_s, self._taken_s = overview, begun_s, time.monotonic()
 
     async def _query_all(self, last: int) -> Answers:
         status = await self._call(GET_STATUS)
         leases = await self._call(GET_LEASES)
-        seen = (last, status["devices"], status["gpus"], status["started"])
-        if seen != self._devices_key or time.monotonic() - self._listed_s > _DEVICES_MAX_AGE_S:
+        devices_key = (last, status["devices"], status["gpus"], status["started"])
+        if devices_key != self._devices_key or time.monotonic() - self._listed_s > _DEVICES_MAX_AGE_S:
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
-            self._devices_key, self._listed_s = seen, time.monotonic()
+            self._devices_key, self._listed_s = devices_key, time.monotonic()
         gpus = (await self._call(GET_GPUS))["gpus"]
         errors = await self._query_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
@@ -121,16 +121,16 @@ class OverviewCache:
         return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _query_clients(self) -> Sequence[str]:
-        """Query which processes use the GPUs according to the driver; returns why that is unknown."""
+        """Query the processes on the GPUs; return the errors."""
         if self._pending_clients is None:
             request = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
             self._pending_clients = asyncio.ensure_future(request)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():
             return ["the driver is slow to answer, so the list of clients is out of date"]
-        answered, self._pending_clients = self._pending_clients, None
+        query, self._pending_clients = self._pending_clients, None
         try:
-            self._clients = answered.result()
+            self._clients = query.result()
         except UnreachableError as error:
             return [f"cannot list the processes on the GPUs: {error.message}"]
         return []

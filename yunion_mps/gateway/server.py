@@ -1,8 +1,8 @@
-"""The read-only listeners over TCP: the metrics for Prometheus and the web page.
+"""Read-only listeners over TCP: the metrics for Prometheus, and the web page.
 
-Both answer only to names of this host. A page of another origin must not read them, which browsers enforce
-unless the owner of a name makes it point to this host (DNS rebinding). So only names that nobody else can own
-are accepted.
+Both accept only names of this host. Browsers keep a page of another origin from reading them, unless the
+owner of a name makes it point to this host (DNS rebinding). So only names that others cannot own are
+accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: Less than Prometheus's default timeout of 10 s, so that a hung daemon can be told from a hung gateway.
+#: Less than Prometheus's default timeout of 10 s, to distinguish a hung daemon from a hung gateway.
 _METRICS_S = 7.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS_DOWN = b"""\
@@ -66,21 +66,24 @@ _HEADERS = (
 )
 
 
-def _limited(operation: Operation[Any], **maximum: int) -> tuple[Parameter, ...]:
-    """The named parameters of the operation, with these maximums and no defaults."""
-    parameters = {one.name: one for one in operation.query_parameters}
+def _with_maximums(operation: Operation[Any], **maximum: int) -> tuple[Parameter, ...]:
+    """Return the named parameters of the operation, with these maximums and no defaults."""
+    parameters = {parameter.name: parameter for parameter in operation.query_parameters}
     return tuple(parameters[name]._replace(maximum=most, default=None) for name, most in maximum.items())
 
 
-#: The requests that are relayed to the daemon: by path, the operation and the allowed parameters.
+#: Requests that are relayed to the daemon: the operation and its allowed parameters, by path.
 _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     GET_EVENTS.path: (
         GET_EVENTS,
-        _limited(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait_s=_MAX_WAIT_S),
+        _with_maximums(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait_s=_MAX_WAIT_S),
     ),
     GET_USAGE.path: (
         GET_USAGE,
-        tuple(one._replace(default=None, pattern="^[0-9a-zA-Z:.-]{0,64}$") for one in GET_USAGE.parameters),
+        tuple(
+            parameter._replace(default=None, pattern="^[0-9a-zA-Z:.-]{0,64}$")
+            for parameter in GET_USAGE.parameters
+        ),
     ),
 }
 _OVERVIEW = (
@@ -90,7 +93,7 @@ _OVERVIEW = (
 
 
 class HostNames:
-    """`localhost`, the host's name, the names next to these in /etc/hosts, and every IP address."""
+    """Accepts `localhost`, the host's name, other names on its lines of /etc/hosts, and all IP addresses."""
 
     def __init__(self, paths: Paths) -> None:
         self._hosts_file = paths.hosts
@@ -98,7 +101,7 @@ class HostNames:
         self._names = {"localhost", node, node.partition(".")[0]}
 
     def refusal(self, host: str, what: str) -> Response | None:
-        """The error for a request for `what` with this Host header, None if the name is one of ours."""
+        """Return the error for a request for `what` with this Host header; None if the name is ours."""
         name = re.sub(r":[0-9]{1,5}$", "", host).lower()
         if _is_address(name) or name in self._names or name in self._aliases():
             return None
@@ -107,7 +110,7 @@ class HostNames:
         return problem(421, f"{what} not served under that name", hint)
 
     def _aliases(self) -> set[str]:
-        """All names in the lines of /etc/hosts that contain one of ours; read for each unknown name."""
+        """Return all names on the lines of /etc/hosts that contain ours; read again for each unknown name."""
         found: set[str] = set()
         try:
             with open(self._hosts_file, encoding="utf-8", errors="replace") as file:
@@ -136,7 +139,7 @@ class ReadOnlyHandler:
         self._names = HostNames(paths)
 
     def answer(self, request: Request) -> Answer:
-        """The response to a request, or what becomes it later; never raises."""
+        """Return the response or an awaitable of it; never raises."""
         refusal = self._names.refusal(request.headers.get("host", ""), self.subject)
         if refusal:
             return refusal
@@ -189,11 +192,10 @@ class WebPage(ReadOnlyHandler):
         super().__init__(paths)
         self._overview = OverviewCache(paths)
         self._files = _files()
-        #: Changes with an upgrade, after which an open page reloads itself.
+        #: Changes with an upgrade; an open page then reloads itself.
         self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
 
     def answer(self, request: Request) -> Answer:
-        """The response to a request, or what becomes it later; never raises."""
         answer = super().answer(request)
         return _with_security_headers(answer) if isinstance(answer, Response) else self._run_async(answer)
 
@@ -217,20 +219,22 @@ class WebPage(ReadOnlyHandler):
             return _with_security_headers(problem(500, "internal error in the gateway", hint))
 
     def _answer_overview(self, mark: Any, event: Any) -> Answer:
-        """Answer at once if the cached overview is current: then the connection is soon free for another."""
-        shown = self._overview.current(event)
-        return self._next_overview(mark, event) if shown is None else self._overview_response(mark, shown)
+        """Answer immediately if the cached overview is current, which frees the connection soon."""
+        overview = self._overview.current(event)
+        return (
+            self._next_overview(mark, event) if overview is None else self._overview_response(mark, overview)
+        )
 
     async def _next_overview(self, mark: str | None, event: int) -> Response:
-        return self._overview_response(mark, await self._overview.picture(event))
+        return self._overview_response(mark, await self._overview.overview(event))
 
-    def _overview_response(self, mark: str | None, shown: Json) -> Response:
-        """The overview, or only its time if the page already has the one with this mark."""
-        if mark == shown["mark"]:
-            shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
+    def _overview_response(self, mark: str | None, overview: Json) -> Response:
+        """Return the overview, or only its time if the page already has the one with this mark."""
+        if mark == overview["mark"]:
+            overview = {"mark": mark, "taken": overview["taken"], "page": self._page}
         else:
-            shown = {**shown, "host": os.uname().nodename, "page": self._page}
-        return response_of(shown)
+            overview = {**overview, "host": os.uname().nodename, "page": self._page}
+        return response_of(overview)
 
     def _relay(self, url: SplitResult, request: Request) -> Awaitable[Response]:
         operation, parameters = _RELAYED[url.path]
@@ -242,7 +246,7 @@ class WebPage(ReadOnlyHandler):
 
 
 def _files() -> dict[str, Response]:
-    """The page's files by path, all read at the start, so that an upgrade cannot mix two versions."""
+    """Read the page's files at the start, so that an upgrade cannot mix two versions."""
     found = {}
     for file in (files("yunion_mps.gateway") / "page").iterdir():
         kind = _KINDS.get(file.name.rpartition(".")[2])
@@ -261,33 +265,33 @@ _POLL_S = 2.0
 
 
 async def serve(paths: Paths) -> None:
-    """Serve at the addresses that the daemon has published, until there are none."""
+    """Serve at the addresses that the daemon publishes, until there are none."""
     listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": WebPage(paths)})
     while True:
-        wanted = addresses.read(paths)
-        await listeners.update(wanted)
-        if not wanted:
+        published = addresses.read(paths)
+        await listeners.update(published)
+        if not published:
             return
         await asyncio.sleep(_POLL_S)
 
 
 class Listeners:
-    """One listener for each key of host.conf that has an address."""
+    """A listener for each key of host.conf with an address."""
 
     def __init__(self, handlers: Mapping[str, Application]) -> None:
-        """`handlers` answer, by key."""
+        """`handlers` answer requests, by key."""
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}
         self._logged: dict[str, str] = {}
 
-    async def update(self, wanted: Mapping[str, str]) -> None:
-        """Listen at these addresses (by key) and nowhere else."""
+    async def update(self, published: Mapping[str, str]) -> None:
+        """Listen at exactly these addresses (by key)."""
         for key, (address, server) in list(self._open.items()):
-            if wanted.get(key) != address:
+            if published.get(key) != address:
                 await server.close()
                 del self._open[key]
                 log.info("%s: stopped serving at http://%s/", key, address)
-        for key, address in wanted.items():
+        for key, address in published.items():
             if key not in self._open and key in self._handlers:
                 await self._open_listener(key, address)
 
@@ -308,7 +312,7 @@ class Listeners:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens at the address (`127.0.0.1:9434`, `[::1]:9434`); raises OSError."""
+    """Return a socket that listens at `127.0.0.1:9434` or `[::1]:9434`; raises OSError."""
     host, port = split_endpoint(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

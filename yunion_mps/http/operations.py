@@ -25,8 +25,7 @@ MAX_EVENTS = 1000
 MAX_EVENT_WAIT_S = 60
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 MAX_PID = 9_999_999
-#: The most devices that one lease may have.
-MAX_DEVICES = 64
+MAX_DEVICES_PER_LEASE = 64
 #: More memory than any GPU has.
 MAX_MIB = 1 << 30
 #: How long a request may wait, and how long a lease taken by name may live without renewal, in s.
@@ -150,14 +149,14 @@ _HOLDER = (
 TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Lease devices to a process, a connection, a name or a container", "LeaseRecord",
-    _number("count", "The number of devices.", 1, MAX_DEVICES, 1),
+    _number("count", "The number of devices.", 1, MAX_DEVICES_PER_LEASE, 1),
     _flag("across", "Each device on a different GPU, instead of all on the same one."),
     _number("memory_mib", "This much memory for each device, of GPUs that have `memory_unit` or `slices`.",
             1, MAX_MIB),
     _number("memory_units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
     Parameter("devices", "Exactly these devices: ids, addresses, or unique prefixes of either; `all`: all "
-              "devices of the host.", "array", minimum=1, maximum=MAX_DEVICES, pattern="^.+$", hint=_GIVE_ONE,
-              example=("00:06.0-1",)),
+              "devices of the host.", "array", minimum=1, maximum=MAX_DEVICES_PER_LEASE, pattern="^.+$",
+              hint=_GIVE_ONE, example=("00:06.0-1",)),
     Parameter("gpu", "Only devices of this GPU: its UUID or address, or a unique prefix of either.",
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "`binpack` takes from the GPU with the fewest free devices, `spread` from the one "

@@ -1,8 +1,8 @@
-"""Every metric, declared once: its kind, its name as Prometheus shows it, what it means, and its samples.
+"""Every metric, declared once: kind, name, help text, labels and samples.
 
-Names and units are as https://prometheus.io/docs/practices/naming has them. Labels name GPUs, devices and
-domains, and other things of which there are few; never a process, a user or a command. A value of None leaves
-its sample out: what is unknown is missing, not 0.
+Names and units follow https://prometheus.io/docs/practices/naming. Labels name GPUs, devices, domains and
+other small sets, never processes, users or commands. A sample with the value None is left out: unknown values
+are missing, not 0.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MIB = 1 << 20
 
 GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
 
-#: The labels of a GPU: its PCI address, and what DCGM's metrics have as `UUID`.
+#: Labels of a GPU: its PCI address, and the UUID that DCGM's metrics have as `UUID`.
 _GPU = ("gpu", "gpu_uuid")
 
-#: The values of a metric's labels, then what its kind of family takes as a value.
+#: The labels' values, then the arguments of the family's `add_metric` for this kind.
 Sample = tuple[Any, ...]
 
 
 class Metric(NamedTuple):
-    """One metric; `name` has the ending of its kind, and an info's value adds labels of its own."""
+    """A metric; `name` includes the suffix of its kind, and an info's value adds its own labels."""
 
     kind: str
     name: str
@@ -69,7 +69,7 @@ def _of_gpu(gpu: Gpu) -> tuple[str, str]:
 
 
 def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Metric:
-    """How many of the GPU's devices count, of GPUs that are to have any."""
+    """Count the GPU's devices for which `counts` is true; leaves out GPUs that are not used."""
 
     def samples(facts: Facts) -> Iterator[Sample]:
         devices = Counter(device["gpu_uuid"] for device in facts.devices if counts(device))
@@ -102,7 +102,7 @@ def _state(
     of: Callable[[Facts], Iterable[Sample]],
     labels: tuple[str, ...] = (),
 ) -> Metric:
-    """One sample for each state that there can be; `of` gives label values and the current state."""
+    """A sample for each possible state; `of` returns label values and the current state."""
 
     def samples(facts: Facts) -> Iterator[Sample]:
         for (*values, current), state in product(of(facts), states):
@@ -112,7 +112,7 @@ def _state(
 
 
 def _events(facts: Facts) -> Iterator[Sample]:
-    # From 0 on: Prometheus sees no increase if the first value is 1.
+    # Counters start at 0, because Prometheus sees no increase if the first value is 1.
     for kind, severity in product(EVENT_KINDS, SEVERITIES):
         yield (kind, severity), facts.events.get((kind, severity), 0)
 
@@ -242,7 +242,7 @@ CATALOGUE = (
          "Number of processes that use the GPU outside MPS, where no budget applies.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
 
-    # There may be thousands of devices: each metric goes through them by itself, and keeps none.
+    # There may be thousands of devices: each metric iterates over them and stores none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",
             lambda _, device: {name: device[name] for name in ("gpu_uuid", "id")}, INFO),
     _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",

@@ -1,4 +1,4 @@
-"""The exporter: the metrics as text for a scrape, and in a file for node_exporter's textfile collector."""
+"""Serves the metrics as text for scrapes, and writes the file for node_exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: Scrapes within this time get the same text.
-_KEPT_S = 1.0
+#: Scrapes within this time share a text.
+_CACHE_S = 1.0
 
 
 class Exporter:
-    """Writes the metrics for HTTP and for the textfile."""
+    """Formats the metrics for HTTP and the textfile."""
 
     def __init__(self, metrics: MetricsCollector) -> None:
         self._metrics = metrics
         self._writing = asyncio.Lock()
-        self._kept: dict[bool, bytes] = {}
+        self._cache: dict[bool, bytes] = {}
 
     async def answer(self, accept: str) -> tuple[str, bytes]:
-        """All metrics in the format that an Accept header asks for, after their content type."""
+        """Return the content type and all metrics, in the format that an Accept header asks for."""
         openmetrics = wants_openmetrics(accept)
         text = await self.text(openmetrics=openmetrics)
         return OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text
 
     async def text(self, *, openmetrics: bool = False) -> bytes:
-        """All metrics, at most a second old."""
+        """Return all metrics, at most a second old."""
         async with self._writing:
-            if openmetrics not in self._kept:
+            if openmetrics not in self._cache:
                 facts = await self._metrics.facts()
-                self._kept[openmetrics] = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
-                asyncio.get_running_loop().call_later(_KEPT_S, self._kept.pop, openmetrics)
-            return self._kept[openmetrics]
+                self._cache[openmetrics] = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
+                asyncio.get_running_loop().call_later(_CACHE_S, self._cache.pop, openmetrics)
+            return self._cache[openmetrics]
 
 
-#: How often it is written.
+#: The interval between writes.
 _WRITE_S = 15.0
 
 
 class Textfile:
-    """Writes the file that the configuration names, if any: whole at every moment, gone at a stop."""
+    """Writes the file named in the configuration, if any: atomically, and removes it at a stop."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor, exporter: Exporter) -> None:
         self._paths = paths
@@ -63,14 +63,14 @@ class Textfile:
         self._written = ""
         self._trouble = ""
 
-    def soon(self) -> None:
-        """Look at once at what the configuration says."""
+    def wake(self) -> None:
+        """Apply the configuration now instead of with the next write."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Write for good."""
+        """Write the file at intervals, forever."""
         while True:
-            file = self._wanted
+            file = self._configured
             if self._written != file:
                 self.remove()
                 self._supervisor.set_warning("metrics_textfile", NO_REASON)
@@ -81,14 +81,14 @@ class Textfile:
             self._wake.clear()
 
     def remove(self) -> None:
-        """Leave no file, because what it says would look true for good."""
+        """Remove the file, because outdated metrics would look current."""
         if self._written:
             with contextlib.suppress(OSError, HostError), _directory_of(self._written) as (directory, name):
                 os.unlink(name, dir_fd=directory)
         self._written = ""
 
     @property
-    def _wanted(self) -> str:
+    def _configured(self) -> str:
         file = self._supervisor.config.metrics_textfile
         return self._paths.under(file) if file else ""
 
@@ -99,9 +99,9 @@ class Textfile:
             text = await self._exporter.text()
             await on_thread(lambda: write(file, text))
         except (OSError, HostError) as error:
-            why = error.strerror if isinstance(error, OSError) else error.message
-            trouble = f"metrics_textfile is {file}, which cannot be written: {why}"
-        except Exception as error:  # noqa: BLE001 - a daemon without metrics does all that matters to jobs
+            cause = error.strerror if isinstance(error, OSError) else error.message
+            trouble = f"metrics_textfile is {file}, which cannot be written: {cause}"
+        except Exception as error:  # noqa: BLE001 - metrics must not stop the daemon
             trouble = f"the metrics for {file} cannot be generated: {error!r}"
         if trouble and self._trouble != trouble:
             log.warning("%s; retrying every %g s", trouble, _WRITE_S)
@@ -111,9 +111,9 @@ class Textfile:
 
 
 def write(file: str, text: bytes) -> None:
-    """Put the text there in one step, for all to read; raises OSError and HostError.
+    """Write the text atomically and readable for all; raises OSError and HostError.
 
-    The directory may be another user's: nothing is followed there that it has laid out.
+    The directory may belong to another user, so its symlinks are not followed.
     """
     with _directory_of(file) as (directory, name):
         write_atomically(name, text, dir_fd=directory)
@@ -121,9 +121,9 @@ def write(file: str, text: bytes) -> None:
 
 @contextlib.contextmanager
 def _directory_of(file: str) -> Iterator[tuple[int, str]]:
-    """A descriptor of the file's directory, and its name there."""
-    place, name = os.path.split(file)
-    directory = open_directory(place)
+    """Yield a descriptor of the file's directory, and the file's name in it."""
+    parent, name = os.path.split(file)
+    directory = open_directory(parent)
     try:
         yield directory, name
     finally:

@@ -1,8 +1,7 @@
-"""The metrics as text, by prometheus_client: in the OpenMetrics format, and in Prometheus' own of before.
+"""Formats metrics with prometheus_client: as OpenMetrics, or in Prometheus' older text format.
 
-Of prometheus_client only what makes families and text is imported, and at the first call: as a whole it
-brings HTTP servers, clients and OpenSSL along, 6 MiB and 35 ms for what we never call, instead of 1 MiB and
-5 ms.
+Only the modules that make families and text are imported, at the first call: 1 MiB and 5 ms instead of 6 MiB
+and 35 ms for the whole package, which includes HTTP servers, clients and OpenSSL.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, I
 from yunion_mps.service.metrics import Facts
 
 _NAME = "prometheus_client"
-#: The Content-Type of both formats.
+#: The content types of both formats.
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: The endings of names that are no part of a family's name in OpenMetrics, by kind.
-_ENDINGS = {COUNTER: "_total", INFO: "_info"}
+#: Suffixes that OpenMetrics does not count as part of a family's name, by kind.
+_SUFFIXES = {COUNTER: "_total", INFO: "_info"}
 _END = b"# EOF\n"
 
 
@@ -39,16 +38,15 @@ _library: _Library | None = None
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header asks for OpenMetrics; Prometheus does, curl does not."""
+    """Whether an Accept header asks for OpenMetrics, as Prometheus' does and curl's does not."""
     return OPENMETRICS in accept
 
 
 def text_of(facts: Facts, *, openmetrics: bool) -> bytes:
-    """All metrics."""
     library = _load()
     families = (_family(library, metric, metric.samples(facts)) for metric in CATALOGUE)
     parts = [
-        _written(library, family, openmetrics=openmetrics)
+        _format(library, family, openmetrics=openmetrics)
         for family in chain(families, library.process.collect())
         if family.samples
     ]
@@ -56,22 +54,22 @@ def text_of(facts: Facts, *, openmetrics: bool) -> bytes:
 
 
 def _family(library: _Library, metric: Metric, samples: Iterable[Sample]) -> Any:
-    ending = _ENDINGS.get(metric.kind, "")
-    name = metric.name[: -len(ending)] if ending else metric.name
+    suffix = _SUFFIXES.get(metric.kind, "")
+    name = metric.name[: -len(suffix)] if suffix else metric.name
     family = library.families[metric.kind](name, metric.help, labels=metric.labels)
     known = set()
     for labels, *value in samples:
-        # Two domains may have one name for a while, as one goes.
+        # Two domains may have the same name for a while, during a replacement.
         if value[0] is not None and labels not in known:
             known.add(labels)
-            if metric.kind == INFO:  # the only texts of others: a driver's version, a GPU's name
+            if metric.kind == INFO:  # the only text from elsewhere: driver versions, GPU names
                 value = [{key: printable(text) for key, text in value[0].items()}]
             family.add_metric(labels, *value)
     return family
 
 
 class _SingleMetricCollector:
-    """One family, collected already."""
+    """A collector of a single family."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
@@ -80,16 +78,16 @@ class _SingleMetricCollector:
         return (self._family,)
 
 
-def _written(library: _Library, family: Any, *, openmetrics: bool) -> bytes:
+def _format(library: _Library, family: Any, *, openmetrics: bool) -> bytes:
     if not openmetrics:
-        family.name += _ENDINGS.get(family.type, "")
+        family.name += _SUFFIXES.get(family.type, "")
         family.type = GAUGE if family.type == INFO else family.type
-    # This escaping looks at our names as a whole; the default one at each of their letters.
+    # This escaping checks a name as a whole, the default one checks every letter.
     return bytes(library.write(_SingleMetricCollector(family), escaping="allow-utf-8"))[: -len(_END)]
 
 
 def _load() -> _Library:
-    """The parts of prometheus_client; raises ImportError."""
+    """Import the parts of prometheus_client; raises ImportError."""
     global _library
     if _library is None:
         is_whole = _NAME in sys.modules
@@ -97,7 +95,7 @@ def _load() -> _Library:
             spec = importlib.util.find_spec(_NAME)
             if spec is None:
                 raise ImportError(f"there is no {_NAME}")
-            shell = ModuleType(_NAME)  # without what its __init__ imports
+            shell = ModuleType(_NAME)  # without the imports of its __init__
             shell.__path__ = list(spec.submodule_search_locations or ())
             sys.modules[_NAME] = shell
         try:
@@ -110,7 +108,7 @@ def _load() -> _Library:
                 INFO: metrics_core.InfoMetricFamily,
                 HISTOGRAM: metrics_core.HistogramMetricFamily,
             }
-            # What every exporter has, under our name: `yunion_mps_process_...`.
+            # The usual metrics of a process, as `yunion_mps_process_...`.
             process = process_collector.ProcessCollector(namespace="yunion_mps", registry=None)
             _library = _Library(families, exposition.generate_latest, process)
         finally:

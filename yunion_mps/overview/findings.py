@@ -1,4 +1,4 @@
-"""Findings: everything that is wrong on the host, worst first, each with its hint. No I/O."""
+"""Everything that is wrong on the host, worst first, each with its hint. No I/O."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
 
-#: The command that switches the daemon to the installed version.
+#: The command that makes the daemon execute the installed version.
 REEXEC = "yunion-mps daemon-reexec"
 _COMMAND_LENGTH = 40
 _EVENTS = "see what happened: yunion-mps events --since 1h"
-#: Hints by the state of a domain that is not ready: the state is more specific than its reason.
+#: Hints by state, for domains that are not ready: the state says more than the reason.
 _DOMAIN_HINTS = {
     "stopped": "wait for it to start, or start it: yunion-mps reload",
     "starting": f"wait a moment; {_EVENTS}",
@@ -35,7 +35,7 @@ _DOMAIN_HINTS = {
 
 
 class HostFinding(NamedTuple):
-    """Something wrong or worth knowing; `number` counts the findings that are folded into it."""
+    """Something wrong or worth knowing; `number` counts the findings that it stands for."""
 
     kind: str
     code: str
@@ -51,7 +51,7 @@ def _finding(
 
 
 def version_mismatch(status: Status) -> str:
-    """How the running version differs from the installed one, as after a refused upgrade; or empty."""
+    """Return how the running version differs from the installed one, as after a refused upgrade; or ""."""
     if status["version"] == __version__:
         return ""
     return f"the daemon runs version {status['version']}, but {__version__} is installed"
@@ -81,52 +81,55 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
 
 
 def of_devices(devices: Iterable[Device]) -> Iterator[HostFinding]:
-    """The devices of each GPU that wait for leases of a former division, or belong to one."""
-    pending = Counter((gpu_of(one["addr"]), one["reason"]) for one in devices if one["state"] == "pending")
-    for (gpu, why), number in pending.items():
-        what = f"GPU {gpu}: {count(number, 'device')} pending: {why}"
+    """Findings about devices that wait for leases of a former division, or belong to one, by GPU."""
+    pending = Counter((gpu_of(d["addr"]), d["reason"]) for d in devices if d["state"] == "pending")
+    for (gpu, reason), number in pending.items():
+        what = f"GPU {gpu}: {count(number, 'device')} pending: {reason}"
         yield _finding(PENDING, reasons.LEASES_PENDING, what)
 
 
 def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFinding]:
     """Findings about the use of the GPUs.
 
-    MPS servers that have failed, clients that wait for another user's, and use outside MPS or over budget.
+    MPS servers that failed, clients that wait for another user's, use outside MPS or over budget.
     """
     for server in clients["servers"]:
         if server["state"] == SERVER_FAULT:
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
             yield _finding(PROBLEM, reasons.SERVER_FAILED, what)
-    for one in clients["waiting"]:
-        who = _named(ProcessUse(one["pid"], one["user"], one["command"], one["started"], None))
-        whose = f"the MPS server (PID {one['server']}) of {one['server_user']}"
-        what = f"{who} waits for {whose}, domain {one['domain']}"
+    for waiting in clients["waiting"]:
+        client = _describe_process(
+            ProcessUse(waiting["pid"], waiting["user"], waiting["command"], waiting["started"], None)
+        )
+        whose = f"the MPS server (PID {waiting['server']}) of {waiting['server_user']}"
+        what = f"{client} waits for {whose}, domain {waiting['domain']}"
         yield _finding(WARNING, reasons.CLIENT_WAITING, what)
     for holding in holdings:
         if holding.outside_mps:
             for process in holding.processes:
-                has = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
-                what = f"{_named(process)} uses GPU {holding.gpu}{has} without MPS, so no budget limits it"
+                memory = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
+                what = f"{_describe_process(process)} uses GPU {holding.gpu}{memory} without MPS"
+                what += ", so no budget limits it"
                 yield _finding(PROBLEM, reasons.PROCESS_OUTSIDE_MPS, what, pid=process.pid)
         elif holding.over_mib:
-            most = max(holding.processes, key=lambda process: process.memory_mib or 0)
+            largest = max(holding.processes, key=lambda process: process.memory_mib or 0)
             more = len(holding.processes) - 1
-            processes = _named(most) + (f" and {more} more" if more else "")
+            processes = _describe_process(largest) + (f" and {more} more" if more else "")
             what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
-            yield _finding(PROBLEM, reasons.OVER_BUDGET, what, pid=most.pid)
+            yield _finding(PROBLEM, reasons.OVER_BUDGET, what, pid=largest.pid)
 
 
 def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
-    """Leases whose environment names a control daemon that is gone, as after a reload.
+    """Findings about leases whose environment names a control daemon that is gone, as after a reload.
 
-    If CUDA finds no control daemon it runs without one, and without limits. Nothing starts on a lost GPU, and
-    when the GPU returns, its control daemon uses the same directory again.
+    Without a control daemon, CUDA runs without MPS and without limits. Leases on a lost GPU do not count: no
+    process starts there, and when the GPU returns, its control daemon uses the same directory.
     """
-    places = {domain["pipe_directory"] for domain in status["domains"]}
+    directories = {domain["pipe_directory"] for domain in status["domains"]}
     lost = {gpu["addr"] for gpu in gpus if gpu["state"] == "unavailable"}
     for lease in leases:
-        place = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
-        if place not in {"", *places} and lost.isdisjoint(lease["gpus"]):
+        directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
+        if directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):
             whose = f"lease {lease['id'][:ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
             what = f"{whose}: its control daemon is gone; processes started with it have no limits"
             yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what, lease=lease["id"][:ID_LENGTH])
@@ -146,37 +149,37 @@ def all_findings(
 
 
 def by_severity(findings: Iterable[HostFinding]) -> list[HostFinding]:
-    """The findings by their kind, notices and problems before warnings."""
-    return sorted(findings, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
+    """Sort findings by kind: notices and problems before warnings."""
+    return sorted(findings, key=lambda finding: (NOTICE, PROBLEM, WARNING, PENDING).index(finding.kind))
 
 
-def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:
-    """At most `most` findings of each kind that are alike, and one more that counts the rest.
+def folded(findings: Sequence[HostFinding], limit: int = 3) -> list[HostFinding]:
+    """Keep at most `limit` similar findings of each kind, and add one that counts the rest.
 
-    They are alike by their code, because their hints may name different processes or GPUs.
+    Findings with the same code are similar, because their hints may name different processes or GPUs.
     """
-    counts = Counter((one.kind, one.code or one.hint) for one in findings)
+    counts = Counter((finding.kind, finding.code or finding.hint) for finding in findings)
     shown: dict[tuple[str, str], list[HostFinding]] = {}
-    for one in findings:
-        alike = shown.setdefault((one.kind, one.code or one.hint), [])
-        if len(alike) < most:
-            alike.append(one)
-        elif len(alike) == most:
-            more = counts[one.kind, one.code or one.hint] - most
+    for finding in findings:
+        alike = shown.setdefault((finding.kind, finding.code or finding.hint), [])
+        if len(alike) < limit:
+            alike.append(finding)
+        elif len(alike) == limit:
+            more = counts[finding.kind, finding.code or finding.hint] - limit
             what = f"and {more} more of the same kind (all: yunion-mps status -o json)"
-            hint = one.hint if one.hint == alike[-1].hint else hint_of(one.code)
-            alike.append(one._replace(what=what, hint=hint, number=more))
-    return [one for alike in shown.values() for one in alike]
+            hint = finding.hint if finding.hint == alike[-1].hint else hint_of(finding.code)
+            alike.append(finding._replace(what=what, hint=hint, number=more))
+    return [finding for alike in shown.values() for finding in alike]
 
 
 def with_hints(findings: Sequence[HostFinding]) -> Iterator[tuple[HostFinding, str]]:
-    """Each finding with its hint, which is empty if the next one has the same."""
-    for one, after in zip_longest(findings, findings[1:]):
-        yield one, "" if after and after.hint == one.hint else one.hint
+    """Yield each finding with its hint, or "" if the next finding has the same hint."""
+    for finding, after in zip_longest(findings, findings[1:]):
+        yield finding, "" if after and after.hint == finding.hint else finding.hint
 
 
-def _named(process: ProcessUse) -> str:
-    """`PID 4260 of alice (python train.py)`."""
+def _describe_process(process: ProcessUse) -> str:
+    """Return for example `PID 4260 of alice (python train.py)`."""
     command = process.shown.strip()
     short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
     return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")

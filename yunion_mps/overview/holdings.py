@@ -1,4 +1,4 @@
-"""Who has what: devices, leases and processes joined. Pure."""
+"""Devices, leases and processes, joined into holdings. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, LeaseRecord, MpsClient
 
-#: A key of a holding: the devices of one lease on one GPU, one device without a lease, or a kind of use
-#: that no device stands for, and the GPU.
+#: Key of a holding: a lease and a GPU, a device without a lease and its GPU, or a kind of use without a
+#: device and the GPU.
 _Key = tuple[str, str]
 _OUTSIDE_MPS, _NO_DEVICE = "outside MPS", "no device"
-#: So much of a lease's id tells it from the others.
+#: This much of a lease's id distinguishes it.
 ID_LENGTH = 8
 
 
@@ -20,9 +20,9 @@ NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "errors":
 
 
 class ProcessUse(NamedTuple):
-    """What one process, or a lease without any, has on one GPU; None for what is not known.
+    """What a process, or a lease without processes, uses of a GPU; unknown values are None.
 
-    `sm` is its SM utilization in %.
+    `sm` is the SM utilization in %.
     """
 
     pid: int | None
@@ -39,11 +39,11 @@ class ProcessUse(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What counts against one budget on one GPU: the devices, the lease, if there is one, and the processes.
+    """What counts against one budget on one GPU: the devices, the lease, if any, and the processes.
 
-    Without devices it is what processes use outside MPS, or through MPS and by no device. `free` is whether
-    the daemon would give it to a request, although processes without a lease may use it; `pending`, whether
-    it waits for leases of a former division or belongs to one.
+    Without devices, it is the use outside MPS, or by MPS clients without a device. `free`: the daemon would
+    lease it, although processes without a lease may use it. `pending`: it waits for leases of a former
+    division, or belongs to one.
     """
 
     gpu: str
@@ -59,7 +59,7 @@ class Holding(NamedTuple):
 
     @property
     def holders(self) -> tuple[ProcessUse, ...]:
-        """The processes, or if none uses the devices yet, the one that has the lease."""
+        """The processes, or if none uses the devices yet, the holder of the lease."""
         if self.processes or not self.lease:
             return self.processes
         command = self.lease["command"] or self.lease["name"]
@@ -72,13 +72,13 @@ class Holding(NamedTuple):
 
     @property
     def sm(self) -> int | None:
-        """The SM utilization of its processes together in %, None if none is known."""
+        """The combined SM utilization of its processes in %; None if it is unknown."""
         known = [process.sm for process in self.processes if process.sm is not None]
         return min(sum(known), 100) if known else None
 
     @property
     def peak_mib(self) -> int | None:
-        """The most memory that was used of its devices since its lease began, None if it is not known."""
+        """The highest memory use of its devices since the lease began; None if it is unknown."""
         if not self.lease:
             return None
         peaks = dict(zip(self.lease["devices"], self.lease["memory_peak_mib"]))
@@ -95,7 +95,7 @@ class Holding(NamedTuple):
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is free, and no process uses it either."""
+        """Whether it can be leased, and no process uses it."""
         return self.free and not self.in_use
 
     @property
@@ -107,13 +107,16 @@ class Holding(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a person knows it by: `job-17: python train.py`.
+        """A label for people: `job-17: python train.py`.
 
-        The name or container of its holder, if there is one, and the command that the lease was taken for;
-        without that, the command of the process with the most memory.
+        The holder's name or container, if any, and the lease's command, or else that of the process with the
+        most memory.
         """
         names = [process.container for process in self.processes]
-        commands = [one.command for one in sorted(self.processes, key=lambda one: -(one.memory_mib or 0))]
+        commands = [
+            process.command
+            for process in sorted(self.processes, key=lambda process: -(process.memory_mib or 0))
+        ]
         if self.lease:
             names = [self.lease["name"], self.lease["container"], *names]
             commands.insert(0, self.lease["command"])
@@ -121,38 +124,40 @@ class Holding(NamedTuple):
 
     @property
     def since(self) -> str | None:
-        """The time since when, None if that is not known."""
+        """The start of the lease or of its first process; None if it is unknown."""
         if self.lease:
             return self.lease["since"]
-        return min((one.started for one in self.processes if one.started is not None), default=None)
+        return min(
+            (process.started for process in self.processes if process.started is not None), default=None
+        )
 
     @property
     def named(self) -> str:
-        """`00:06.0-1`, `00:06.0-1,00:06.0-2`."""
+        """For example `00:06.0-1`, `00:06.0-1,00:06.0-2`."""
         return ",".join(self.devices)
 
 
 def in_container(container: str | None, command: str) -> str:
-    """`trainer: python train.py`; the command alone outside of containers."""
+    """Return for example `trainer: python train.py`; only the command if there is no container."""
     return f"{container}: {command}" if container and command else container or command
 
 
 def holder_of(lease: LeaseRecord) -> str:
-    """`alice (PID 4260)`, `alice (trainer)`, `bob (job-17)`: the user, and the process, container or name."""
+    """Return the user and the process, container or name: `alice (PID 4260)`, `bob (job-17)`."""
     process = f"PID {lease['pid']}" if lease["pid"] else ""
     return f"{lease['user']} ({lease['name'] or lease['container'] or process})"
 
 
 def folded_addresses(addresses: Sequence[str]) -> str:
-    """`00:06.0-2,3`, `00:06.0-0..7`: the devices of each GPU in short."""
+    """Abbreviate the devices of each GPU: `00:06.0-2,3`, `00:06.0-0..7`."""
     slots: dict[str, list[str]] = {}
     for address in addresses:
         slots.setdefault(gpu_of(address), []).append(address.rpartition("-")[2])
-    return ",".join(f"{gpu}-{_folded(found)}" for gpu, found in slots.items())
+    return ",".join(f"{gpu}-{_abbreviate(found)}" for gpu, found in slots.items())
 
 
-def _folded(slots: Sequence[str]) -> str:
-    """`2,3`, `0..7`: three and more in a row are a range; a pool's `m1` stands as it is."""
+def _abbreviate(slots: Sequence[str]) -> str:
+    """Abbreviate `2,3`, `0..7`: three or more consecutive slots become a range; a pool's `m1` is kept."""
     rows: list[list[str]] = []
     for slot in slots:
         last = rows[-1][-1] if rows else ""
@@ -164,53 +169,53 @@ def _folded(slots: Sequence[str]) -> str:
 
 
 def gpu_of(address: str) -> str:
-    """The address of the GPU that a device is a share of."""
+    """Return the address of the device's GPU."""
     return address.rpartition("-")[0]
 
 
 def holdings(
     devices: Sequence[Device], leases: Iterable[LeaseRecord], clients: Iterable[MpsClient]
 ) -> list[Holding]:
-    """Every device in the order given, as a part of a holding; then what is used without a device."""
+    """Return all devices in the given order, grouped into holdings; then the use without a device."""
     known = {device["addr"]: device for device in devices}
     found: dict[_Key, Holding] = {}
-    place: dict[str, _Key] = {}
+    keys_by_device: dict[str, _Key] = {}
     by_pid: dict[int, list[_Key]] = {}
-    held = _held(leases)
-    for address in [*known, *(address for address in held if address not in known)]:
-        key, lease, budget_mib = held.get(address, ((address, gpu_of(address)), None, None))
+    leased = _leased_devices(leases)
+    for address in [*known, *(address for address in leased if address not in known)]:
+        key, lease, budget_mib = leased.get(address, ((address, gpu_of(address)), None, None))
         device = known.get(address)
         if device and budget_mib is None:
             budget_mib = device["mps_memory_limit"]
         percentage = device["mps_thread_percentage"] if device else None
         if lease and (percentage is None or len(lease["devices"]) == 1):
-            percentage = lease["thread_percentage"]  # as it was given, which may be before a reload
+            percentage = lease["thread_percentage"]  # as leased, which may have been before a reload
         state = device["state"] if device else ""
-        one = Holding(
+        holding = Holding(
             key[1], (address,), budget_mib, percentage, lease, state != "unavailable",
             device["free"] if device else False, state == "pending",
         )  # fmt: skip
-        found[key] = _joined(found[key], one) if key in found else one
-        place[address] = key
+        found[key] = _merge(found[key], holding) if key in found else holding
+        keys_by_device[address] = key
         if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
             by_pid[lease["pid"]].append(key)
     for client in clients:
-        if client["uid"] is not None:  # else it has ended meanwhile
-            _add(client, found, place, by_pid)
+        if client["uid"] is not None:  # otherwise it has ended
+            _add_process(client, found, keys_by_device, by_pid)
     return list(found.values())
 
 
-def _held(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
-    """By device: the holding that it is a part of, its lease, and its memory in MiB."""
-    held = {}
+def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
+    """Return each device's holding, lease, and memory in MiB."""
+    leased = {}
     for lease in leases:
         memory = dict(zip(lease["devices"], lease["memory_mib"]))
         for address in lease["devices"]:
-            held[address] = ((lease["id"], gpu_of(address)), lease, memory.get(address))
-    return held
+            leased[address] = ((lease["id"], gpu_of(address)), lease, memory.get(address))
+    return leased
 
 
-def _joined(first: Holding, second: Holding) -> Holding:
+def _merge(first: Holding, second: Holding) -> Holding:
     budgets = (first.budget_mib, second.budget_mib)
     return first._replace(
         devices=first.devices + second.devices,
@@ -220,14 +225,17 @@ def _joined(first: Holding, second: Holding) -> Holding:
     )
 
 
-def _add(
-    client: MpsClient, found: dict[_Key, Holding], place: dict[str, _Key], by_pid: dict[int, list[_Key]]
+def _add_process(
+    client: MpsClient,
+    found: dict[_Key, Holding],
+    keys_by_device: dict[str, _Key],
+    by_pid: dict[int, list[_Key]],
 ) -> None:
-    """Count what a process uses where it belongs: by its device, else by the lease that its PID holds."""
+    """Add a process to the holdings of its devices, or else of the lease that its PID holds."""
     memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
     sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_utilization_by_gpu"]))
     names = [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
-    keys = [place[name] for name in names if name in place] or by_pid.get(client["pid"], [])
+    keys = [keys_by_device[name] for name in names if name in keys_by_device] or by_pid.get(client["pid"], [])
     if client["mps"] is False:
         keys = []
     keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]
@@ -243,7 +251,7 @@ def _add(
 
 
 def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
-    """The MiB that processes have on each GPU, by its address."""
+    """Return the MiB that processes use on each GPU, by address."""
     used: dict[str, int] = {}
     for client in clients:
         for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
@@ -252,7 +260,7 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
 
 
 def filled(holding: Holding, budgets: dict[str, int]) -> list[tuple[str, int]]:
-    """The MiB used of each of its devices, filled one after the other; the last has all that is left."""
+    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""
     left = holding.used_mib
     parts = []
     for address in holding.devices:

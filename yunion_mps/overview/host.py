@@ -1,4 +1,4 @@
-"""The host at one moment: the daemon's answers, what follows from them, and what the web page shows. Pure."""
+"""The host at one moment: the daemon's answers, what follows from them, and the web page's contents. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_WAITING = 5
 
 
 class Answers(NamedTuple):
-    """The daemon's answers of one moment."""
+    """The daemon's answers at one moment."""
 
     status: Status
     gpus: Sequence[Gpu]
@@ -36,7 +36,7 @@ class Answers(NamedTuple):
 
 
 class HostOverview(NamedTuple):
-    """What follows from the answers; `state` is the daemon's, but `degraded` if `ready` despite a problem."""
+    """What follows from the answers; `state` is the daemon's, or `degraded` if it is ready with a problem."""
 
     answers: Answers
     holdings: list[Holding]
@@ -49,24 +49,23 @@ class HostOverview(NamedTuple):
         status, clients = answers.status, answers.clients["clients"]
         found = holdings(answers.devices, answers.leases, clients)
         wrong = all_findings(status, answers.gpus, answers.devices, answers.leases, found, answers.clients)
-        has_problem = any(one.kind == PROBLEM for one in wrong)
+        has_problem = any(finding.kind == PROBLEM for finding in wrong)
         state = "degraded" if has_problem and status["state"] == "ready" else str(status["state"])
         return cls(answers, found, wrong, state, memory_by_gpu(clients))
 
     @property
     def devices(self) -> dict[str, int]:
-        """The numbers of devices, those in use and those that are free among them."""
-        in_use = sum(len(one.devices) for one in self.holdings if one.in_use)
-        free = sum(one.is_spare for one in self.holdings)
+        """Numbers of devices, including those in use and free ones."""
+        in_use = sum(len(holding.devices) for holding in self.holdings if holding.in_use)
+        free = sum(holding.is_spare for holding in self.holdings)
         counts: Mapping[str, Any] = self.answers.status["devices"]
         return {**counts, "used": in_use, "free": free}
 
 
 def page(host: HostOverview) -> Json:
-    """What the web page shows, as small as thousands of devices require.
+    """Return the contents of the web page, in a form that stays small with thousands of devices.
 
-    What is wrong comes first, then the GPUs and every part of them with its holder; a part has no fields for
-    what is not known of it.
+    A part of a GPU has no fields for unknown values.
     """
     answers = host.answers
     return {
@@ -78,19 +77,21 @@ def page(host: HostOverview) -> Json:
         "leases": len(answers.leases),
         "clients": len(answers.clients["clients"]),
         "findings": [
-            {"kind": one.kind, "what": one.what, "hint": hint}
-            for one, hint in with_hints(folded(host.findings))
+            {"kind": finding.kind, "what": finding.what, "hint": hint}
+            for finding, hint in with_hints(folded(host.findings))
         ],
         "wrong": len(host.findings),
         "errors": answers.clients["errors"],
         "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
-        "parts": [_part(one) for one in host.holdings],
+        "parts": [_part(holding) for holding in host.holdings],
         "waiting": [
             {
-                **{field: one[field] for field in ("user", "wants", "since")},
-                "command": _cut(in_container(one["name"] or one["container"], one["command"] or "")),
+                **{field: request[field] for field in ("user", "wants", "since")},
+                "command": _cut(
+                    in_container(request["name"] or request["container"], request["command"] or "")
+                ),
             }
-            for one in answers.waiting[:_MAX_WAITING]
+            for request in answers.waiting[:_MAX_WAITING]
         ],
         "queued": len(answers.waiting),
     }
@@ -106,38 +107,42 @@ def _gpu(gpu: Gpu, used_mib: int) -> Json:
     return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": used_mib}
 
 
-def _part(one: Holding) -> Json:
+def _part(holding: Holding) -> Json:
     part: Json = {
-        "gpu": one.gpu,
-        "devices": list(one.devices),
-        "state": state_of(one),
-        "budget": one.budget_mib,
+        "gpu": holding.gpu,
+        "devices": list(holding.devices),
+        "state": state_of(holding),
+        "budget": holding.budget_mib,
     }
-    if not one.in_use:
+    if not holding.in_use:
         return part
     part.update(
-        used=one.used_mib, peak=one.peak_mib, sm=one.sm, user=one.user, since=one.since, threads=one.threads
+        used=holding.used_mib,
+        peak=holding.peak_mib,
+        sm=holding.sm,
+        user=holding.user,
+        since=holding.since,
+        threads=holding.threads,
     )
-    if not one.available and one.devices:
+    if not holding.available and holding.devices:
         part["unavailable"] = True
-    if one.lease:
-        part["lease"] = one.lease["id"][:ID_LENGTH]
-    part["command"] = _cut(one.label)
-    part["pids"] = [process.pid for process in one.holders if process.pid is not None]
+    if holding.lease:
+        part["lease"] = holding.lease["id"][:ID_LENGTH]
+    part["command"] = _cut(holding.label)
+    part["pids"] = [process.pid for process in holding.holders if process.pid is not None]
     return {field: value for field, value in part.items() if value is not None}
 
 
-def state_of(one: Holding) -> str:
-    """One of the states above."""
-    if one.outside_mps:
+def state_of(holding: Holding) -> str:
+    if holding.outside_mps:
         return OUTSIDE_MPS
-    if not one.devices:
+    if not holding.devices:
         return NO_DEVICE
-    if one.over_mib:
+    if holding.over_mib:
         return OVER
-    if one.in_use:
-        return IN_USE if one.processes else IDLE
-    return FREE if one.free else NO_ROOM if one.pending else UNAVAILABLE
+    if holding.in_use:
+        return IN_USE if holding.processes else IDLE
+    return FREE if holding.free else NO_ROOM if holding.pending else UNAVAILABLE
 
 
 def lease_states(held: Iterable[Holding]) -> dict[str, str]:
