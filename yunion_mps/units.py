@@ -1,4 +1,4 @@
-"""Times and amounts of memory as text.
+"""Times and amounts of memory: as text, and distributed over devices.
 
 The API writes times as RFC 3339 strings in UTC with milliseconds, which also sort as text.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator, Mapping, Sequence
 
 _FORM = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
@@ -27,6 +28,16 @@ def seconds(text: str) -> float:
     date, clock, fraction, zone = found.groups()
     zone = "+00:00" if zone in "Zz" else zone
     return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
+
+
+def filled(
+    addresses: Sequence[str], used_mib: int, budgets_mib: Mapping[str, int]
+) -> Iterator[tuple[str, int]]:
+    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""
+    for address in addresses:
+        part_mib = used_mib if address == addresses[-1] else min(used_mib, budgets_mib.get(address, 0))
+        yield address, part_mib
+        used_mib -= part_mib
 
 
 def mebibytes(amount: str) -> int | None:

@@ -247,6 +247,11 @@ class Tickable(Protocol):
         """Return the descriptors to watch for reading; they may change with every tick."""
 
 
+def earliest(times_s: Iterable[float | None]) -> float | None:
+    """Return the first of the times, None if there is none."""
+    return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+
 class Wakeup(Protocol):
     """A descriptor that interrupts a wait, for example for a signal."""
 

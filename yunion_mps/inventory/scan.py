@@ -66,7 +66,7 @@ class Scanner:
                 gpus[address] = self._placed(Gpu(address, reason=reason))
         self._known = {gpu.uuid: gpu for gpu in gpus.values() if gpu.uuid and not gpu.reason}
         shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
-        return Inventory(driver, _in_order(shown))
+        return Inventory(driver, in_order(shown))
 
     def _nvidia_gpus(self) -> list[str]:
         known = self._is_gpu
@@ -87,7 +87,8 @@ class Scanner:
         return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
 
 
-def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+def in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """Return the GPUs in the order of their PCI addresses."""
     return tuple(sorted(gpus, key=lambda gpu: sysfs.sort_key(gpu.pci_address)))
 
 
@@ -136,7 +137,7 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
             else:
                 continue
         known.append(str(gpu.uuid))
-    return inventory._replace(gpus=_in_order(gpus.values()), served=tuple(known))
+    return inventory._replace(gpus=in_order(gpus.values()), served=tuple(known))
 
 
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
+from yunion_mps.host.processes import earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, Shutdown, Startup
 from yunion_mps.mps.conversation import UnresponsiveError
@@ -228,8 +229,7 @@ class Domain(StateMachine):
         """
         due_s = self._step(now_s)
         if self.state != STOPPED:
-            also_s = self._rollover.tick(now_s, in_use=self.in_use, find=find)
-            due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
+            due_s = earliest((due_s, self._rollover.tick(now_s, in_use=self.in_use, find=find)))
         return due_s
 
     def _step(self, now_s: float) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from yunion_mps import reasons
 from yunion_mps.errors import ShortageError
+from yunion_mps.host.processes import earliest
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
@@ -97,8 +98,7 @@ class Rollover:
         due_s = self.orphans.tick(now_s, in_use=in_use)
         if self.orphans.pids != before:
             self._changed()
-        times = [time_s for time_s in (due_s, self._search_s) if time_s is not None]
-        return min(times, default=None)
+        return earliest((due_s, self._search_s))
 
     def _search(self, find: FindProcesses) -> None:
         try:

@@ -257,15 +257,3 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
         for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
             used[gpu] = used.get(gpu, 0) + (mib or 0)
     return used
-
-
-def filled(holding: Holding, budgets: dict[str, int]) -> list[tuple[str, int]]:
-    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""
-    left = holding.used_mib
-    parts = []
-    for address in holding.devices:
-        last = address == holding.devices[-1]
-        part = left if last else min(left, budgets.get(address, 0))
-        parts.append((address, part))
-        left -= part
-    return parts

@@ -17,7 +17,6 @@ from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.leases.queue import Answer, Queue
 from yunion_mps.leases.request import (
     LeaseRequest,
@@ -27,7 +26,7 @@ from yunion_mps.leases.request import (
     owner_name,
     refuse_over_quota,
 )
-from yunion_mps.leases.storage import LeaseStorage, QueuePositions
+from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of

@@ -19,8 +19,8 @@ from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.processes import is_server
 from yunion_mps.service.queries import Filters, Queries

@@ -10,7 +10,7 @@ import time
 from yunion_mps.config import load
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of
-from yunion_mps.host.processes import drive
+from yunion_mps.host.processes import drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
@@ -117,9 +117,8 @@ class _Cleanup:
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest."""
-        times = [domain.tick(now_s) for domain in self._domains]
-        times += [orphans.tick(now_s, in_use=None) for orphans in self._orphans]
-        return min((due_s for due_s in times if due_s is not None), default=None)
+        times_s = [domain.tick(now_s) for domain in self._domains]
+        return earliest([*times_s, *(orphans.tick(now_s, in_use=None) for orphans in self._orphans)])
 
     def descriptors(self) -> list[int]:
         """The descriptors to watch for reading until the next tick."""

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.peaks import MemoryPeaks
+from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.units import rfc3339
+from yunion_mps.units import filled, rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -213,20 +213,12 @@ def usage_by_device(
                 busy.update(dict.fromkeys(here, percent))
     used: Counter[str] = Counter()
     for names, mib in together.items():
-        for name, part_mib in _filled(names, mib, budgets):
+        for name, part_mib in filled(names, mib, {name: budgets[name].memory_mib for name in names}):
             used[name] += part_mib
     return {
         name: DeviceUsage(used[name], count, min(busy[name], 100) if name in busy else None)
         for name, count in clients.items()
     }
-
-
-def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> Iterator[tuple[str, int]]:
-    left_mib = mib
-    for name in names:
-        part_mib = left_mib if name == names[-1] else min(left_mib, budgets[name].memory_mib)
-        yield name, part_mib
-        left_mib -= part_mib
 
 
 class UsageSampler:

@@ -11,6 +11,7 @@ import logging
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
+from yunion_mps.host.processes import earliest
 from yunion_mps.host.store import Store
 from yunion_mps.models import Config, Inventory, Snapshot
 from yunion_mps.mps.domain import Domain
@@ -88,8 +89,7 @@ class Supervisor:
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
-        times = (self.fleet.tick(now_s), self.jobs.tick(now_s))
-        return min((due_s for due_s in times if due_s is not None), default=None)
+        return earliest((self.fleet.tick(now_s), self.jobs.tick(now_s)))
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to watch for reading; ask again after every tick."""

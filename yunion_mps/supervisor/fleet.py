@@ -15,7 +15,7 @@ from typing import Optional
 from yunion_mps import reasons
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
-from yunion_mps.host.processes import refuse_if_no_process_can_start
+from yunion_mps.host.processes import earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.domain import Domain
@@ -97,11 +97,11 @@ class Fleet:
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when the next call is due at the latest."""
         find = functools.lru_cache(our_processes)
-        times = [due_s for domain in self.domains if (due_s := domain.tick(now_s, find)) is not None]
+        times_s = [domain.tick(now_s, find) for domain in self.domains]
         if self._advance(now_s):
             return now_s
         self._records.write(self.domains)
-        return min(times, default=None)
+        return earliest(times_s)
 
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
         """Begin to stop every domain, and start no others."""

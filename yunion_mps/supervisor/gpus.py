@@ -10,14 +10,13 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
-from yunion_mps.inventory.scan import GONE, save_served
-from yunion_mps.inventory.sysfs import sort_key
+from yunion_mps.inventory.scan import GONE, in_order, save_served
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason
@@ -64,7 +63,7 @@ class Gpus:
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if before[address].uuid not in uuids:  # otherwise it has moved to another address
                 gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
-        after = _in_order(inventory._replace(served=served), gpus.values())
+        after = inventory._replace(gpus=in_order(gpus.values()), served=served)
         if after != self.inventory:
             self.inventory = after
         return [
@@ -127,7 +126,7 @@ class Gpus:
             refuses = known[address].uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, known[address].uuid)):
                 gpus[address] = known[address]._replace(reason=NO_REASON, mig_enabled=None, compute_mode=None)
-        return _in_order(inventory, map(self._with_mode_error, gpus.values()))
+        return inventory._replace(gpus=in_order(map(self._with_mode_error, gpus.values())))
 
     def _replace(self, gpu: Gpu) -> None:
         gpus = [gpu if other.pci_address == gpu.pci_address else other for other in self.inventory.gpus]
@@ -167,10 +166,6 @@ def _read_faults(path: str) -> dict[str, Reason]:
         faults = json.load(file).items()
         return {str(address): Reason(str(why), reasons.GPU_FAULT) for address, why in faults}
     return {}
-
-
-def _in_order(inventory: Inventory, gpus: Iterable[Gpu]) -> Inventory:
-    return inventory._replace(gpus=tuple(sorted(gpus, key=lambda gpu: sort_key(gpu.pci_address))))
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.peaks import MemoryPeaks
+from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.paths import Paths
 
 from unit.leases.shares import device, lease

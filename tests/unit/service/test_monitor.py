@@ -9,7 +9,7 @@ import time
 import pytest
 from yunion_mps.daemon.loop import cancel_all
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.peaks import MemoryPeaks
+from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.reasons import GPU_FAULT
 from yunion_mps.service import monitor
 from yunion_mps.service.clients import ClientService, XidAnalyzer

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.overview.findings import HostFinding, folded
-from yunion_mps.overview.holdings import Holding, filled
+from yunion_mps.overview.holdings import Holding
 from yunion_mps.overview.host import FREE, Answers, HostOverview, state_of
-from yunion_mps.units import seconds
+from yunion_mps.units import filled, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Event, Gpu
@@ -152,5 +152,5 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         return [row]
     return [
         row._replace(address=address, used_mib=part, of_mib=budgets.get(address))
-        for address, part in filled(holding, budgets)
+        for address, part in filled(holding.devices, holding.used_mib, budgets)
     ]
