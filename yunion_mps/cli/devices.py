@@ -19,6 +19,7 @@ from yunion_mps.cli.output import (
     Column,
     cell,
     fields,
+    hint_text,
     mib,
     notes,
     output_option,
@@ -336,8 +337,11 @@ def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
 def pools(gpus: Iterable[Gpu]) -> str:
     """What is free of the GPUs whose memory is handed out in units."""
     command = "yunion-mps run --gpu-mem SIZE COMMAND"
-    return notes(
-        (gpu["addr"], f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB are free to lease: {command}")
+    return "".join(
+        hint_text(
+            f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB are free to lease: {command}",
+            f"{gpu['addr']}: ",
+        )
         for gpu in gpus
         if gpu["memory_free_mib"] is not None and not gpu["reason"]
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from yunion_mps.cli.common import PID, Duration, complete_pid
-from yunion_mps.cli.output import output_option, show, wrapped
+from yunion_mps.cli.output import hint_text, output_option, show, wrapped
 from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
@@ -89,7 +89,7 @@ def _text(report: Report) -> str:
         begin = f"{level:<8} {names_of_checks}:"
         for one in found[:_MAX_ALIKE]:
             text += wrapped(f"{begin} {one.what}", _INDENT)
-            text += wrapped(f"{'':<8} -> {one.hint}", _INDENT) if one.hint else ""
+            text += hint_text(one.hint, f"{'':<8} -> ", _INDENT)
         left = len(found) - _MAX_ALIKE
         text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text

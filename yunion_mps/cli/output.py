@@ -6,6 +6,7 @@ Tables are whole in a pipe, and fitted to the width of a terminal.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,15 @@ from yunion_mps.escaping import printable
 from yunion_mps.units import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
+
+#: What a clause of a hint begins with if all of it is a command.
+_PROGRAMS = "chmod docker dmesg echo journalctl kubectl mount nvidia-smi systemctl yunion-mps"
+#: A setting or a command in a hint: `key: value`, what is in parentheses, what follows a colon, a clause.
+_COMMAND = re.compile(
+    rf"\w+_\w+: \S+|\([^)]*\)|(?<=: )[^;]+|(?:^|(?<=; ))(?:{_PROGRAMS.replace(' ', '|')}) [^;]+"
+)
+#: Stands for a space at which no line is broken; no text has it once it is printable.
+_KEPT_SPACE = "\0"
 
 Row = Sequence[object]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -230,7 +240,17 @@ def notes(entries: Iterable[tuple[str, str]]) -> str:
 
 def wrapped(text: str, indent: int = 4, narrowest: int = 0) -> str:
     """One line; on too narrow a terminal several, broken between words, the later ones indented."""
-    line, width = cell(text), terminal_size()[0]
+    return _wrapped(cell(text), indent, narrowest)
+
+
+def hint_text(hint: str, begin: str = "Hint: ", indent: int = 4) -> str:
+    """As `wrapped`, but no command is broken, so that it can be copied; nothing if there is no hint."""
+    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _KEPT_SPACE), cell(hint))
+    return _wrapped(f"{begin}{whole}", indent).replace(_KEPT_SPACE, " ") if hint else ""
+
+
+def _wrapped(line: str, indent: int, narrowest: int = 0) -> str:
+    width = terminal_size()[0]
     if not width or len(line) <= width:
         return f"{line}\n"
     import textwrap

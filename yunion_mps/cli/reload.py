@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
-from yunion_mps.cli.output import Column, fields, notes, output_option, print_notice, show, table
+from yunion_mps.cli.output import Column, fields, hint_text, notes, output_option, print_notice, show, table
 from yunion_mps.cli.who import clients_table
 from yunion_mps.client.acquire import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
@@ -151,9 +151,10 @@ def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
     title = "Reloaded with these changes:" if answer["changes"] else "Reloaded; nothing has changed."
     text = _text(title, answer)
     if any(domain["waits_for"] for domain in status["domains"]) and not waits:
-        text += (
-            "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+        hint = (
+            "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now"
         )
+        text += hint_text(hint, "")
     has_leases = any(one["leases"] for one in answer["pending"])
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 

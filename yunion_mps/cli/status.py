@@ -13,6 +13,7 @@ from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
     Column,
     age_of,
+    hint_text,
     notes,
     output_option,
     show_pairs,
@@ -110,10 +111,10 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
-    lines = [f"State:    {status['state']}"]
+    text = wrapped(f"State:    {status['state']}")
     for one, hint in with_hints(folded(host.findings)):
-        lines += [f"{one.kind + ':':9} {one.what}", *([f"Hint:     {hint}"] if hint else [])]
-    lines += [
+        text += wrapped(f"{one.kind + ':':9} {one.what}", _INDENT) + hint_text(hint, "Hint:     ", _INDENT)
+    lines = [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {clients}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
@@ -121,7 +122,7 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
         f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
     ]
-    text = "".join(wrapped(line, _INDENT) for line in lines)
+    text += "".join(wrapped(line, _INDENT) for line in lines)
     text += _gpu_table(host) if gpus else ""
     end = pools(gpus) + notes(("Incomplete", error) for error in status["errors"])
     domains = _domain_table(status["domains"], _MAX_ROWS)

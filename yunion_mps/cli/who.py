@@ -12,6 +12,7 @@ from yunion_mps.cli.output import (
     Column,
     age_of,
     fields,
+    hint_text,
     mib,
     notes,
     show,
@@ -183,7 +184,7 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
     text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
     text += waiting_text(answer["waiting"])
     for finding, hint in with_hints(folded(wrong)):
-        text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Hint: {hint}") if hint else "")
+        text += wrapped(f"{finding.kind}: {finding.what}") + hint_text(hint)
     return text + notes(("Incomplete", error) for error in answer["errors"])
 
 
@@ -237,7 +238,7 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     )
     unknown = notes(("Incomplete", error) for error in answer["errors"])
     waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
-    hint = wrapped(f"Hint: {hint_of(CLIENT_WAITING)}") if waiting else ""
+    hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
     found = clients_table(answer["clients"], wide=wide)
     return failed + found + outside_mps + others + waiting + hint + unknown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from yunion_mps.cli import output
 from yunion_mps.cli.output import Column, age, display_width, fit, table
 from yunion_mps.overview import count
 
@@ -69,7 +70,7 @@ def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, col
 
 @pytest.mark.parametrize("columns", [60, 80])
 def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> None:
-    """What is too long for a line goes on below, indented, and breaks only between words."""
+    """What is too long for a line goes on below, indented, and breaks only between words or commands."""
 
     def told(lines: list[str]) -> list[str]:
         text = re.sub(r"\n +", " ", "\n".join(lines))
@@ -80,7 +81,8 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
         reasons = told(lines)
         assert reasons == told(troubled.good(command).splitlines())
         assert reasons, command
-        assert all(len(line) <= columns for line in lines if " " in line.strip() and line[:1] != "(")
+        broad = [line for line in lines if len(line) > columns and line[:1] != "("]
+        assert all(re.fullmatch(r" +(\S+|nvidia-smi .*)", line) for line in broad), "but a path or a command"
 
 
 def test_without_utf_8_cut_text_is_marked_in_ascii(cli: Cli) -> None:
@@ -128,3 +130,29 @@ def test_ages_and_counts_read_as_people_say_them() -> None:
     told = [age(seconds) for seconds in (-5, 59, 61, 3600, 7800, 86399, 90061, 259200, 11 * 86400 + 3600)]
     assert told == ["0s", "59s", "1m", "1h", "2h10m", "23h59m", "1d1h", "3d", "11d"]
     assert [count(1, "GPU"), count(2, "GPU")] == ["1 GPU", "2 GPUs"]
+
+
+HINTS = (
+    ("repair or reset the GPU, then: yunion-mps reload; run the diagnostics: yunion-mps doctor",
+     ("yunion-mps reload", "yunion-mps doctor")),
+    ("reset it (nvidia-smi --gpu-reset -i GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400) or reboot",
+     ("(nvidia-smi --gpu-reset -i GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400)",)),
+    ("install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false",
+     ("cuda_mps_multiuser: false",)),
+    ("enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
+     ("mount -o remount,size=1G /dev/shm", "docker run --shm-size 1g")),
+    ("systemctl restart yunion-mps-daemon", ("systemctl restart yunion-mps-daemon",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", range(30, 100, 7))
+@pytest.mark.parametrize(("hint", "commands"), HINTS)
+def test_a_hint_is_never_broken_inside_a_command(
+    monkeypatch: pytest.MonkeyPatch, hint: str, commands: tuple[str, ...], columns: int
+) -> None:
+    monkeypatch.setattr(output, "terminal_size", lambda: (columns, 24))
+    lines = output.hint_text(hint).splitlines()
+    assert " ".join(line.strip() for line in lines) == f"Hint: {hint}"
+    for command in commands:
+        assert any(command in line for line in lines), lines
+    assert [line for line in lines if len(line) > columns and not any(one in line for one in commands)] == []

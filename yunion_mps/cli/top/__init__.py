@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Union
 import click
 
 from yunion_mps.cli.common import Duration, call, listed_devices
-from yunion_mps.cli.output import is_utf8, notes, terminal_size, wrapped
-from yunion_mps.cli.top.frame import VIEWS, WHOLE, Outage, ViewState, clock, frame
+from yunion_mps.cli.output import hint_text, is_utf8, notes, terminal_size, wrapped
+from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import STOP_SIGNALS, Terminal, WakeUp
 from yunion_mps.cli.who import ask_clients, ask_clients_soon
@@ -94,9 +94,10 @@ def _once(first: Poll) -> str:
     columns = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 5 else 0
     look = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first, clients), look, None, time.time(), 0)
-    lines = ["".join(text for text, _ in line).rstrip() for line in shown.lines]
-    unknown = notes(("Incomplete", error) for error in clients["errors"])
-    return "".join(map(wrapped, lines)) + unknown
+    text = ""
+    for line in ("".join(part for part, _ in line).rstrip() for line in shown.lines):
+        text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
+    return text + notes(("Incomplete", error) for error in clients["errors"])
 
 
 def poll(before: Poll | None = None) -> Poll:

@@ -15,6 +15,8 @@ from yunion_mps.units import seconds
 #: Words in one style: "" is the terminal's own.
 Line = list[tuple[str, str]]
 
+#: What a line with a hint begins with.
+HINT = "  hint: "
 VIEWS = ("all", "GPUs", "devices")
 #: As many rows as there are lines, to print a frame whole.
 WHOLE = 1_000_000
@@ -116,7 +118,7 @@ def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
     why: list[Line] = []
     if outage:
         why = [[("Incomplete: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
-        why += [[(f"  hint: {outage.hint}", "")]] if outage.hint else []
+        why += [[(f"{HINT}{outage.hint}", "")]] if outage.hint else []
         if outage.since_s is not None:
             old = f"no answer since {clock(outage.since_s)}; showing data from then"
             return [[begin, (old, "bad")], *why, _counts(scene)]
@@ -158,7 +160,7 @@ def _findings(scene: Scene, most: int) -> list[Line]:
     for one, hint in with_hints(scene.findings):
         blocks.append([[(f"{one.kind}: ", "bad" if one.kind == PROBLEM else "warn"), (one.what, "")]])
         if hint and one.kind in (NOTICE, PROBLEM):
-            blocks[-1].append([(f"  hint: {hint}", "")])
+            blocks[-1].append([(f"{HINT}{hint}", "")])
     if sum(map(len, blocks)) <= most:
         return [line for block in blocks for line in block]
     shown: list[Line] = []
