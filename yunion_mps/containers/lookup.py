@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
 from yunion_mps.host.files import FileVersion, read_text, version_of
+from yunion_mps.host.proc import parent_of
 from yunion_mps.paths import Paths
 
 #: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
@@ -105,8 +106,7 @@ class Containers:
         This works for every user's storage, wherever it is.
         """
         for _ in range(_MAX_ANCESTORS):
-            fields = read_text(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
-            pid = int(fields[1]) if len(fields) > 1 else 0
+            pid = parent_of(pid, self._proc)
             words = read_text(f"{self._proc}/{pid}/cmdline").split("\0")
             if words[0].endswith("conmon") and container_id in words and "-n" in words[:-1]:
                 return words[words.index("-n") + 1]

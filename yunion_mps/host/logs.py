@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
+from traceback import walk_tb
 
 from yunion_mps.escaping import printable
 
@@ -54,7 +54,8 @@ class TracebackLimit(logging.Filter):
         if error is None:
             return True
         now_s = self._clock()
-        cause = (type(error), *_frames(error.__traceback__))
+        frames = walk_tb(error.__traceback__)
+        cause = (type(error), *((frame.f_code.co_filename, line) for frame, line in frames))
         logged_s, dropped = self._logged.get(cause, (now_s - _INTERVAL_S, 0))
         if now_s - logged_s < _INTERVAL_S:
             self._logged[cause] = logged_s, dropped + 1
@@ -65,14 +66,6 @@ class TracebackLimit(logging.Filter):
             self._logged.clear()
         self._logged[cause] = now_s, 0
         return True
-
-
-def _frames(traceback: TracebackType | None) -> list[tuple[str, int]]:
-    frames = []
-    while traceback:
-        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return frames
 
 
 def set_up(level: str, *, plain: bool = False) -> None:

@@ -82,8 +82,8 @@ def is_exiting(pid: int, proc: str = "/proc") -> bool:
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
 
 
-def parent_of(pid: int) -> int:
-    fields = _stat_fields(pid)
+def parent_of(pid: int, proc: str = "/proc") -> int:
+    fields = _stat_fields(pid, proc)
     return int(fields[1]) if len(fields) > 1 else 0
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
@@ -99,33 +99,25 @@ _UNKNOWN_FIELD = (
 MIB = 1 << 20
 
 
-def _translated(error: Any) -> DriverError:
-    what = f"NVML error: {printable(str(error))}"
-    return DriverError(
-        *_MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
-    )
-
-
 def reason_of(error: DriverError) -> Reason:
     """Return why a single GPU cannot be used."""
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        raise _translated(error) from None
+        if error.value in ignored:
+            return None
+        what = f"NVML error: {printable(str(error))}"
+        meaning = _MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
+        raise DriverError(*meaning) from None
 
 
 def optional(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a call, None if the driver does not know the field; raises DriverError."""
-    try:
-        return function(*arguments)
-    except pynvml.NVMLError as error:
-        if error.value in _UNKNOWN_FIELD:
-            return None
-        raise _translated(error) from None
+    return _call(function, *arguments, ignored=_UNKNOWN_FIELD)
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from yunion_mps.host.files import read_text
 from yunion_mps.models import PcieLink
@@ -21,24 +22,20 @@ _VERSIONS = {
     "128": ("7.0", 15.125),
 }
 
+#: Domain (not always given), bus, device and function.
+_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
+
 
 def normalise_address(text: str) -> str | None:
     """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
 
     NVML writes eight domain digits, people often none, and both sometimes in capitals.
     """
-    head, dot, function = text.strip().lower().rpartition(".")
-    parts = head.split(":")
-    if not dot or len(parts) not in (2, 3):
+    found = _ADDRESS.fullmatch(text.strip().lower())
+    if not found:
         return None
-    try:
-        domain = int(parts[-3], 16) if len(parts) == 3 else 0
-        bus, device, number = int(parts[-2], 16), int(parts[-1], 16), int(function, 16)
-    except ValueError:
-        return None
-    if not (0 <= domain < 1 << 32 and 0 <= bus < 256 and 0 <= device < 32 and 0 <= number < 8):
-        return None
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{number:x}"
+    domain, bus, device = (int(part or "0", 16) for part in found.groups()[:3])
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{found[4]}"
 
 
 def pci_addresses(paths: Paths) -> list[str]:

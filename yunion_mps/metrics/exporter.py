@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.threads import on_thread
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
-from yunion_mps.mps.directories import open_directory
+from yunion_mps.mps.directories import directory_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
 from yunion_mps.service.metrics import MetricsCollector
@@ -83,7 +82,7 @@ class Textfile:
     def remove(self) -> None:
         """Remove the file, because outdated metrics would look current."""
         if self._written:
-            with contextlib.suppress(OSError, HostError), _directory_of(self._written) as (directory, name):
+            with contextlib.suppress(OSError, HostError), directory_of(self._written) as (directory, name):
                 os.unlink(name, dir_fd=directory)
         self._written = ""
 
@@ -115,16 +114,5 @@ def write(file: str, text: bytes) -> None:
 
     The directory may belong to another user, so its symlinks are not followed.
     """
-    with _directory_of(file) as (directory, name):
+    with directory_of(file) as (directory, name):
         write_atomically(name, text, dir_fd=directory)
-
-
-@contextlib.contextmanager
-def _directory_of(file: str) -> Iterator[tuple[int, str]]:
-    """Yield a descriptor of the file's directory, and the file's name in it."""
-    parent, name = os.path.split(file)
-    directory = open_directory(parent)
-    try:
-        yield directory, name
-    finally:
-        os.close(directory)

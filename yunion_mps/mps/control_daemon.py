@@ -90,11 +90,6 @@ class ControlDaemon:
         return self._process.pid if self._process else None
 
     @property
-    def is_adopted(self) -> bool:
-        """Whether it has run since before this daemon, and so may have jobs."""
-        return self.was_adopted and self._process is not None
-
-    @property
     def has_ended(self) -> bool:
         """Whether it has ended and is to be reaped."""
         return self._process is not None and self._process.status() is not None

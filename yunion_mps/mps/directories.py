@@ -126,12 +126,18 @@ def _gid(group: str) -> int:
         raise HostError(f"the group {group} does not exist", hint) from None
 
 
-def open_directory(path: str) -> int:
-    """Open a directory that may be another user's, and return its descriptor.
+@contextlib.contextmanager
+def directory_of(file: str) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of the file's directory, which may be another user's, and the file's name in it.
 
     Raises OSError, and HostError if a component is a symlink that is not the administrator's.
     """
-    return _walk(path, make=False)
+    parent, name = os.path.split(file)
+    directory = _walk(parent, make=False)
+    try:
+        yield directory, name
+    finally:
+        os.close(directory)
 
 
 def _walk(path: str, *, make: bool) -> int:

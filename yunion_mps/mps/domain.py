@@ -167,7 +167,7 @@ class Domain(StateMachine):
         self._cancel_task()
         if spare_adopted:
             self._rollover.orphans.detach()
-            if self.control.is_adopted:
+            if self.control.has_process and self.control.was_adopted:  # it may have jobs
                 self.control.detach()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
         if self.control.has_process:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
@@ -72,9 +71,8 @@ class Fleet:
 
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
         """Start every domain, or adopt its control daemon if that is among `ours`, the running ones."""
-        by_directory = _by_directory(ours)
         for domain in self.domains:
-            domain.start(now_s, by_directory[domain.desired.pipe_directory])
+            domain.start(now_s, ours)
 
     def apply(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
         """Make `plans` the desired domains: change those that only differ in limits, replace the others."""
@@ -112,9 +110,8 @@ class Fleet:
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError if no domain can start."""
-        by_directory = _by_directory(ours)
         plans = [domain.desired for domain in self.domains]
-        errors = [error for plan in plans if (error := start_error(plan, by_directory[plan.pipe_directory]))]
+        errors = [error for plan in plans if (error := start_error(plan, ours))]
         if errors and len(errors) == len(self.domains):
             raise errors[0]
 
@@ -219,13 +216,6 @@ class Fleet:
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
-
-
-def _by_directory(processes: Iterable[MpsProcess]) -> defaultdict[str, list[MpsProcess]]:
-    found = defaultdict(list)
-    for one in processes:
-        found[one.pipe_directory].append(one)
-    return found
 
 
 class Jobs:
