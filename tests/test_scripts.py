@@ -55,7 +55,7 @@ def calls(checkout: Path) -> list[str]:
 
 WHOLE = [
     "setup --quiet", "ruff check", "ruff format", "mypy", "lint-imports --no-cache", "coverage run",
-    "coverage run", "coverage combine", "coverage report", "test-packages",
+    "pytest tests/bench", "coverage combine", "coverage report", "test-packages",
 ]  # fmt: skip
 
 
@@ -66,7 +66,8 @@ WHOLE = [
         ("ruff check*", ["Style"]),
         ("mypy *", ["Types"]),
         ("lint-imports *", ["Layers"]),
-        ("coverage run *", ["Tests", "Faults"]),
+        ("coverage run *", ["Tests"]),
+        ("pytest *", ["Faults"]),
         ("coverage report*", ["Coverage"]),
         ("test-packages *", ["Packages"]),
     ],

@@ -173,6 +173,6 @@ def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
 
 @fault(CONNECTIONS, "a soak of 50,000 requests and 500 reloads", takes_s=25)
 def soaked(scene: Scene) -> None:
-    scene.without_coverage().serve()
+    scene.serve()
     scene.goes_on(soak(scene))
     scene.saw("the configuration was reloaded")

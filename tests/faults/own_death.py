@@ -79,7 +79,7 @@ def _tell(scene: Scene, sweep: Sweep, at_least: int) -> None:
 )
 def hidden(scene: Scene) -> None:
     """At any moment of its start: none of them starts a second control daemon, or restores a mode."""
-    scene.without_coverage().serve().job()
+    scene.serve().job()
     scene.remember_events()
     control = scene.control
     chance = random.Random(12)
@@ -120,7 +120,6 @@ def flooded_at_a_start(scene: Scene) -> None:
 )
 def while_it_starts_one(scene: Scene) -> None:
     """Fifty times: the next daemon finds it whatever it has come to, and goes on with it."""
-    scene.without_coverage()
     for stage in range(50):
         scene.daemon.start()
         (control,) = until(scene.control_daemons, "a control daemon", scene.trouble, pause_s=0)

@@ -87,12 +87,6 @@ class Scene(Closes):
 
     # -- before the fault
 
-    def without_coverage(self) -> Scene:
-        """Leave the daemon's coverage unmeasured: it would be most of what it does."""
-        for name in [name for name in self.daemon.env if name.startswith("COV")]:
-            del self.daemon.env[name]
-        return self
-
     def serve(self, **environment: str) -> Scene:
         """Start the daemon and wait until every device is available."""
         self.daemon.start(**environment).wait_ready()

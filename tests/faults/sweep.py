@@ -26,7 +26,6 @@ class Sweep:
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._daemon = scene.daemon
-        scene.without_coverage()
         self._levers = Levers(scene.host.root)
         self._number = 4
         self._times_s: list[float] = []

@@ -97,6 +97,7 @@ class Daemon(Closes):
         self.messages.clear()
         program = shutil.which("yunion-mps-daemon", path=self.env["PATH"])
         assert program, "yunion-mps-daemon is not there: run scripts/setup"
+        coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -104,7 +105,7 @@ class Daemon(Closes):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**self.env, **environment},
+                env={**coverage, **self.env, **environment},
                 start_new_session=True,
             )
         return self

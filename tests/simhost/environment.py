@@ -7,8 +7,10 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-# Another Python's settings, the outer host's GPUs and service manager: none of them are this host's.
+# Another Python's settings, the outer host's GPUs and service manager: none of them are this host's. Coverage
+# doubles the processor time of a command, and tests/unit/cli measures the commands.
 _FOREIGN = (
+    "COVERAGE_",
     "PYTHON",
     "VIRTUAL_ENV",
     "CUDA_",
