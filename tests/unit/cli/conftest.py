@@ -100,9 +100,10 @@ class Cli:
         assert b"\x1b" not in printed
         return Done(code, printed.decode().replace("\r\n", "\n"), err)
 
-    def answered(self, answer: bytes, *arguments: str) -> tuple[int, str]:
+    def answered(self, answer: bytes, *arguments: str, columns: int = 0) -> tuple[int, str]:
         """How a command ends, and what it prints, on a terminal on which its question is answered."""
         ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
         with self.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs) as process:
             os.close(theirs)
             printed = b""

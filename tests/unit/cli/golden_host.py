@@ -6,6 +6,7 @@ Two H100 with jobs, a Tesla P40 on which nothing is enforced, a GPU that is lost
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,13 @@ from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, candidates_of, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.metrics.text import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
-from yunion_mps.service.usage import LatestPoll
+from yunion_mps.service.metrics import ClockReadings, DomainUsage, GpuUsage, HostUsage, LeaseCounts
+from yunion_mps.service.queries import Filters
+from yunion_mps.service.usage import DeviceUsage, LatestPoll
 from yunion_mps.units import rfc3339
 
 from simhost import SimHost
@@ -26,6 +30,7 @@ from unit import builders
 from unit.cli.conftest import Cli
 from unit.http import by_hand, snapshots
 from unit.http.server_host import ServerHost
+from unit.metrics.scene import facts
 
 Json = Any
 
@@ -64,6 +69,14 @@ def _ago(seconds: float) -> str:
 _PEAKS = {1: [20389, 17001], 2: [None], 3: [18400], 4: [6000]}
 _BUSY = {1: [43, 43], 2: [None], 3: [48], 4: [97]}
 _SM = {48213: 31, 48390: 12, 51877: 48, 61044: 97, 3301: 2}
+
+
+_USED = {
+    "17:00.0-0": DeviceUsage(20389, 2, 43),
+    "17:00.0-1": DeviceUsage(15451, 2, 43),
+    "65:00.0-1": DeviceUsage(18322, 1, 48),
+    "b3:00.0-1": DeviceUsage(6000, 1, 97),
+}
 
 
 def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more: Json) -> Json:
@@ -213,10 +226,11 @@ def golden_host() -> Iterator[Cli]:
             H100[1].uuid: GpuLoad(48, 18902, 54, 371, 700),
         }
         load[P40.uuid] = GpuLoad(99, 6301, 71, 187.6, 250.0)
-        host.service.usage.latest = LatestPoll(Load({str(uuid): one for uuid, one in load.items()}))
+        host.service.usage.latest = LatestPoll(Load({str(uuid): one for uuid, one in load.items()}), _USED)
         host.service._started_s, host.service._pid = NOW_S - 9 * _DAY - 4 * _HOUR, 40001
         host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
         host.leases.given = LEASES[1]
+        host.metrics = lambda _: _metrics(host)
         server = {**by_hand.SERVER, "pid": 40110, "user": "root", "uid": 0, "started": _ago(_DAY)}
         host.clients.found = by_hand.clients(*CLIENTS, servers=(server,), waiting=(WAITING_CLIENT,))
         host.reloader.planned = host.reloader.reloaded = json.loads(
@@ -231,12 +245,50 @@ def golden_host() -> Iterator[Cli]:
 
 
 @contextmanager
+def leasing(cli: Cli, lease: Json) -> Iterator[None]:
+    """Its requests get this lease, whose control daemon can be reached from inside."""
+    before = cli.host.leases.given
+    environment = {**lease["environment"], "CUDA_MPS_PIPE_DIRECTORY": "/mnt/pipe"}
+    cli.host.leases.given = {**lease, "environment": environment}
+    yield
+    cli.host.leases.given = before
+
+
+async def _metrics(host: ServerHost) -> tuple[str, bytes]:
+    """The metrics of that host, but for the process that serves them."""
+    service = host.service
+    gpus = {
+        str(H100[0].uuid): GpuUsage(2, 0),
+        str(H100[1].uuid): GpuUsage(2, 0),
+        str(P40.uuid): GpuUsage(1, 1),
+    }
+    found = facts(
+        host.snapshot,
+        now=ClockReadings(NOW_S, 9 * _DAY),
+        status=service.status(),
+        gpus=service.gpus()["gpus"],
+        devices=service.devices(Filters(), 0, 0)["isolated_devices"],
+        unusable=service.unusable_gpus(),
+        queue=LeaseCounts({"process": 2, "name": 1, "container": 1}, len(WAITING), 12 * _MINUTE),
+        events={("lease", "info"): 1, ("gpu", "error"): 1, ("client", "error"): 1, ("client", "warning"): 1},
+        use=HostUsage(NOW_S - 2, gpus, _USED, {"host": DomainUsage(1, 5, NOW_S - 9 * _DAY)}),
+        latest=service.usage.latest,
+        peaks_mib={"17:00.0-0": 20389, "17:00.0-1": 17001, "65:00.0-1": 18400, "b3:00.0-1": 6000},
+        probe_s={"host": 0.0004},
+    )
+    text = text_of(found, openmetrics=False).decode()
+    return PLAIN_TYPE, re.sub(r"^(yunion_mps_process_\w+) .*", r"\1 1.0", text, flags=re.MULTILINE).encode()
+
+
+@contextmanager
 def _simulated() -> Iterator[SimHost]:
     """The host's files, with NVIDIA's programs and libraries of the driver's version."""
     with SimHost.create(_DESCRIPTION) as sim:
         (sim.root / "etc/machine-id").write_text(snapshots.MACHINE_ID)
         (sim.root / "run/yunion-mps").mkdir(parents=True, exist_ok=True)
         (sim.root / "dev/shm").mkdir(parents=True, exist_ok=True)
+        (sim.root / "pipe").mkdir()
+        (sim.root / "pipe/control").touch()
         library = sim.root / "lib/libcuda.so.535.261.03"
         library.touch()
         (sim.root / "lib/libcuda.so.1").symlink_to(library.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +22,7 @@ from yunion_mps.cli.output import display_width
 from yunion_mps.cli.root import COMMANDS, cli
 
 from unit.cli.conftest import Cli, Done
-from unit.cli.golden_host import golden_host
+from unit.cli.golden_host import LEASES, golden_host, leasing
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -92,9 +93,17 @@ GOLDENS = {
     "reload": answer("ChangeList"),
     "reload --now --yes": TEXT,
     "top --once": TEXT,
+    "metrics": TEXT,
     "completion bash": TEXT,
     "lst": failure(2),
 }
+#: What is started on a device, and the place of its lease.
+STARTED = {
+    "run printenv YUNION_MPS_DEVICE": 1,
+    "run --allow-unlimited --gpu b3:00.0 printenv YUNION_MPS_DEVICE": 3,
+}
+#: What asks before it ends jobs.
+ASKING = ("terminate 61102", "reload --now")
 
 
 def commands(group: click.Group, *path: str) -> Iterator[str]:
@@ -117,10 +126,31 @@ def host() -> Iterator[Cli]:
 
 @pytest.mark.parametrize("command", GOLDENS)
 def test_a_command_prints_what_was_reviewed(host: Cli, command: str) -> None:
-    words, golden = command.split(), GOLDENS[command]
+    is_as_reviewed(host, command, GOLDENS[command])
+
+
+@pytest.mark.parametrize("command", STARTED)
+def test_a_command_that_is_started_prints_what_was_reviewed(host: Cli, command: str) -> None:
+    with leasing(host, LEASES[STARTED[command]]):
+        is_as_reviewed(host, command, TEXT)
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_command_asks_what_was_reviewed(host: Cli, command: str) -> None:
+    words, text = command.split(), ""
+    for answer in ("n", "y"):
+        code, printed = host.answered(f"{answer}\n".encode(), *words, columns=80)
+        text += f"==> {command} (answered {answer}) <==\n{shown(Done(code, printed, ''))}\n"
+    text += f"==> {command} (without a terminal) <==\n{shown(host(*words, stdin=subprocess.DEVNULL))}"
+    compare(f"{name_of(command)}.txt", text)
+
+
+def is_as_reviewed(host: Cli, command: str, golden: Golden) -> None:
+    """Whether the command's output is the golden one at every width."""
+    words = command.split()
     done = {f"{width} columns": host.done_on_terminal(width, *words) for width in golden.widths}
     wide = [line for line in done["80 columns"].out.splitlines() if display_width(line) > 80]
-    if words[0] != "completion" and "wide" not in words:
+    if words[0] not in ("completion", "metrics") and "wide" not in words:
         assert [line for line in wide if not re.fullmatch(r" *\S+", line)] == [], "but a path or a variable"
     done["piped"] = host(*words)
     places: dict[str, list[str]] = {}
@@ -157,7 +187,7 @@ def test_a_command_prints_the_reviewed_json_and_what_the_api_answers(host: Cli, 
 
 def shown(done: Done) -> str:
     """What a command prints, and how it ends if it does not succeed."""
-    text = done.out.replace(f" {__version__}", " 1.2.3")
+    text = re.sub(rf"([ \"]){re.escape(__version__)}", r"\g<1>1.2.3", done.out)
     text += f"-- on standard error --\n{done.err}" if done.err else ""
     return text + (f"-- exit status {done.code} --\n" if done.code else "")
 

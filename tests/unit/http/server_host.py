@@ -21,7 +21,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,7 +171,15 @@ class ServerHost(Closes):
         self.leases = FakeLeases()
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
         self.events = EventService(self.event_log)
-        handlers = Handlers(service, self.reloader, self.clients, self.leases, self.events, metrics)
+        self.metrics: Callable[[str], Awaitable[tuple[str, bytes]]] = metrics
+        handlers = Handlers(
+            service,
+            self.reloader,
+            self.clients,
+            self.leases,
+            self.events,
+            lambda accept: self.metrics(accept),
+        )
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
