@@ -70,7 +70,7 @@ def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(
             screen.wait(rf"^00:06\.0-0 .* 0\.0 +8\.0 +50 +root +{command.pid} +\d+[sm] sleep 600")
             header, row = rows(printed(host, "who", "-o", "csv"))
             shown = dict(zip(header, row))
-            assert (shown["device"], shown["user"], shown["pid"]) == ("00:06.0-0", "root", str(command.pid))
+            assert (shown["devices"], shown["user"], shown["pid"]) == ("00:06.0-0", "root", str(command.pid))
             assert (shown["command"], shown["state"]) == ("sleep 600", "idle")
             (lease,) = daemon.get("/v1/leases")[1]["leases"]
             assert shown["lease"] == lease["id"]

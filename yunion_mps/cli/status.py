@@ -87,9 +87,7 @@ def status(exit_code: bool, output: str) -> None:
         "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
         "clients": len(clients["clients"]) - past,
         "outside_mps": past,
-        "problems": [
-            {"kind": one.kind, "code": one.code, "what": one.what, "hint": one.hint} for one in host.findings
-        ],
+        "problems": [one.json for one in host.findings],
         "errors": clients["errors"],
     }
     show_pairs(answer, output, lambda: _status_text(answer, host))

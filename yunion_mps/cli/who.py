@@ -54,11 +54,11 @@ Json = dict[str, Any]
 _CLIENTS_S = 6.0
 
 _FIELDS = (
-    "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used_mib",
+    "devices", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used_mib",
     "memory_budget_mib", "thread_percentage", "state", "memory_peak_mib", "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
-    Column("DEVICE", lambda use: use["device"] or use["gpu"], short=lambda use: _in_short(use)),
+    Column("DEVICE", lambda use: use["devices"] or use["gpu"], short=lambda use: _in_short(use)),
     Column("USER", "user"),
     Column("PID", "pid", numeric=True),
     Column(
@@ -135,7 +135,7 @@ def who(clients_only: bool, output: str) -> None:
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [{"code": one.code, "what": one.what, "hint": one.hint} for one in wrong],
+        "problems": [one.json for one in wrong],
         "errors": clients["errors"],
         "total": len(uses),
     }
@@ -158,7 +158,6 @@ def _uses(holding: Holding) -> list[Json]:
     lease = holding.lease
     return [
         {
-            "device": holding.named or None,
             "devices": list(holding.devices),
             "gpu": holding.gpu or None,
             "lease": lease["id"] if lease else None,

@@ -43,6 +43,11 @@ class HostFinding(NamedTuple):
     hint: str
     number: int = 1
 
+    @property
+    def json(self) -> dict[str, str]:
+        """The finding for programs, in the words of `doctor -o json`."""
+        return {"level": self.kind.lower(), "code": self.code, "what": self.what, "hint": self.hint}
+
 
 def _finding(
     kind: str, code: str, what: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "LEASE"

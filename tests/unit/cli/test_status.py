@@ -246,7 +246,7 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert answer["devices"] == {**served, "used": 1, "free": 3}
     assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
-    assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
+    assert [problem["level"] for problem in answer["problems"]] == ["problem", "warning"]
     pairs = dict(rows)
     assert (pairs["field"], pairs["state"], pairs["domains.0.pid"]) == ("value", "degraded", "4242")
     assert pairs["domains.0.memory_limits_mib"] == "[5760]"

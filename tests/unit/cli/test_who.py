@@ -47,14 +47,14 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     answer, (header, one, two, three) = own.read("who")
     assert (answer["total"], len(answer["uses"]), len(answer["waiting"])) == (3, 3, 1)
     first = answer["uses"][0]
-    assert (first["device"], first["lease"], first["memory_used_mib"]) == ("00:06.0-1", LEASE["id"], 6000)
+    assert (first["devices"], first["lease"], first["memory_used_mib"]) == (["00:06.0-1"], LEASE["id"], 6000)
     assert [problem["hint"] for problem in answer["problems"]] == [
         "ask its owner, or terminate it: yunion-mps terminate 4260",
         "ask its owner, or terminate it: yunion-mps terminate 4711",
     ]
     rows = [dict(zip(header, row)) for row in (one, two, three)]
     assert [row["state"] for row in rows] == ["over budget", "idle", "outside MPS"]
-    assert [row["device"] for row in rows] == ["00:06.0-1", "00:06.0-2,00:06.0-3", ""]
+    assert [row["devices"] for row in rows] == ["00:06.0-1", "00:06.0-2,00:06.0-3", ""]
     assert [row["memory_used_mib"] for row in rows] == ["6000", "0", "300"]
     assert rows[1]["lease"] == TWO["id"]
 
@@ -78,7 +78,7 @@ def test_a_client_that_names_no_device_is_no_device_s(own: Cli) -> None:
     hold(own.host)
     own.host.clients.found = clients({**CLIENT, "device": None})
     (row,) = json.loads(own.good("who", "-o", "json"))["uses"]
-    assert (row["device"], row["gpu"], row["state"]) == (None, "00:06.0", "no device")
+    assert (row["devices"], row["gpu"], row["state"]) == ([], "00:06.0", "no device")
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown_and_no_trouble(own: Cli) -> None:
