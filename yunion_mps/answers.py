@@ -165,6 +165,8 @@ class DeviceCounts(TypedDict):
     available: Count
     unavailable: Count
     pending: Count
+    used: Annotated[Count, Field("Leased, or used by a process at the last poll.")]
+    free: Annotated[Count, Field("Can be leased now, and no process uses them.")]
 
 
 class GpuCounts(TypedDict):

@@ -89,11 +89,13 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
 
 
 def counted(daemon: Daemon) -> dict[str, int]:
-    """The devices by state: what `status` says, which is what the list has."""
+    """How many devices there are of each state: what `status` says, which is what the list has."""
     said = daemon.status()["devices"]
     listed = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     states = Counter(device["state"] for device in listed)
-    assert said == {"total": len(listed), **{state: states[state] for state in said if state != "total"}}
+    used, free = (sum(bool(device[field]) for device in listed) for field in ("lease", "free"))
+    counts = {"total": len(listed), "used": used, "free": free}
+    assert said == {**counts, **{state: states[state] for state in ("available", "unavailable", "pending")}}
     return {state: number for state, number in said.items() if number}
 
 
@@ -114,7 +116,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     (change,) = daemon.get("/v1/plan")[1]["changes"]
     assert change["effect"] == f"after the end of {leases}"
     assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits]}
-    assert counted(daemon) == {"total": 10, "available": 6, "pending": 4}
+    assert counted(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
@@ -131,10 +133,10 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     eventually(lambda: leases_of(daemon) and counted(daemon)["pending"] == 4, "the leases")
     for slot in (2, 3):
         assert daemon.ask("DELETE", f"/v1/leases/job-{slot}")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 6, "pending": 2}
+    assert counted(daemon) == {"total": 8, "available": 6, "pending": 2, "used": 2, "free": 6}
     assert daemon.ask("DELETE", "/v1/leases/job-0")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 7, "pending": 1}
+    assert counted(daemon) == {"total": 8, "available": 7, "pending": 1, "used": 1, "free": 7}
     assert lease(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
     assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 8}
+    assert counted(daemon) == {"total": 8, "available": 8, "used": 1, "free": 7}
     assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})

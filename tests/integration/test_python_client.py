@@ -135,6 +135,8 @@ def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> Non
         assert lease.environ() == {**os.environ, **record.environment}
         assert lease.environ({"A": "b"}) == {"A": "b", **record.environment}
         assert len(client.devices(unused=True)) == 3
+        counts = client.status().devices
+        assert (counts.total, counts.used, counts.free) == (4, 1, 3)
         1 / 0  # noqa: B018
     assert given(client) == []
     lease.release()

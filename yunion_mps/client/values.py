@@ -174,12 +174,14 @@ class Driver(Value["answers.Driver"]):
 
 @dataclass(frozen=True)
 class DeviceCounts(Value["answers.DeviceCounts"]):
-    """How many devices there are."""
+    """How many devices there are; a used one is leased, or a process uses it without a lease."""
 
     total: int
     available: int
     unavailable: int
     pending: int
+    used: int
+    free: int
 
 
 @dataclass(frozen=True)

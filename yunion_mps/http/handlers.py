@@ -82,7 +82,8 @@ class Handlers:
         """Not cached, because each poll changes it."""
         return self._queries.gpus()
 
-    def get_status(self, _: Request) -> answers.Status:
+    async def get_status(self, _: Request) -> answers.Status:
+        """Not cached, because each poll changes it."""
         return self._queries.status()
 
     async def get_health(self, _: Request) -> Response:

@@ -85,7 +85,7 @@ GET_GPUS: Operation[answers.GpuList] = Operation(
 )
 GET_STATUS: Operation[answers.Status] = Operation(
     "get_status", "GET", "/v1/status", "Get the state of the daemon, the devices and the control daemons",
-    "Status", cached=True,
+    "Status",
 )  # fmt: skip
 GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "List the events", "EventList",

@@ -55,7 +55,7 @@ class HostOverview(NamedTuple):
 
     @property
     def devices(self) -> dict[str, int]:
-        """Numbers of devices, including those in use and free ones."""
+        """The daemon's counts, but used and free as the holdings are, whose clients may be newer."""
         in_use = sum(len(holding.devices) for holding in self.holdings if holding.in_use)
         free = sum(holding.is_spare for holding in self.holdings)
         counts: Mapping[str, Any] = self.answers.status["devices"]

@@ -131,6 +131,7 @@ class Queries:
         snapshot = self._snapshot()
         devices = self._all()
         states = Counter(device["state"] for device in devices)
+        used = {device["addr"] for device in devices if device["lease"]}.union(self.usage.latest.devices)
         return {
             "state": state_of(snapshot),
             "notice": snapshot.notice,
@@ -151,6 +152,8 @@ class Queries:
                 "available": states[AVAILABLE],
                 "unavailable": states[UNAVAILABLE],
                 "pending": states[PENDING],
+                "used": sum(device["addr"] in used for device in devices),
+                "free": sum(device["free"] and device["addr"] not in used for device in devices),
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),

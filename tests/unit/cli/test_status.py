@@ -257,4 +257,5 @@ def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
     answer = json.loads(own.good("status", "-o", "json"))
     devices = told.pop("devices")
     assert {name: answer[name] for name in told} == told
-    assert {name: answer["devices"][name] for name in devices} == devices
+    now = {"used": 1, "free": 3}  # with the clients that it shows, which may be newer than the last poll
+    assert answer["devices"] == {**devices, **now}
