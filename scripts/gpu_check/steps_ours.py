@@ -19,7 +19,7 @@ from gpu_check.values import Report, Skip, Step, Surroundings, Trouble, seconds
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SHARES = 4
 
-_IMPORTS = "import yunion_mps.daemon.run, pynvml, yaml, sdnotify, h11"
+_IMPORTS = "import yunion_mps.daemon.run, pynvml, yaml, h11"
 _HOST_CONF = """\
 enable_cuda_mps: true
 cuda_mps_compute_mode: keep

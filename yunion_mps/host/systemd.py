@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import time
 
 from yunion_mps.escaping import printable
@@ -20,11 +22,15 @@ class Notifier:
 
     def __init__(self) -> None:
         self._last_status = ""
-        self._library = None
-        if os.environ.get("NOTIFY_SOCKET"):
-            import sdnotify
-
-            self._library = sdnotify.SystemdNotifier()
+        self._socket: socket.socket | None = None
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        if address:  # connected now, because later no descriptor may be left
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                connection.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+                self._socket = connection
+            except OSError:
+                connection.close()
 
     def ready(self, status: str) -> None:
         self._last_status = status
@@ -51,10 +57,9 @@ class Notifier:
 
     def _send(self, *assignments: str) -> None:
         """Send one line for each assignment: text quoted in a status cannot add another assignment."""
-        if self._library:
-            message = "\n".join(map(printable, assignments))
-            # The library encodes to Latin-1, and sends nothing if that fails; systemd reads UTF-8.
-            self._library.notify(message.encode().decode("latin-1"))
+        if self._socket:
+            with contextlib.suppress(OSError):
+                self._socket.sendall("\n".join(map(printable, assignments)).encode())
 
 
 def watchdog_interval_s() -> float | None:

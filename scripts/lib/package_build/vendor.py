@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -41,7 +40,6 @@ COMPONENTS = (
         "Apache-2.0",
     ),
     Component("pyyaml", r"yaml/.+\.py", "MIT"),
-    Component("sdnotify", r"sdnotify/__init__\.py", "MIT"),
 )
 
 
@@ -95,13 +93,13 @@ def download(lock: str, cache: str) -> None:
     """Fetch the files that the lock file allows."""
     os.makedirs(cache, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    how = ["--no-deps", "--require-hashes", "--no-build-isolation", *_WANTED]
+    how = ["--no-deps", "--require-hashes", "--only-binary=:all:", *_WANTED]
     subprocess.run([*pip, *how, "--dest", cache, "-r", lock], check=True)
 
 
 def _normal(file: str) -> str:
     """`name==version` of a published file's name."""
-    name, version = re.sub(r"\.tar\.gz$", "", file).split("-")[:2]
+    name, version = file.split("-")[:2]
     return f"{name.replace('_', '-').lower()}=={version}"
 
 
@@ -123,19 +121,6 @@ def _files_by_hash(cache: str) -> dict[str, str]:
 
 def _unpack(component: Component, version: str, sha256: str, found: dict[str, str]) -> Bundled:
     wanted = re.compile(component.taken)
-    files = {name: data for name, data in _members(found[sha256]) if wanted.fullmatch(name)}
-    return Bundled(component, version, sha256, dict(sorted(files.items())))
-
-
-def _members(path: str) -> Iterator[tuple[str, bytes]]:
-    """The names and contents of an archive's files; those of a source archive without its first folder."""
-    if path.endswith(".whl"):
-        with zipfile.ZipFile(path) as wheel:
-            for name in wheel.namelist():
-                yield name, wheel.read(name)
-        return
-    with tarfile.open(path) as archive:
-        for member in archive.getmembers():
-            file = archive.extractfile(member)
-            if file:
-                yield member.name.partition("/")[2], file.read()
+    with zipfile.ZipFile(found[sha256]) as wheel:
+        files = {name: wheel.read(name) for name in sorted(wheel.namelist()) if wanted.fullmatch(name)}
+    return Bundled(component, version, sha256, files)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.systemd import Notifier, job_unit_of, watchdog_interval_s
 
-# The library never closes its socket, which in the daemon lives as long as the process.
+# The socket is never closed: the daemon needs it as long as it lives.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
