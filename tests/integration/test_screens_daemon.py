@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -134,15 +134,16 @@ def test_no_process_is_called_outside_mps_without_proof(busy: tuple[Daemon, Stan
     assert told() == {job.pid: True, ended: None, foreign: True}
 
 
+@pytest.mark.parametrize("end", [Daemon.kill, Daemon.stop])
 def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
-    busy: tuple[Daemon, StandIns],
+    busy: tuple[Daemon, StandIns], end: Callable[[Daemon], object]
 ) -> None:
     daemon, _ = busy
     with Tmux(daemon.host.env, 100, 30) as screen:
-        screen.type(TOP, "Enter")
+        screen.type(f"{TOP}; echo left with $?", "Enter")
         screen.wait(r"2 devices: 0 used, 2 free")
         pid = int(screen.tell("pane_pid"))
-        daemon.kill()
+        end(daemon)
         screen.wait("^Problem: the daemon is not running: ")
         lines = screen.wait(r"^yunion-mps \S+  \S+  no answer since \d\d:\d\d:\d\d; showing data from then$")
         assert "ready" not in lines[0]
@@ -154,3 +155,7 @@ def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
         screen.wait(r"^yunion-mps \S+  \S+  ready ")
         screen.wait("2 devices: 0 used, 2 free")
         assert is_running(pid)
+        end(daemon)
+        screen.wait("^Problem: the daemon is not running: ")
+        screen.type("q")
+        screen.wait("^left with 0$")
