@@ -35,8 +35,12 @@ class LongPolls:
                 self.waiting.discard(notified.set)
 
     def notify(self) -> None:
-        """Have all waiting requests evaluate their answers again."""
-        for wake in [*self.waiting]:  # events are also recorded on other threads
+        """Have all waiting requests evaluate their answers again; call it on the event loop's thread.
+
+        Its callers guarantee that: work on other threads (`on_thread`) only returns what it has found, and
+        the event loop then records events and changes the ledger.
+        """
+        for wake in self.waiting:
             wake()
 
     def close(self) -> None:

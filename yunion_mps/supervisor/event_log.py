@@ -69,7 +69,7 @@ class EventLog:
         self._listeners.append(listener)
 
     def record(self, event: Event) -> None:
-        """Record the event with the current time."""
+        """Record the event with the current time; call it on the event loop's thread."""
         self._without_id.append((time.time(), event))
         self.counts[event.kind, event.severity] += 1
         self.flush()
