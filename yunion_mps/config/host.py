@@ -127,7 +127,8 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
     for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
         line = line_of(key_node)
         if key_node.tag == _MERGE:
-            problems += _check_merge(file, line, node)
+            if any(merged in KEYS for merged in _merged_keys(node)):
+                problems.append(Problem(file, line, *NO_MERGE))
         elif name not in KEYS:
             problems += _check_foreign_key(file, line, name)
         elif sources[name].line is not None:
@@ -173,13 +174,6 @@ def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
         return [
             Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {known}")
         ]
-    return []
-
-
-def _check_merge(file: str, line: int, node: Node) -> list[Problem]:
-    """Check a merge: it is a problem if it sets one of our keys."""
-    if any(name in KEYS for name in _merged_keys(node)):
-        return [Problem(file, line, *NO_MERGE)]
     return []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -33,9 +32,6 @@ from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.status import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
-
-#: Modules that are imported lazily elsewhere, but before an upgrade can replace them.
-_LAZY_MODULES = ("yunion_mps.http.openapi",)
 
 
 class _LoadError(Exception):
@@ -227,9 +223,7 @@ def _load_event_loop() -> Callable[..., bool]:
     sys.modules.setdefault("ssl", absent)
     try:
         from yunion_mps.daemon.loop import serve
-
-        for name in _LAZY_MODULES:
-            importlib.import_module(name)
+        from yunion_mps.http import openapi  # noqa: F401 - which is otherwise imported when it is needed
     except OSError as error:
         raise _LoadError(str(error)) from None
     finally:

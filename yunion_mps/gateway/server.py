@@ -22,6 +22,7 @@ from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import addresses
 from yunion_mps.gateway.client import Json, OverviewCache, get_from_daemon
+from yunion_mps.host.files import read_text
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
@@ -112,14 +113,10 @@ class HostNames:
     def _aliases(self) -> set[str]:
         """Return all names on the lines of /etc/hosts that contain ours; read again for each unknown name."""
         found: set[str] = set()
-        try:
-            with open(self._hosts_file, encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    names = line.partition("#")[0].lower().split()[1:]
-                    if not self._names.isdisjoint(names):
-                        found.update(names)
-        except OSError:
-            pass  # no other names
+        for line in read_text(self._hosts_file).splitlines():
+            names = line.partition("#")[0].lower().split()[1:]
+            if not self._names.isdisjoint(names):
+                found.update(names)
         return found
 
 

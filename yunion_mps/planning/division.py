@@ -106,7 +106,7 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
     if entry.memory_unit_mib:
         reserve_mib = entry.memory_reserve_mib
         unit_mib = entry.memory_unit_mib
-        most_mib = _whole_units(total_mib - reserve_mib, unit_mib)
+        most_mib = max(0, total_mib - reserve_mib) // unit_mib * unit_mib
         pool = Pool(uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
         return PlannedGpu(uuid, most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
     number = entry.virtual_number
@@ -174,10 +174,6 @@ def pool_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
         smaller = "smaller ones"
     what += f" more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
     return [(what, f"write {smaller}, or divide the GPU by virtual_number")]
-
-
-def _whole_units(memory_mib: int, unit_mib: int) -> int:
-    return max(0, memory_mib) // unit_mib * unit_mib
 
 
 def _tenths(one: SliceEntry, total_mib: int, overcommit: float | None) -> int:
