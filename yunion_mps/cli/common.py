@@ -1,4 +1,4 @@
-"""What commands share to ask: the daemon, the values of their options, and whether jobs are to be ended."""
+"""What commands share: calls to the daemon, types of option values, completion, and confirmation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A shell that waits longer for words to complete seems to hang.
+#: A shell that waits longer for completions seems to hang.
 _COMPLETION_S = 2.0
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -41,7 +41,7 @@ _MOMENT_HINT = (
 
 
 def daemon() -> DaemonClient:
-    """The daemon of this host. Its client is imported only to ask: `--help` does not pay for it."""
+    """Return a client of this host's daemon; imported here because `--help` does not need it."""
     from yunion_mps.http.client import DaemonClient
 
     return DaemonClient(Paths.from_environment())
@@ -54,27 +54,27 @@ def call(
     until_closed: bool = False,
     **arguments: Value,
 ) -> T:
-    """The daemon's answer; raises YunionError of the kind that the failure is.
+    """Call the daemon and return its answer; raises YunionError.
 
-    With `until_closed` it returns once the program that answered has given way to the next.
+    With `until_closed`, it returns once the answering program has been replaced by the next.
     """
     return daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
 
 
 def listed_devices() -> list[Device]:
-    """All devices; raises as `call` does."""
+    """Return all devices; raises like `call`."""
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
 def duration_s(text: str) -> int | None:
-    """A duration in s, None if the text is none; a number without a unit is in seconds."""
+    """Parse a duration into s; None if it is not a duration. Without a unit it is in seconds."""
     found = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
     return int(found[1]) * _UNITS_S[found[2] or "s"] if found else None
 
 
 def moment(text: str, now_s: float) -> int:
-    """The moment in s since 1970, by the local time zone; raises ValueError if it is none."""
-    if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no plausible date
+    """Parse a time, in the local time zone, into s since 1970; raises ValueError."""
+    if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no plausible time
         return int(text)
     with contextlib.suppress(ValueError):
         return min(max(0, int(seconds(text))), LATEST_S)
@@ -88,7 +88,7 @@ def moment(text: str, now_s: float) -> int:
     for form in _FORMS:
         try:
             date = time.strptime(text.replace("T", " ", 1), form)
-            # -1: mktime(3) knows by the date whether summer time applied.
+            # -1: mktime(3) determines from the date whether daylight saving time applies.
             return min(max(0, int(time.mktime((*date[:8], -1)))), LATEST_S)
         except (ValueError, OverflowError):
             continue
@@ -96,36 +96,35 @@ def moment(text: str, now_s: float) -> int:
 
 
 class Duration(click.ParamType):
-    """An option's value that is a duration, within bounds in s."""
+    """A duration in s, within bounds."""
 
     name = "duration"
 
-    def __init__(self, least_s: int = 1, most_s: int | None = None) -> None:
-        self._least_s = least_s
-        self._most_s = most_s
+    def __init__(self, min_s: int = 1, max_s: int | None = None) -> None:
+        self._min_s = min_s
+        self._max_s = max_s
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The duration in s; wrong usage if it is none, or out of bounds."""
         if isinstance(value, int):
             return value
         found = duration_s(str(value))
         if found is None:
             self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
-        if found < self._least_s:
-            self.fail(f"{value} is too short: use at least {_in_words(self._least_s)}.", param, ctx)
-        if self._most_s is not None and found > self._most_s:
-            self.fail(f"{value} is too long: use at most {_in_words(self._most_s)}.", param, ctx)
+        if found < self._min_s:
+            self.fail(f"{value} is too short: use at least {_format_duration(self._min_s)}.", param, ctx)
+        if self._max_s is not None and found > self._max_s:
+            self.fail(f"{value} is too long: use at most {_format_duration(self._max_s)}.", param, ctx)
         return found
 
 
-def _in_words(duration: int) -> str:
-    """A duration in s in the largest unit that has a whole number of it."""
-    unit = max((one for one in _UNITS_S if duration % _UNITS_S[one] == 0), key=_UNITS_S.__getitem__)
+def _format_duration(duration: int) -> str:
+    """Format a duration in s in the largest unit that divides it."""
+    unit = max((name for name in _UNITS_S if duration % _UNITS_S[name] == 0), key=_UNITS_S.__getitem__)
     return f"{duration // _UNITS_S[unit]}{unit}"
 
 
 class Number(click.ParamType):
-    """A whole number within bounds. Help does not show them, unlike IntRange's."""
+    """A whole number within bounds, which the help omits, unlike those of IntRange."""
 
     name = "integer"
 
@@ -134,7 +133,6 @@ class Number(click.ParamType):
         self._highest = highest
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; wrong usage if it is none, or out of bounds."""
         found = int(str(value)) if re.fullmatch("-?[0-9]{1,20}", str(value)) else None
         if found is None or not self._lowest <= found <= self._highest:
             bounds = f"from {self._lowest} to {self._highest}"
@@ -147,12 +145,11 @@ PID = Number(1, 4_194_304)
 
 
 class PointInTime(click.ParamType):
-    """An option's value that is a moment, in s since 1970."""
+    """A time, in s since 1970."""
 
     name = "time"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The moment; wrong usage if it is none."""
         if isinstance(value, int):
             return value
         try:
@@ -162,7 +159,7 @@ class PointInTime(click.ParamType):
 
 
 def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
-    """A function that completes a parameter by these words of the daemon; by none if that does not answer."""
+    """Return a completion function for words from the daemon; offers none if the daemon is unreachable."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param
@@ -172,14 +169,14 @@ def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
             found = dict.fromkeys(words())
         except YunionError:
             return []
-        # Without a description: zsh would look for it behind the address' first colon.
+        # Without a description: zsh would look for it after the address's first colon.
         return [CompletionItem(word) for word in found if word.startswith(incomplete)]
 
     return complete
 
 
 def _leases() -> Iterator[str]:
-    """The names of the caller's own leases, and every lease's id in short: a name finds no other user's."""
+    """Yield the names of the caller's own leases, and short ids of all others: names find only one's own."""
     from yunion_mps.host.proc import user_name
 
     user = user_name(os.geteuid())
@@ -188,16 +185,16 @@ def _leases() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    return (one["addr"] for one in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"])
+    return (device["addr"] for device in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"])
 
 
 def _gpus() -> Iterator[str]:
-    return (one["addr"] for one in call(GET_GPUS, _COMPLETION_S)["gpus"])
+    return (gpu["addr"] for gpu in call(GET_GPUS, _COMPLETION_S)["gpus"])
 
 
 def _pids() -> Iterator[str]:
     found = call(GET_CLIENTS, _COMPLETION_S, seen=True)
-    return (str(one["pid"]) for one in (*found["clients"], *found["waiting"]))
+    return (str(client["pid"]) for client in (*found["clients"], *found["waiting"]))
 
 
 complete_device, complete_gpu = _completing(_devices), _completing(_gpus)
@@ -205,7 +202,7 @@ complete_lease, complete_pid = _completing(_leases), _completing(_pids)
 
 
 def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What the shell itself offers: names of files."""
+    """Offer file names, completed by the shell itself."""
     del ctx, param
     from click.shell_completion import CompletionItem
 
@@ -216,7 +213,7 @@ device_argument = click.argument("device", envvar="YUNION_MPS_DEVICE", shell_com
 
 
 def one_device(device: str) -> str:
-    """The device; raises UsageError if none is named, or several, as a job's are."""
+    """Return the device; raises UsageError if it is empty or a list, as YUNION_MPS_DEVICE may be in a job."""
     if not device:
         raise click.UsageError("DEVICE must not be empty.")
     if "," in device:
@@ -225,12 +222,12 @@ def one_device(device: str) -> str:
 
 
 def refuse_unattended(yes: bool) -> None:
-    """Wrong usage if there is no terminal to ask on, and the answer was not given beforehand."""
+    """Raise UsageError if there is no terminal for a confirmation, and `--yes` was not given."""
     if not yes and not (sys.stdin and sys.stdin.isatty()):
         raise click.UsageError("This ends jobs, and there is no terminal to ask for confirmation: add --yes.")
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Go on if the answer is yes; raises YunionError otherwise."""
+    """Ask for confirmation unless `yes`; raises YunionError if it is denied."""
     if not yes and not click.confirm(question, err=True):
         raise YunionError("cancelled: nothing was changed, and no job was ended")

@@ -1,4 +1,4 @@
-"""`yunion-mps config check` and `config show`: both work without the daemon, and touch nothing."""
+"""`yunion-mps config check` and `config show`: both work without the daemon and change nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Json = dict[str, Any]
 _FIELDS = ("key", "value", "from")
 _COLUMNS = (
     Column("KEY", 0),
-    # As the file has it: true, and not yes.
+    # As in the file: true, not yes.
     Column("VALUE", lambda row: cell(row[1]), least=20, short=lambda row: _short(*row[:2])),
     Column("FROM", 2, short=lambda row: row[2].rpartition("/")[2]),
 )
-#: Enough of a UUID to tell GPUs apart (`GPU-76aef7ff`), and a whole PCI address.
+#: Enough of a UUID to distinguish GPUs (`GPU-76aef7ff`), and a whole PCI address.
 _SHORT_PATH = 12
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
@@ -72,25 +72,31 @@ def show_config(output: str) -> None:
 
 
 def config_json(config: Config) -> Json:
-    """Every key with its value and where it stands, and the device entries as far as the file has them."""
+    """Return every key with its value and place, and the device entries as written in the file."""
     from yunion_mps.config import KEYS
 
-    keys = {name: {"value": getattr(config, name), "from": _place(config.sources[name])} for name in KEYS}
-    unit = {"value": config.gpu_memory_unit_mib, "from": _place(config.gpu_memory_unit_at)}
-    return {"keys": keys, "gpu_memory_unit": unit, "devices": [_entry_json(one) for one in config.devices]}
+    keys = {
+        name: {"value": getattr(config, name), "from": _source_text(config.sources[name])} for name in KEYS
+    }
+    unit = {"value": config.gpu_memory_unit_mib, "from": _source_text(config.gpu_memory_unit_at)}
+    return {
+        "keys": keys,
+        "gpu_memory_unit": unit,
+        "devices": [_entry_json(entry) for entry in config.devices],
+    }
 
 
 def _entry_json(entry: DeviceEntry) -> Json:
-    """How an entry divides its GPU; memory is in MiB."""
+    """Return an entry's division of its GPU; memory is in MiB."""
     shown: Json = {"path": entry.path}
     if entry.slices:
         shown["slices"] = [
             {
-                "memory_mib": one.memory_mib,
-                "thread_percentage": one.thread_percentage,
-                "priority": one.priority,
+                "memory_mib": item.memory_mib,
+                "thread_percentage": item.thread_percentage,
+                "priority": item.priority,
             }
-            for one in entry.slices
+            for item in entry.slices
         ]
     elif entry.memory_unit_mib:
         shown["memory_unit"] = entry.memory_unit_mib
@@ -99,10 +105,10 @@ def _entry_json(entry: DeviceEntry) -> Json:
         shown["virtual_number"] = entry.virtual_number
     if entry.thread_overcommit is not None:
         shown["thread_overcommit"] = entry.thread_overcommit
-    return {**shown, "from": _place(entry.path_at)}
+    return {**shown, "from": _source_text(entry.path_at)}
 
 
-def _place(source: Source) -> str:
+def _source_text(source: Source) -> str:
     return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
@@ -115,7 +121,7 @@ def _config_rows(configuration: Json) -> list[tuple[str, object, str]]:
 
 
 def _short(key: str, value: object) -> str:
-    """The value; of a device entry, the end or the beginning of its path, and how it divides its GPU."""
+    """Shorten a device entry to part of its path and the division; other values are unchanged."""
     if key != "devices":
         return cell(value)
     path, _, division = str(value).partition(": ")
@@ -124,7 +130,7 @@ def _short(key: str, value: object) -> str:
 
 def _entry_text(entry: Json) -> str:
     if "slices" in entry:
-        return ", ".join(f"{one['memory_mib']} MiB" for one in entry["slices"])
+        return ", ".join(f"{item['memory_mib']} MiB" for item in entry["slices"])
     if "memory_unit" in entry:
         return f"units of {entry['memory_unit']} MiB"
     return str(entry["virtual_number"])
@@ -154,7 +160,7 @@ def check_config(output: str) -> None:
 
 
 def plan_json(preflight: Preflight) -> Json:
-    """The effective configuration and the plan: what each GPU would become, and the control daemons."""
+    """Return the configuration and the plan: the GPUs and the control daemons."""
     plan, inventory = preflight.plan, preflight.inventory
     is_off = not preflight.config.enable_cuda_mps
     notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []

@@ -1,4 +1,4 @@
-"""What the host has: `list`, `isolated-device-list` (with Cloudpods' table), `show`, `gpus`."""
+"""`list`, `isolated-device-list` (in Cloudpods' format), `show` and `gpus`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-#: The fields of a device in CSV.
+#: Fields of a device in CSV.
 _DEVICE_FIELDS = (
     "addr", "model", "mps_memory_limit", "mps_memory_total", "mps_thread_percentage", "state", "reason",
     "reason_code", "free", "lease", "budget_enforced", "gpu_uuid", "vendor_device_id", "numa_node", "id",
@@ -45,19 +45,19 @@ _DEVICE_FIELDS = (
 _DEVICES = (
     Column("ADDRESS", "addr"),
     Column("GPU", "model", least=9, drop=2),
-    Column("MEMORY", lambda one: mib(one["mps_memory_limit"]), numeric=True, drop=1),
+    Column("MEMORY", lambda record: mib(record["mps_memory_limit"]), numeric=True, drop=1),
     Column("SM %", "mps_thread_percentage", numeric=True, drop=3),
-    Column("STATE", lambda one: _state(one)),
+    Column("STATE", lambda record: _state(record)),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
-    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=8),
-    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=7),
+    Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
+    Column("PCIE", lambda record: _link(record["pcie_info"]), wide=True, drop=7),
     Column("GPU UUID", "gpu_uuid", wide=True, drop=4),
     Column("DEVICE ID", "id", wide=True, drop=6),
-    Column("LEASE", lambda one: (one["lease"] or "")[:ID_LENGTH], wide=True, drop=5),
+    Column("LEASE", lambda record: (record["lease"] or "")[:ID_LENGTH], wide=True, drop=5),
     Column("HOLDER", "holder"),
 )
 
-#: Cloudpods' headers, and the fields under them.
+#: Cloudpods' headers and their fields.
 COLUMNS = {
     "ID": "id",
     "Dev_type": "dev_type",
@@ -71,7 +71,7 @@ COLUMNS = {
     "Index": "index",
     "Device_minor": "device_minor",
 }
-#: What a narrow terminal can do without, the least useful first.
+#: Columns that a narrow terminal omits, the least useful first.
 _DROP = (
     "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "PCIE_Info", "Dev_type",
     "Device_path", "Model",
@@ -85,7 +85,7 @@ _CLOUDPODS = [
     )
     for header, field in COLUMNS.items()
 ]  # fmt: skip
-#: The devices of a page, as with Cloudpods.
+#: The number of devices on a page, as in Cloudpods.
 _PAGE = 20
 
 _GPU_FIELDS = (
@@ -97,24 +97,26 @@ _GPU_FIELDS = (
 _GPUS = (
     Column("ADDRESS", "addr"),
     Column("NAME", "name", least=9, drop=2),
-    Column("MEMORY", lambda one: mib(one["memory_mib"]), numeric=True),
+    Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
-    Column("ENFORCED", lambda one: one["budget_enforced"] if one["compute_capability"] else None, drop=1),
+    Column(
+        "ENFORCED", lambda record: record["budget_enforced"] if record["compute_capability"] else None, drop=1
+    ),
     Column("STATE", "state"),
     Column("UTIL %", "utilization", numeric=True, drop=3),
-    Column("USED", lambda one: mib(one["memory_used_mib"]), numeric=True, wide=True, drop=5),
+    Column("USED", lambda record: mib(record["memory_used_mib"]), numeric=True, wide=True, drop=5),
     Column("TEMP C", "temperature_c", numeric=True, wide=True, drop=6),
-    Column("POWER W", lambda one: _power(one), numeric=True, wide=True, drop=7),
+    Column("POWER W", lambda record: _power(record), numeric=True, wide=True, drop=7),
     Column("COMPUTE MODE", "compute_mode", wide=True, drop=8),
     Column("CAPABILITY", "compute_capability", wide=True, drop=9),
-    Column("MIG", lambda one: _on(one["mig_enabled"]), wide=True, drop=10),
-    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=11),
-    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=12),
+    Column("MIG", lambda record: _on(record["mig_enabled"]), wide=True, drop=10),
+    Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=11),
+    Column("PCIE", lambda record: _link(record["pcie_info"]), wide=True, drop=12),
     Column("INDEX", "index", numeric=True, wide=True, drop=13),
     Column("UUID", "uuid", wide=True, drop=4),
 )
 
-# What the daemon takes, so that a wrong number is wrong usage here.
+# The daemon's bounds, so that a number out of range is a usage error.
 _NUMA_NODE = Number(-1, MAX_NUMBER)
 _FROM_0 = Number(0, MAX_NUMBER)
 _UP_TO = Number(0, MAX_LIMIT)
@@ -143,17 +145,17 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     """
     gpus = call(GET_GPUS)["gpus"]
     if gpu is not None:
-        from yunion_mps.leases.request import index_of_gpu  # for which a plain list does not wait
+        from yunion_mps.leases.request import index_of_gpu  # not needed by a plain list
 
-        gpus = [gpus[index_of_gpu(gpu, [(one["addr"], one["uuid"] or "") for one in gpus])]]
-    shown = {one["addr"] for one in gpus}
+        gpus = [gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]]
+    shown = {record["addr"] for record in gpus}
     devices = [
-        one
-        for one in listed_devices()
-        if (one["free"] or not free) and (gpu is None or gpu_of(one["addr"]) in shown)
+        record
+        for record in listed_devices()
+        if (record["free"] or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
     ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
-    rows = [fields(one, _DEVICE_FIELDS) for one in devices]
+    rows = [fields(record, _DEVICE_FIELDS) for record in devices]
     units = pools(gpus)
     none = "No devices match." if gpu or free else "No devices."
     none += "" if units or gpu or free else " See why: yunion-mps status"
@@ -164,25 +166,25 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
-    """A table, and below it why devices are not available, once for each GPU."""
-    leases = {one["id"]: one for one in call(GET_LEASES)["leases"]} if devices else {}
+    """Format a table, followed by the reasons for unavailable devices, once for each GPU."""
+    leases = {record["id"]: record for record in call(GET_LEASES)["leases"]} if devices else {}
     records: list[Json] = [
-        {**one, "holder": holder_of(leases[one["lease"]]) if one["lease"] in leases else None}
-        for one in devices
+        {**record, "holder": holder_of(leases[record["lease"]]) if record["lease"] in leases else None}
+        for record in devices
     ]
-    reasons = dict.fromkeys((gpu_of(one["addr"]), one["reason"]) for one in devices)
+    reasons = dict.fromkeys((gpu_of(record["addr"]), record["reason"]) for record in devices)
     return table(_DEVICES, records, none=none, wide=wide) + notes(reasons)
 
 
 def _state(device: Mapping[str, Any]) -> str:
-    """`unavailable` or `pending`, as the daemon says it; else whether it is leased, or can be."""
+    """Return `unavailable` or `pending` as reported by the daemon, or else `leased`, `free` or `no room`."""
     if device["state"] != "available":
         return str(device["state"])
     return "leased" if device["lease"] else "free" if device["free"] else "no room"
 
 
 def _power(gpu: Mapping[str, Any]) -> str | None:
-    """`188 / 700`: what it draws, and the limit of that."""
+    """Format `188 / 700`: power draw and limit."""
     known = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
     return " / ".join(known) if gpu["power_w"] is not None else None
 
@@ -192,7 +194,7 @@ def _numa(node: int | None) -> int | None:
 
 
 def _link(link: PcieLink | None) -> str | None:
-    """`5.0 x16`."""
+    """Format for example `5.0 x16`."""
     return link and f"{link['version']} x{link['lane_width']}"
 
 
@@ -238,15 +240,15 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
     """
     if limit is None:
         limit = _PAGE if output == "table" else 0
-    given = {name: value for name, value in filters.items() if value is not False}
-    answer = call(GET_DEVICES, limit=limit, offset=offset, **given)
+    selected = {name: value for name, value in filters.items() if value is not False}
+    answer = call(GET_DEVICES, limit=limit, offset=offset, **selected)
     devices = answer["isolated_devices"]
     rows = [fields(device, COLUMNS.values()) for device in devices]
     show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
 
 
 def footer(answer: DeviceList) -> str:
-    """Cloudpods' last line."""
+    """Return Cloudpods' last line."""
     total, limit, offset = answer["total"], answer["limit"], answer["offset"]
     size = limit or max(total, 1)
     pages = -(-total // size)
@@ -274,9 +276,9 @@ def show_device(device: str, output: str) -> None:
 
 
 def _device_text(answer: DeviceDetails) -> str:
-    """What it is, and the environment in lines that can be copied as they are."""
+    """Format a device, and its environment on lines that can be copied."""
     unenforced = "" if answer["budget_enforced"] else " (not enforced: the GPU is older than Volta)"
-    lease = next((one for one in call(GET_LEASES)["leases"] if one["id"] == answer["lease"]), None)
+    lease = next((record for record in call(GET_LEASES)["leases"] if record["id"] == answer["lease"]), None)
     link = answer["pcie_info"]
     lines = {
         "Address": answer["addr"],
@@ -298,7 +300,7 @@ def _device_text(answer: DeviceDetails) -> str:
 
 
 def described(lines: Mapping[str, object]) -> str:
-    """`Name:  value` lines, the values below each other; a dash stands for what is not known."""
+    """Format `Name:  value` lines with aligned values; unknown values are dashes."""
     indent = max(map(len, lines)) + 3
     return "".join(
         wrapped(f"{name + ':':{indent}}{cell(value) or '-'}", indent) for name, value in lines.items()
@@ -306,7 +308,7 @@ def described(lines: Mapping[str, object]) -> str:
 
 
 def environment_text(environment: Mapping[str, str]) -> str:
-    """The variables below a heading; nothing if there are none."""
+    """Format the variables under a heading; empty if there are none."""
     lines = (f"  {name}={cell(value)}\n" for name, value in environment.items())
     return "Environment variables for processes on this device:\n" + "".join(lines) if environment else ""
 
@@ -329,13 +331,13 @@ def list_gpus(output: str) -> None:
 
 
 def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
-    """A table, and below it the reasons, which no column has room for."""
+    """Format a table, followed by the reasons, for which no column has room."""
     text = table(_GPUS, gpus, none="No GPUs.", wide=wide)
     return text + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
 
 
 def pools(gpus: Iterable[Gpu]) -> str:
-    """What is free of the GPUs whose memory is handed out in units."""
+    """Format the free memory of GPUs that are leased in units."""
     command = "yunion-mps run --gpu-mem SIZE COMMAND"
     return "".join(
         hint_text(

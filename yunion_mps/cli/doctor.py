@@ -1,4 +1,4 @@
-"""`yunion-mps doctor`: what makes MPS fail on this host, and what to do about it."""
+"""`yunion-mps doctor`: finds what makes MPS fail on this host, and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HEADER = ("level", "check", "what", "hint")
 _INDENT = 12
-#: More findings of a check than these, as of 64 GPUs, would push the other checks off the screen.
+#: With more similar findings of a check, as with 64 GPUs, the other checks would scroll off the screen.
 _MAX_ALIKE = 3
 
 
@@ -63,14 +63,14 @@ def doctor(
     rows = [(line.finding.level, line.check, line.finding.what, line.finding.hint) for line in report.lines]
     show(report.as_json(), output, _HEADER, rows, lambda: _text(report))
     sys.stdout.flush()
-    # At once: a driver that hangs would also keep a tidy end waiting.
+    # A hanging driver could block a normal exit.
     os._exit(report.exit_code(nagios=nagios))
 
 
 def _text(report: Report) -> str:
-    """The state first, in one line, because monitoring shows only that; then a line for each finding.
+    """Format the state on one line, because monitoring shows only the first, and a line for each finding.
 
-    Of a check that has found the same sort of thing on every one of many GPUs, only the first are shown.
+    Of similar findings of a check on many GPUs, only the first are shown.
     """
     counts = [
         count(number, level) if level in ("problem", "warning") else f"{number} {level}"
@@ -78,7 +78,7 @@ def _text(report: Report) -> str:
         if number
     ]
     text = f"{report.state}: {', '.join(counts)}\n"
-    # That many checks were skipped for one reason is said once.
+    # Checks with the same finding, such as all skipped for one reason, share a line.
     checks: dict[Finding, list[str]] = {}
     for line in report.lines:
         checks.setdefault(line.finding, []).append(line.check)
@@ -87,9 +87,9 @@ def _text(report: Report) -> str:
         alike.setdefault((finding.level, ", ".join(names)), []).append(finding)
     for (level, names_of_checks), found in alike.items():
         begin = f"{level:<8} {names_of_checks}:"
-        for one in found[:_MAX_ALIKE]:
-            text += wrapped(f"{begin} {one.what}", _INDENT)
-            text += hint_text(one.hint, f"{'':<8} -> ", _INDENT)
+        for finding in found[:_MAX_ALIKE]:
+            text += wrapped(f"{begin} {finding.what}", _INDENT)
+            text += hint_text(finding.hint, f"{'':<8} -> ", _INDENT)
         left = len(found) - _MAX_ALIKE
         text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text

@@ -1,7 +1,7 @@
-"""`yunion-mps run --podman` and `--docker`: a container with a device of its own.
+"""`yunion-mps run --podman` and `--docker`: a container with its own device.
 
-An engine that reads CDI is given the lease's CDI device. Another one is given options, and a process of ours
-has the lease until the container has it.
+An engine that supports CDI gets the lease's CDI device. Others get options, and a child process of ours holds
+the lease until it is bound to the container.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
-#: All that a device may say of a process.
+#: All variables that a device's environment may set.
 _VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 
-#: The first podman that reads CDI (release notes of 4.1.0).
+#: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]
 _ENGINE_TIMEOUT_S = 30
-#: How soon the engine is asked again for the container, and how seldom in the end: it may pull an image.
+#: How often the engine is polled for the container, at first and at last: it may have to pull an image.
 _POLL_S, _MAX_POLL_S = 0.1, 2.0
 
-#: The options of `run` without a value, of docker 26 and 28 and podman 4 (their `run --help`).
+#: Options of `run` without a value, of docker 26 and 28 and podman 4 (their `run --help`).
 _PLAIN = frozenset({
     "detach", "disable-content-trust", "help", "init", "interactive", "no-healthcheck", "oom-kill-disable",
     "privileged", "publish-all", "quiet", "read-only", "rm", "sig-proxy", "tty", "use-api-socket",
@@ -46,19 +46,19 @@ _PLAIN_LETTERS = frozenset("diPqt")
 def run_container(
     engine: str, wanted: Mapping[str, Any], wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
-    """Take a device and become `ENGINE run`; raises YunionError if either cannot be.
+    """Take a lease and become `ENGINE run`; raises YunionError if either fails.
 
-    The lease ends with the container: an engine that reads CDI has our hook bind it, for another one a
-    process of ours stays behind until the lease is bound to the container.
+    The lease ends with the container: with CDI, our hook binds the lease to it; otherwise, a child process
+    remains until the lease is bound.
     """
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
-    if _reads_cdi(engine, program):
+    if _supports_cdi(engine, program):
         lease = take({**wanted, "cdi": True}, wait_s)
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
-        # What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed.
+        # CDI sets variables after the user's own; without CDI, the user's would silently loosen the budget.
         for name in overridden(argv, _VARIABLES):
             what = (
                 f"--env {name} would override the device's value, because this {engine} does not support CDI"
@@ -67,7 +67,7 @@ def run_container(
         with _binder(program) as (pid, lease_ids):
             lease = take({**wanted, "holder": {**wanted["holder"], "pid": pid}}, wait_s)
             refuse_unreachable(lease["environment"])
-            words = [*_without_cdi(lease), "--label", _label(lease["id"])]
+            words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
     warn_of_limits(lease["unenforced_gpus"])
     try:
@@ -76,23 +76,23 @@ def run_container(
         raise HostError(f"{program} cannot be started: {error.strerror}", "reinstall it") from None
 
 
-def _reads_cdi(engine: str, program: str) -> bool:
-    """Whether the engine resolves names of CDI devices by itself."""
+def _supports_cdi(engine: str, program: str) -> bool:
+    """Whether the engine itself resolves the names of CDI devices."""
     if engine == "podman":
         version = output_of([program, "version", "--format", "{{.Client.Version}}"], _ENGINE_TIMEOUT_S)
-        return [int(one) for one in version.split(".")[:2] if one.isdigit()] >= _PODMAN_WITH_CDI
-    # Docker 25 and 26 only if the feature is switched on; there is nothing of it in earlier ones' answer.
+        return [int(part) for part in version.split(".")[:2] if part.isdigit()] >= _PODMAN_WITH_CDI
+    # Docker 25 and 26 only if the feature is enabled; earlier versions do not have the field.
     directories = output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _ENGINE_TIMEOUT_S)
     return directories.startswith('["')
 
 
-def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
-    """The options that give a container the same without CDI, but for the driver's libraries."""
+def _options_without_cdi(lease: Mapping[str, Any]) -> list[str]:
+    """Return options with the same effect as CDI, except for the driver's libraries."""
     paths = Paths.from_environment()
     words = ["--ipc=host", *mount_words(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])]
     words += [word for name, value in lease["environment"].items() for word in ("--env", f"{name}={value}")]
-    known = [one for one in call(GET_GPUS)["gpus"] if one["addr"] in lease["gpus"]]
-    gpus = [Gpu(one["pci_address"], one["uuid"], minor=one["device_minor"]) for one in known]
+    known = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
+    gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in known]
     nodes = [*driver_nodes(paths), *(node for found in gpu_nodes(paths, gpus).values() for node in found)]
     for node in nodes:
         words += ["--device", f"{node.host_path}:{node.path}"]
@@ -100,16 +100,16 @@ def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
 
 
 def _label(lease_id: str) -> str:
-    """What tells the lease's container: labels of the user's own stand beside it."""
+    """Return the label that identifies the lease's container; users may add other labels."""
     return f"{CDI_KIND}.lease={lease_id}"
 
 
 @contextlib.contextmanager
 def _binder(engine: str) -> Iterator[tuple[int, int]]:
-    """A child that binds a lease to its container: its PID, and the descriptor to which the id is written.
+    """Fork a child that binds a lease to its container; yield its PID and the pipe for the lease's id.
 
-    It has the lease until then. If it is told of none by the end of the block, it ends. This very process is
-    to become the engine, whose program has the path `engine`.
+    The child holds the lease until then; it exits if it gets no id by the end of the block. The calling
+    process is about to execute the engine, whose program has the path `engine`.
     """
     reader, writer = os.pipe()
     try:
@@ -127,7 +127,7 @@ def _binder(engine: str) -> Iterator[tuple[int, int]]:
 
 
 def _bind_and_exit(engine: str, reader: int, engine_pid: int) -> NoReturn:
-    """The child's life; it leaves without the parent's clean-up."""
+    """Run the child, and exit without the parent's cleanup."""
     status = 1
     try:
         os.setsid()
@@ -144,7 +144,7 @@ def _bind_and_exit(engine: str, reader: int, engine_pid: int) -> NoReturn:
 
 
 def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
-    """Bind the lease to the container once it runs; if that is refused, keep it until the container ends."""
+    """Bind the lease to the container once it runs; if that fails, keep it until the container ends."""
     poll_s = _POLL_S
     while True:
         has_ended = engine_process.status() is not None
@@ -152,10 +152,10 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         container = output_of([engine, *words], _ENGINE_TIMEOUT_S)
         words = ["inspect", "--format", "{{.State.Pid}}", container]
         pid = output_of([engine, *words], _ENGINE_TIMEOUT_S) if container else ""
-        if pid.isdigit() and pid != "0":  # 0 before and after it runs
+        if pid.isdigit() and pid != "0":  # it is 0 before and after the container runs
             try:
                 call(BIND_LEASE, lease=lease_id, pid=int(pid))
-            except YunionError:  # such as a container of root's, started by another user
+            except YunionError:  # for example root's container, started by another user
                 output_of([engine, "wait", container])
             return
         if has_ended:
@@ -164,26 +164,26 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         poll_s = min(poll_s * 1.2, _MAX_POLL_S)
 
 
-# Docker and podman read their options as Go's pflag does, and nothing after the image: options of the same
-# look are the command's there, or may be the value of another option.
+# Docker and podman parse options as Go's pflag does, and none after the image, where similar words belong to
+# the command or are the value of another option.
 
 
 def overridden(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Which of the variables the options before the image set or remove (`--env X`)."""
+    """Return which of the variables the options before the image set or remove (`--env X`)."""
     found = {value.partition("=")[0] for option, value in _options(words) if option in ("env", "e")}
     return sorted(found.intersection(names))
 
 
 def mount_words(path: str) -> list[str]:
-    """The options that show a directory at its own path, whatever characters that has."""
+    """Return options that mount a directory at the same path, whatever characters it contains."""
     ends = [f"{end}={path}" for end in ("source", "target")]
-    if any(char in path for char in ',"\r\n'):  # quoted as Go's encoding/csv reads it
+    if any(char in path for char in ',"\r\n'):  # quoted for Go's encoding/csv
         ends = ['"{}"'.format(end.replace('"', '""')) for end in ends]
     return ["--mount", ",".join(["type=bind", *ends])]
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option with its value, which is empty for one that has none."""
+    """Yield each option with its value, "" if it has none."""
     left = iter(words)
     for word in left:
         if word == "--" or len(word) < 2 or not word.startswith("-"):
@@ -192,8 +192,8 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             name, equals, value = word[2:].partition("=")
             yield name, value if equals or name in _PLAIN else next(left, "")
             continue
-        for place, letter in enumerate(word[1:], start=2):
-            rest = word[place:]
+        for index, letter in enumerate(word[1:], start=2):
+            rest = word[index:]
             if rest.startswith("="):
                 yield letter, rest[1:]
                 break

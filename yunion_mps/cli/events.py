@@ -1,4 +1,4 @@
-"""`yunion-mps events`: what happened, when, why, and what it means for the jobs."""
+"""`yunion-mps events`: what happened, when, why, and the consequences for jobs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _whole_text(events: list[Event], limit: int) -> str:
 
 
 def _text(events: list[Event]) -> str:
-    """Lines for people: what happened, and below it why, and what it means. No word is broken."""
+    """Format events for people: what happened, then cause and consequence. No word is broken."""
     lines: list[str] = []
     for event in events:
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
@@ -104,7 +104,7 @@ def _row(event: Event) -> list[object]:
 
 
 def _follow(answer: Any, kind: str | None, output: str) -> None:
-    """Print what there is and what comes, until it is ended."""
+    """Print existing and new events until interrupted."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
     for events in iterate_blocking(
@@ -115,11 +115,11 @@ def _follow(answer: Any, kind: str | None, output: str) -> None:
 
 
 def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
-    """Print so that each event is whole for itself, and at once."""
+    """Print the events and flush the output; each event is complete by itself."""
     if output == "json":
         sys.stdout.write("".join(as_json(event) + "\n" for event in events))
     elif output == "yaml" and not events:
-        pass  # the empty list would not go together with what follows
+        pass  # an empty list would break the following output
     elif output == "csv" and not begin:
         sys.stdout.write(csv_rows([_row(event) for event in events]))
     else:
@@ -128,7 +128,7 @@ def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
 
 
 def _refuse_without_reader() -> None:
-    """Raise BrokenPipeError if the reader of our output is gone, before there is anything to write."""
+    """Raise BrokenPipeError if the reader of our output is gone, even if there is nothing to write."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):

@@ -1,4 +1,4 @@
-"""`yunion-mps lease`, for jobs that are no process of this host; and the options of a lease request."""
+"""`yunion-mps lease`, for jobs that are no process of this host, and the options of lease requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
 
-#: What only a device says of a process.
+#: Variables that only a device's environment sets.
 BUDGET_VARIABLES = (
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_CLIENT_PRIORITY",
@@ -66,27 +66,26 @@ BUDGET_VARIABLES = (
 _REQUEST_OPTIONS = (
     "device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
 )  # fmt: skip
-#: What is meant as a duration, and is no command's name.
+#: Looks like a duration, not like a command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
 _WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
 
 
 class _WaitOption(click.Option):
-    """`--wait[=DURATION]`: no space stands before its value."""
+    """`--wait[=DURATION]`: without a space before its value."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Click's record, without the space before the value."""
         record = super().get_help_record(ctx)
         return record and (record[0].replace(" [=", "[="), record[1])
 
 
 def request_options(function: F) -> F:
-    """Give a command the options of a lease request, as parameters `wanted` and `wait_s`."""
+    """Add the options of a lease request to a command, as the parameters `wanted` and `wait_s`."""
 
     @wraps(function)
-    def with_request(*args: Any, **given: Any) -> Any:
-        wanted = _request(**{name: given.pop(name) for name in _REQUEST_OPTIONS})
-        return function(*args, wanted=wanted, **given)
+    def with_request(*args: Any, **parameters: Any) -> Any:
+        wanted = _request(**{name: parameters.pop(name) for name in _REQUEST_OPTIONS})
+        return function(*args, wanted=wanted, **parameters)
 
     options = (
         click.option(
@@ -131,24 +130,24 @@ def request_options(function: F) -> F:
 
 
 class RequestCommand(click.Command):
-    """A command whose `--wait` takes a value after `=` only, because COMMAND may follow it."""
+    """A command whose `--wait` takes a value only after `=`, because COMMAND may follow it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give a bare `--wait` the value that it means; raises UsageError if a duration follows it."""
-        options = [one for one in self.params if isinstance(one, click.Option)]
+        """Give a bare `--wait` its default value; raises UsageError if a duration follows it."""
+        options = [option for option in self.params if isinstance(option, click.Option)]
         valued = {name for option in options if not option.is_flag for name in option.opts}
-        place = 0
-        while place < len(args) and args[place] != "--":
-            word, follower = args[place], args[place + 1 : place + 2]
+        index = 0
+        while index < len(args) and args[index] != "--":
+            word, follower = args[index], args[index + 1 : index + 2]
             if word == "--wait":
                 if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
                     raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
-                args[place] = f"--wait={MAX_WAIT_S}"
+                args[index] = f"--wait={MAX_WAIT_S}"
             elif word in valued:
-                place += 1
+                index += 1
             elif not word.startswith("-") and not ctx.allow_interspersed_args:
                 break
-            place += 1
+            index += 1
         return super().parse_args(ctx, args)
 
 
@@ -156,7 +155,7 @@ def _request(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
     gpu_mem: str | None, gpu_mem_units: int | None, allow_unlimited: bool,
 ) -> Json:  # fmt: skip
-    """The lease request as members of the API's body; raises UsageError."""
+    """Return the lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
         raise click.UsageError("--device and --gpu must not be empty.")
     if gpu_mem is not None and gpu_mem_units is not None:
@@ -184,7 +183,7 @@ def _request(
 
 
 def _memory(text: str) -> int:
-    """An amount of memory in MiB, also as `2G`; raises UsageError."""
+    """Parse an amount of memory into MiB; accepts `2G`, too. Raises UsageError."""
     mib = mebibytes(text if text.endswith("iB") else f"{text}iB")
     if not mib:
         raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, such as 2GiB.")
@@ -192,14 +191,14 @@ def _memory(text: str) -> int:
 
 
 def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
-    """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
+    """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     with hints_of_options(wanted, wait_s):
         return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager
 def hints_of_options(wanted: Mapping[str, Any], wait_s: int = 0) -> Iterator[None]:
-    """Add to the hint of a refusal the options that would help, which the daemon does not know."""
+    """Add options that would help to a refusal's hint, because the daemon does not know them."""
     try:
         yield
     except YunionError as error:
@@ -221,7 +220,7 @@ def _is_free(wanted: Mapping[str, Any]) -> bool:
 
 
 def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
-    """Say so, beside the output, if some of the GPUs hold no process to its budget."""
+    """Print a notice if some of the GPUs do not enforce budgets."""
     if unenforced_gpus:
         gpus = ", ".join(unenforced_gpus)
         print_notice(
@@ -270,7 +269,7 @@ def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> N
             "most 100 characters long."
         )
     lease = take({**wanted, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
-    from yunion_mps.cli.leases import lease_text  # here and below: no command that is run waits for it
+    from yunion_mps.cli.leases import lease_text  # imported here and below because `run` does not need it
 
     show_pairs(lease, output, lambda: lease_text(lease))
     warn_of_limits(lease["unenforced_gpus"])
@@ -295,7 +294,7 @@ def list_leases(output: str) -> None:
     found, clients = call(GET_LEASES), ask_clients_soon()
     leases = with_states(found["leases"], clients, listed_devices())
     answer = {**found, "leases": leases, "errors": clients["errors"]}
-    rows = [fields(one, FIELDS) for one in leases]
+    rows = [fields(lease, FIELDS) for lease in leases]
     show(answer, output, FIELDS, rows, lambda: leases_text(answer, wide=output == "wide"))
 
 
@@ -316,9 +315,9 @@ def show_lease(lease: str, output: str) -> None:
     from yunion_mps.cli.leases import lease_text, with_states
     from yunion_mps.cli.who import ask_clients_soon
 
-    (shown,) = with_states([found], ask_clients_soon(), listed_devices())
-    state = (shown["state"] or "unknown") + (f" ({shown['reason']})" if shown["reason"] else "")
-    show_pairs(shown, output, lambda: lease_text(found, state))
+    (details,) = with_states([found], ask_clients_soon(), listed_devices())
+    state = (details["state"] or "unknown") + (f" ({details['reason']})" if details["reason"] else "")
+    show_pairs(details, output, lambda: lease_text(found, state))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")

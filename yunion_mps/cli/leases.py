@@ -1,4 +1,4 @@
-"""Leases for people: a table of them, one in detail, and what has become of one."""
+"""Leases for people: as a table, in detail, and their changes."""
 
 from __future__ import annotations
 
@@ -18,57 +18,64 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-#: The fields of a lease in CSV.
+#: Fields of a lease in CSV.
 FIELDS = (
     "id", "name", "state", "reason", "binding", "devices", "gpus", "memory_mib", "thread_percentage", "user",
     "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak_mib",
     "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
-    Column("LEASE", lambda one: one["id"][:ID_LENGTH]),
-    Column("DEVICES", "devices", short=lambda one: folded_addresses(one["devices"])),
-    Column("MEMORY", lambda one: mib(sum(one["memory_mib"])), numeric=True, drop=1),
+    Column("LEASE", lambda record: record["id"][:ID_LENGTH]),
+    Column("DEVICES", "devices", short=lambda record: folded_addresses(record["devices"])),
+    Column("MEMORY", lambda record: mib(sum(record["memory_mib"])), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
-    Column("HOLDER", lambda one: holder_of(one)),
+    Column("HOLDER", lambda record: holder_of(record)),
     Column("STATE", "state"),
-    Column("AGE", lambda one: age_of(one["since"]), drop=2),
-    Column("EXPIRES", lambda one: _expires(one), drop=4),
+    Column("AGE", lambda record: age_of(record["since"]), drop=2),
+    Column("EXPIRES", lambda record: _expires(record), drop=4),
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
-    Column("PEAK", lambda one: mib(_sum(one["memory_peak_mib"])), numeric=True, wide=True, drop=9),
-    Column("UTIL %", lambda one: _most(one["sm_utilization"]), numeric=True, wide=True, drop=10),
-    Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8, wide=True),
+    Column("PEAK", lambda record: mib(_sum(record["memory_peak_mib"])), numeric=True, wide=True, drop=9),
+    Column("UTIL %", lambda record: _most(record["sm_utilization"]), numeric=True, wide=True, drop=10),
+    Column(
+        "COMMAND",
+        lambda record: in_container(record["container"], record["command"] or ""),
+        least=8,
+        wide=True,
+    ),
 )
 
 
 def with_states(leases: Sequence[LeaseRecord], clients: ClientList, devices: Sequence[Device]) -> list[Json]:
-    """The leases, each with its state and, if its devices are unavailable or pending, the reason.
+    """Return the leases with their states and, if their devices are unavailable or pending, the reason.
 
     If not all clients are known, a lease that seems idle may be in use: its state is None.
     """
     states = lease_states(holdings(devices, leases, clients["clients"]))
     seeming = {IDLE: None} if clients["errors"] else {}
-    known = {one["addr"]: one for one in devices}
+    known = {record["addr"]: record for record in devices}
     found = []
     for lease in leases:
         state = states[lease["id"]]
         own = reasons_by_gpu(known[name] for name in lease["devices"] if name in known)
-        reason = "; ".join(f"GPU {gpu}: {why}" for gpu, why in own)
+        reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in own)
         found.append({**lease, "state": seeming.get(state, state), "reason": reason})
     return found
 
 
 def leases_text(answer: Mapping[str, Any], *, wide: bool) -> str:
-    """A table of the leases, why some are unavailable or pending, the requests that wait, what is unknown."""
+    """Format a table of leases, why some are unavailable or pending, queued requests, and errors."""
     text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
-    text += "".join(dict.fromkeys(wrapped(one["reason"]) for one in answer["leases"] if one["reason"]))
-    return text + waiting_text(answer["waiting"]) + notes(("Incomplete", one) for one in answer["errors"])
+    text += "".join(
+        dict.fromkeys(wrapped(record["reason"]) for record in answer["leases"] if record["reason"])
+    )
+    return text + waiting_text(answer["waiting"]) + notes(("Incomplete", error) for error in answer["errors"])
 
 
 def lease_text(lease: LeaseRecord, state: str = "") -> str:
-    """What it is, and the environment in lines that can be copied as they are."""
+    """Format a lease, and its environment on lines that can be copied."""
     enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
@@ -94,19 +101,19 @@ def lease_text(lease: LeaseRecord, state: str = "") -> str:
 
 
 def in_words(lease: LeaseRecord, done: str) -> str:
-    """`Lease 7c1f0e7a (job-17) renewed`: the beginning of a line about one lease."""
+    """Begin a sentence about a lease: `Lease 7c1f0e7a (job-17) renewed`."""
     return f"Lease {lease['id'][:ID_LENGTH]}" + (f" ({lease['name']})" if lease["name"] else "") + f" {done}"
 
 
 def _sum(mib_by_device: Sequence[int | None]) -> int | None:
-    known = [one for one in mib_by_device if one is not None]
+    known = [number for number in mib_by_device if number is not None]
     return sum(known) if known else None
 
 
 def _most(percent_by_device: Sequence[int | None]) -> int | None:
-    return max((one for one in percent_by_device if one is not None), default=None)
+    return max((percent for percent in percent_by_device if percent is not None), default=None)
 
 
 def _expires(lease: Mapping[str, Any]) -> str | None:
-    """`in 50m`: when it ends unless it is renewed; None if it does not end by time."""
+    """Return for example `in 50m` until the lease expires; None if it does not expire."""
     return None if lease["expires"] is None else f"in {age(seconds(lease['expires']) - time.time())}"

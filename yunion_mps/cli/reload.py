@@ -45,11 +45,11 @@ _COLUMNS = (
 
 _POLL_S = 0.5
 _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
-#: What `--now` may take if no time is given: servers end within moments.
+#: The default timeout of `--now`: servers end within moments.
 _NOW_S = 60
-#: What a lease may take to end after its jobs: its holder may be their parent.
+#: How long a lease may last after its jobs: its holder may be their parent.
 _RELEASE_S = 2.0
-#: A control daemon in one of these does not serve, for a reason.
+#: States in which a control daemon does not serve for a reason.
 _NOT_SERVING = ("failed", "backoff", "wedged")
 _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 
@@ -80,13 +80,13 @@ def _rows(answer: ChangeList) -> list[list[object]]:
 
 
 def _text(title: str, answer: ChangeList) -> str:
-    """A table of the changes, below it what has to wait, and what each domain waits for already."""
+    """Format a table of the changes, when the later ones take effect, and what domains wait for now."""
     text = table(_COLUMNS, answer["changes"]) if answer["changes"] else ""
     late = [change for change in answer["changes"] if not change["at_once"]]
     text += notes(
         (f"{change['kind']} {change['subject']}", f"takes effect {change['effect']}") for change in late
     )
-    pending = "".join(f"Pending:  {one['domain']}: {one['pending']}\n" for one in answer["pending"])
+    pending = "".join(f"Pending:  {entry['domain']}: {entry['pending']}\n" for entry in answer["pending"])
     return f"{title}\n{text}{pending}"
 
 
@@ -132,7 +132,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     if now:
         refuse_unattended(yes)
         jobs = _confirm_end_of_jobs(yes)
-    # Before a job is ended, the reload must have been accepted.
+    # The reload must be accepted before any job is ended.
     answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
     status = call(GET_STATUS)
     show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, status, waits=drain or now))
@@ -144,7 +144,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         status = _wait(timeout or (None if drain else _NOW_S))
     if version_mismatch(status):
         print_notice(f"{version_mismatch(status)}: {REEXEC_HINT}")
-    _refuse_trouble(status)
+    _refuse_if_not_serving(status)
 
 
 def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
@@ -155,12 +155,12 @@ def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
             "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now"
         )
         text += hint_text(hint, "")
-    has_leases = any(one["leases"] for one in answer["pending"])
+    has_leases = any(entry["leases"] for entry in answer["pending"])
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
 
 def _confirm_end_of_jobs(yes: bool) -> list[MpsClient]:
-    """The jobs that `--now` is to end, named to the user; raises YunionError unless that is confirmed."""
+    """Print the jobs that `--now` would end, and return them; raises YunionError unless confirmed."""
     would_end = _would_end(call(GET_PLAN), call(GET_STATUS))
     if would_end is None:
         return []
@@ -177,7 +177,7 @@ def _confirm_end_of_jobs(yes: bool) -> list[MpsClient]:
 
 
 def _end(jobs: Iterable[MpsClient]) -> None:
-    """End the jobs as `terminate` does: without its MPS server, a job gets an error, but may not exit."""
+    """End the jobs like `terminate`: without its MPS server, a job gets an error but may not exit."""
     for job in jobs:
         try:
             ended = call(TERMINATE_CLIENT, pid=job["pid"])
@@ -193,15 +193,14 @@ def _end(jobs: Iterable[MpsClient]) -> None:
 
 
 def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] | None:
-    """Tells clients whose servers keep something from taking effect; None if nothing does.
+    """Return a predicate for clients whose servers delay a change; None if nothing is delayed.
 
-    A change that is still to be made waits for every server of its domain or its GPUs, and one that is
-    pending for those that it names.
+    A new change waits for all servers of its domain or its GPUs, a pending one for those that it names.
     """
     late = {change["subject"] for change in plan["changes"] if not change["at_once"]}
     uuids = {gpu["uuid"] for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in late}
     domains: set[str] = set()
-    servers: set[int | None] = {None}  # a client whose server is unknown may be any server's
+    servers: set[int | None] = {None}  # a client whose server is unknown could use any of them
     for domain in status["domains"]:
         if domain["name"] in late or uuids.intersection(domain["gpus"]):
             domains.add(domain["name"])
@@ -216,21 +215,21 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 
 
 def _wait(timeout_s: int | None) -> Status:
-    """The status once nothing is pending; raises YunionError if that takes too long."""
+    """Return the status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, print_notice)
-    said = ""
+    announced = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
             _refuse_pending_devices(status)
-            if said:
+            if announced:
                 print_notice("all changes are in effect")
             return status
-        if pending != said:
+        if pending != announced:
             print_notice(f"waiting: {pending}")
-            said = pending
+            announced = pending
         if end_s is not None and time.monotonic() > end_s:
             hint = "it takes effect automatically; see: yunion-mps status"
             raise YunionError(f"still pending after {timeout_s} s: {pending}", hint, LIMITS_PENDING)
@@ -238,24 +237,24 @@ def _wait(timeout_s: int | None) -> Status:
 
 
 def _refuse_pending_devices(status: Status) -> None:
-    """Raise YunionError, which names the leases, if devices of a new division wait for them."""
+    """Raise YunionError if new devices still wait for leases, which it names."""
     end_s = time.monotonic() + _RELEASE_S
     while status["devices"]["pending"] and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         status = call(GET_STATUS)
     if status["devices"]["pending"]:
-        pending = "; ".join(one["pending"] for one in call(GET_PLAN)["pending"] if one["leases"])
+        pending = "; ".join(entry["pending"] for entry in call(GET_PLAN)["pending"] if entry["leases"])
         if pending:
             raise YunionError(f"still pending: {pending}", hint_of(LEASES_PENDING), LEASES_PENDING)
 
 
-def _refuse_trouble(status: Status) -> None:
+def _refuse_if_not_serving(status: Status) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
     failed = [domain for domain in status["domains"] if domain["state"] in _NOT_SERVING]
     if failed:
-        errors = (f"domain {one['name']} is {one['state']}: {one['reason']}" for one in failed)
+        errors = (f"domain {entry['name']} is {entry['state']}: {entry['reason']}" for entry in failed)
         hint = "the configuration was reloaded; see: yunion-mps status"
-        codes = {one["reason_code"] for one in failed}
+        codes = {entry["reason_code"] for entry in failed}
         raise YunionError("\n".join(errors), hint, codes.pop() if len(codes) == 1 else "")
 
 

@@ -1,4 +1,4 @@
-"""The root command and completion; here errors become one line of what is wrong and one of what to do."""
+"""The root command and completion; prints errors as a line with the error and one with a hint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from yunion_mps.escaping import printable
 from yunion_mps.reasons import FAILED
 
 _PROGRAM = "yunion-mps"
-#: No short help is longer: it fits beside the longest name on 80 columns.
+#: The longest short help, which fits beside the longest name in 80 columns.
 _LONGEST = 54
 
-#: The commands by task, as the help shows them: each with its module in `cli` and its name there.
+#: The commands by task, in the order of the help, each with its module in `cli` and its name there.
 SECTIONS = {
     "Run jobs": {
         "run": ("run", "run"),
@@ -51,13 +51,13 @@ SECTIONS = {
         "completion": ("root", "completion"),
     },
 }
-#: What the packages' scripts and units call; neither help nor completion shows them.
+#: Called by the packages' scripts and units; help and completion omit them.
 _INTERNAL = {"gateway": ("serve", "gateway"), "daemon-reexec": ("reload", "reexec")}
 COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
 
 
-#: Click's script for bash cannot complete a word with a colon, which every device address has: bash takes
-#: such a word apart (COMP_WORDBREAKS). This one looks at the line itself, and offers what comes after it.
+#: Click's script for bash cannot complete words with colons, such as device addresses, because bash splits
+#: them (COMP_WORDBREAKS). This one parses the line itself, and offers what follows the colon.
 _BASH = """\
 _yunion_mps_completion() {
     local line=${COMP_LINE:0:COMP_POINT} words kind value
@@ -79,25 +79,24 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 """
 
 
-#: How alike two words must be for one to be offered for the other: `clients` is not `events`.
+#: The similarity from which a word is suggested for another: `clients` is not close to `events`.
 _CLOSE = 0.7
-#: What former commands have become.
+#: Replacements of former commands.
 _MOVED = {"clients": "who --clients"}
 
 
 class SuggestingGroup(click.Group):
-    """As click's group, with the commands in the order of their definition, and the nearest one in the error.
+    """A group that lists commands in the order of their definition, and suggests the nearest one.
 
     Without a command it prints its help.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands' names, take before release."""
         del ctx
         return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart; from click 8.2 on, none at all would be an error."""
+        """Print the help if there are no arguments, which is an error since click 8.2."""
         if not args and not self.invoke_without_command and not ctx.resilient_parsing:
             click.echo(ctx.get_help())
             ctx.exit()
@@ -106,27 +105,27 @@ class SuggestingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that `args` begins with; raises UsageError if there is none."""
+        """Return the command that `args` begins with; raises UsageError with a suggestion."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             from difflib import get_close_matches
 
             moved = [_MOVED[args[0]]] if args[0] in _MOVED else []
-            near = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=_CLOSE)
-            error.message += f" Did you mean {near[0]}?" if near else ""
+            suggestions = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=_CLOSE)
+            error.message += f" Did you mean {suggestions[0]}?" if suggestions else ""
             raise
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands are found by name and imported on use: `list` does not pay for the others."""
+    """A group that imports a command when it is used: `list` does not need the others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
         return list(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands of each task under a heading, all in the same columns."""
+        """Write the commands of each task under a heading, aligned across tasks."""
         width = max(map(len, COMMANDS))
         for title, section in SECTIONS.items():
             found = [(name, self.get_command(ctx, name)) for name in section]
@@ -139,16 +138,13 @@ class LazyGroup(SuggestingGroup):
                 formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, None if there is none of this name.
-
-        From here on garbage is collected: any command may run for days (`web`), and none knows beforehand.
-        """
+        """Return the command, and enable garbage collection, because any command may run for days (`web`)."""
         del ctx
         if cmd_name not in COMMANDS:
             return None
         module, name = COMMANDS[cmd_name]
         command: click.Command = getattr(importlib.import_module(f"yunion_mps.cli.{module}"), name)
-        gc.freeze()  # what was imported stays for good; the collector need not look at it
+        gc.freeze()  # imported modules are never freed, so the collector can skip them
         gc.enable()
         return command
 
@@ -214,7 +210,7 @@ def completion(shell: str) -> None:
 
 
 def run() -> int:
-    """Run the command that the arguments name; returns its exit status."""
+    """Run the command named in the arguments, and return its exit status."""
     try:
         status = _main()
     except YunionError as error:
@@ -225,21 +221,21 @@ def run() -> int:
         return _fail(_wrong_usage(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # the reader of our output has enough
+    except BrokenPipeError:  # the reader of our output has read enough
         _forget_output()
         return 0
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # the same, where click saw it first
+        if isinstance(end.__context__, BrokenPipeError):  # the same, caught by click first
             return 0
         raise
     except OSError as error:
         _forget_output()
         return _fail(unwritable(error.strerror))
-    return status if isinstance(status, int) else 0  # click hands on what an Exit asked for
+    return status if isinstance(status, int) else 0  # click returns the status of an Exit
 
 
 def _main() -> object:
-    if sys.argv[1:2] != ["run"]:  # what it runs may well have no output, as under exec(1)
+    if sys.argv[1:2] != ["run"]:  # the command may have no output, as under exec(1)
         refuse_closed_output()
     status: object = cli.main(prog_name=_PROGRAM, standalone_mode=False)
     if sys.stdout is not None:
@@ -248,14 +244,14 @@ def _main() -> object:
 
 
 def _wrong_usage(error: click.ClickException) -> YunionError:
-    """Click's words for it, in one line, and the help of the command that it met."""
+    """Return click's message on one line, with a hint at the command's help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else _PROGRAM
     if isinstance(error, click.NoSuchOption):
         from difflib import get_close_matches
 
-        near = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
-        message = f"{error.message}." + (f" Did you mean {near[0]}?" if near else "")
+        suggestions = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
+        message = f"{error.message}." + (f" Did you mean {suggestions[0]}?" if suggestions else "")
     else:
         message = error.format_message()
     found = YunionError(cell(" ".join(message.split())), f"see: {path} --help")
@@ -264,21 +260,21 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
 
 
 def _forget_output() -> None:
-    """Python would try once more to write what is left, at its end, and complain."""
+    """Discard unwritten output; otherwise, Python would try to write it at exit, and complain."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: YunionError) -> int:
-    """Print the error and its hint; returns its exit status.
+    """Print the error and its hint; return its exit status.
 
-    Each line of the error ends with its reason code, by which docs/troubleshoot.md is read. `failed`, the
-    code of what has none of its own, is left out.
+    Each line of the error ends with its reason code, which docs/troubleshoot.md lists. `failed`, the general
+    code, is left out.
     """
     reason_code = "" if error.code == FAILED else f" [{error.code}]"
     lines = [f"{line}{reason_code}" for line in error.message.split("\n")]
     lines += error.hint.split("\n") if error.hint else []
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
+        with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
             print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in lines), file=sys.stderr)
     return error.exit_code

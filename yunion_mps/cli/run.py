@@ -1,4 +1,4 @@
-"""`yunion-mps run`: a command with a device of its own; `yunion-mps env`: the environment of a device."""
+"""`yunion-mps run`: runs a command on its own device. `yunion-mps env`: prints a device's environment."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABL
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
 
-#: The exit statuses of env(1) and shells for a command that cannot be started.
+#: Exit statuses of env(1) and shells for commands that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
-#: Why `--allow-unlimited` starts a command without a device: this host's MPS does not serve. That all devices
-#: are leased, or that the request is wrong, is no such reason: the command would take others' memory.
+#: Reasons for which `--allow-unlimited` starts a command without a device: MPS does not work on this host.
+#: Leased devices or an invalid request are no such reasons: the command would take others' memory.
 _NOT_SERVED = (DAEMON_UNREACHABLE, DISABLED, CONTROL_DAEMON_SILENT)
 
 #: The formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
-#: What makes its reader fail: a shell's false, and a line that docker and podman call no variable.
+#: Output that makes its reader fail: a shell's false, and a line that docker and podman reject.
 _REFUSED = {"shell": "false", "docker": "=there is none"}
 
 
 def style_option(function: F) -> F:
-    """Give a command the option `--output` for environments."""
+    """Add the option `--output` for environments to a command."""
     option = click.option(
         "-o", "--output", type=click.Choice(STYLES), default="shell", metavar="FORMAT",
         help=f"Format of the environment: {', '.join(STYLES)}. Default: shell.",
@@ -56,7 +56,7 @@ def style_option(function: F) -> F:
 
 
 class EngineCommand(RequestCommand):
-    """A command with these options, after which people write the engine's own as they are used to."""
+    """A command that explains where to write the engine's options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         engine = next((engine for engine in ("docker", "podman") if f"--{engine}" in args), "")
@@ -129,10 +129,10 @@ def run(
         return
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
-    becomes = " ".join([engine, "run", *argv] if engine else argv)
-    wanted["holder"] = {"command": cell(becomes)[:COMMAND_LENGTH]}
+    command_line = " ".join([engine, "run", *argv] if engine else argv)
+    wanted["holder"] = {"command": cell(command_line)[:COMMAND_LENGTH]}
     if engine:
-        from yunion_mps.cli.engine import run_container  # for which no other command waits
+        from yunion_mps.cli.engine import run_container  # not needed by other commands
 
         run_container(engine, wanted, wait_s, argv, _inherited())
     environment = _inherited()
@@ -148,12 +148,12 @@ def run(
 
 
 def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str, str]:
-    """Take devices; raises YunionError, also if this user cannot reach them, and has none then."""
+    """Take a lease and return its environment; if this user cannot reach its devices, end it and raise."""
     lease = take(wanted, wait_s)
     try:
         refuse_unreachable(lease["environment"])
     except YunionError:
-        with contextlib.suppress(YunionError):  # it also ends with this process
+        with contextlib.suppress(YunionError):  # the lease also ends with this process
             call(END_LEASE, lease=lease["id"])
         raise
     warn_of_limits(lease["unenforced_gpus"])
@@ -161,7 +161,7 @@ def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str
 
 
 def _show(wanted: Mapping[str, Any], output: str) -> None:
-    """Print the environment that COMMAND would have in this format, or a summary if it is empty."""
+    """Print the environment of COMMAND in the format `output`, or a summary if that is empty."""
     refuse_closed_output()
     with _failing_reader(output), hints_of_options(wanted):
         lease = run_blocking(preview(BlockingTransport(daemon()), wanted))
@@ -173,7 +173,7 @@ def _show(wanted: Mapping[str, Any], output: str) -> None:
 
 
 def _inherited() -> dict[str, str]:
-    """Our environment without what another device said of us, and the locale that Python has put in."""
+    """Return our environment without another device's variables, and without the locale set by Python."""
     inherited = {name: value for name, value in os.environ.items() if name not in BUDGET_VARIABLES}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
@@ -182,8 +182,8 @@ def _inherited() -> dict[str, str]:
 
 
 def _budget(lease: Mapping[str, Any]) -> str:
-    """`5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
-    from yunion_mps.overview.holdings import gpu_of  # for which no command that is run waits
+    """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
+    from yunion_mps.overview.holdings import gpu_of  # not needed to run a command
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
     for device, memory_mib in zip(lease["devices"], lease["memory_mib"]):
@@ -195,13 +195,13 @@ def _budget(lease: Mapping[str, Any]) -> str:
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
     name = cell(argv[0])
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would COMMAND
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and COMMAND would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        print_notice(f"{name} cannot be started: {why}")
+        cause = error.strerror if isinstance(error, OSError) else error
+        print_notice(f"{name} cannot be started: {cause}")
         if isinstance(error, OSError) and error.errno == errno.ENOEXEC:
             print_notice("begin the script with #!/bin/sh, or run it with its interpreter: sh SCRIPT")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
@@ -235,9 +235,9 @@ def print_environment(device: str, output: str) -> None:
 
 @contextlib.contextmanager
 def _failing_reader(style: str) -> Iterator[None]:
-    """If there is no environment, make its reader fail as well, which would run a job without limits.
+    """If there is no environment, make its reader fail, too; otherwise a job would run without limits.
 
-    To `eval "$(...)" && COMMAND` no text at all is a success, and so it is to `--env-file <(...)`.
+    For `eval "$(...)" && COMMAND` and for `--env-file <(...)`, empty output is a success.
     """
     try:
         yield
@@ -248,7 +248,7 @@ def _failing_reader(style: str) -> Iterator[None]:
 
 
 def show_environment(environment: Mapping[str, str], style: str) -> None:
-    """Print the variables in one of `STYLES`; raises HostError if it cannot hold one of them."""
+    """Print the variables in one of `STYLES`; raises HostError if the format cannot represent a value."""
     if style == "json":
         import json
 
@@ -269,16 +269,16 @@ def _shell(name: str, value: str) -> str:
 
 
 def _in_quotes(value: str) -> str:
-    """The value in double quotes, as dotenv files and systemd.syntax(7) read it."""
+    """Quote the value for dotenv files and systemd.syntax(7)."""
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-#: Characters that readers of a format expand, some of them even after a backslash.
+#: Characters that readers of a format expand, some even after a backslash.
 _EXPANDED = {style: frozenset("$`" if style == "dotenv" else "") for style in STYLES}
 
 _LINES: dict[str, Callable[[str, str], str]] = {
     "shell": _shell,
     "dotenv": lambda name, value: f"{name}={_in_quotes(value)}",
-    "docker": lambda name, value: f"{name}={value}",  # taken literally: --env-file knows no quotes
+    "docker": lambda name, value: f"{name}={value}",  # taken literally: --env-file supports no quotes
     "systemd": lambda name, value: f"Environment={_in_quotes(f'{name}={value}'.replace('%', '%%'))}",
 }

@@ -1,4 +1,4 @@
-"""What is served to other programs: `metrics`, `web`, and the service's own `gateway`."""
+"""`metrics`, `web`, and the internal command `gateway`."""
 
 from __future__ import annotations
 
@@ -55,28 +55,29 @@ def web(address: str, allow_public: bool) -> None:
     from yunion_mps.host import logs
 
     logs.set_up("warning", plain=True)
-    where = _checked(address, allow_public=allow_public)
-    call(GET_STATUS)  # raises if the daemon does not answer, or not this user
+    endpoint = _check_address(address, allow_public=allow_public)
+    call(GET_STATUS)  # raises if the daemon does not answer this user
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(where))
+        asyncio.run(_serve(endpoint))
 
 
-def _checked(address: str, *, allow_public: bool) -> str:
-    """The address as it is listened on; raises YunionError."""
+def _check_address(address: str, *, allow_public: bool) -> str:
+    """Return the normalised address; raises YunionError if other hosts can reach it."""
     from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normalise_endpoint
 
     try:
-        where = normalise_endpoint(address)
+        endpoint = normalise_endpoint(address)
     except ValueError as error:
         raise click.BadParameter(
             f"{address}, {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
         ) from None
-    if is_public(where) and not allow_public:
+    if is_public(endpoint) and not allow_public:
         hint = "use 127.0.0.1, or add --allow-public if this is intended"
         raise YunionError(
-            f"{where}: other hosts can reach this address, and the page is not protected by a password", hint
+            f"{endpoint}: other hosts can reach this address, and the page is not protected by a password",
+            hint,
         )
-    return where
+    return endpoint
 
 
 async def _serve(address: str) -> None:

@@ -1,4 +1,4 @@
-"""`yunion-mps status`: one screen of whether all is well."""
+"""`yunion-mps status`: whether all is well, on one screen."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GPU_COLUMNS = (
     Column("MEMORY USED", lambda row: f"{row[6]} / {row[7]} MiB" if row[7] else None, numeric=True),
 )
 _INDENT = 10
-#: More rows than these are counted, and not shown one by one: it is to be one screen.
+#: More rows are summarised, to fit on one screen.
 _MAX_ROWS = 12
 
 
@@ -87,7 +87,7 @@ def status(exit_code: bool, output: str) -> None:
         "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
         "clients": len(clients["clients"]) - past,
         "outside_mps": past,
-        "problems": [one.json for one in host.findings],
+        "problems": [finding.json for finding in host.findings],
         "errors": clients["errors"],
     }
     show_pairs(answer, output, lambda: _status_text(answer, host))
@@ -105,13 +105,14 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     up = age_of(status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
-    unenforced = sum(one.is_spare and one.gpu in unenforced_gpus for one in host.holdings)
+    unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
-    for one, hint in with_hints(folded(host.findings)):
-        text += wrapped(f"{one.kind + ':':9} {one.what}", _INDENT) + hint_text(hint, "Hint:     ", _INDENT)
+    for finding, hint in with_hints(folded(host.findings)):
+        text += wrapped(f"{finding.kind + ':':9} {finding.what}", _INDENT)
+        text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {clients}",
@@ -125,44 +126,44 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     end = pools(gpus) + notes(("Incomplete", error) for error in status["errors"])
     domains = _domain_table(status["domains"], _MAX_ROWS)
     if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
-        domains = _domain_table(status["domains"], 0)  # what is wrong must not be scrolled away
+        domains = _domain_table(status["domains"], 0)  # problems must not scroll off the screen
     return text + domains + end
 
 
 def _gpu_table(host: HostOverview) -> str:
-    """A row a GPU; if they are too many for a screen, a row for those of a kind in a state."""
+    """Format a row for each GPU; if these are too many, a row for each model and state."""
     gpus = host.answers.gpus
     rows: dict[tuple[str, ...], list[Any]] = {}
     for gpu in gpus:
-        own = [one for one in host.holdings if one.gpu == gpu["addr"]]
+        its_holdings = [holding for holding in host.holdings if holding.gpu == gpu["addr"]]
         numbers = (
             1,
-            sum(len(one.devices) for one in own),
-            sum(len(one.devices) for one in own if one.in_use),
-            sum(one.is_spare for one in own),
+            sum(len(holding.devices) for holding in its_holdings),
+            sum(len(holding.devices) for holding in its_holdings if holding.in_use),
+            sum(holding.is_spare for holding in its_holdings),
             host.memory_by_gpu.get(gpu["addr"], 0),
             gpu["memory_mib"] or 0,
         )
-        words = (gpu["addr"], gpu["name"] or "", gpu["state"])
-        key = words if len(gpus) <= _MAX_ROWS else words[1:]
+        key_fields = (gpu["addr"], gpu["name"] or "", gpu["state"])
+        key = key_fields if len(gpus) <= _MAX_ROWS else key_fields[1:]
         rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
     shown = [(*(key if len(key) == 3 else (f"{row[0]} GPUs", *key)), *row[1:]) for key, row in rows.items()]
     return table(_GPU_COLUMNS, shown)
 
 
 def _default_limit(domain: Domain) -> str | None:
-    """`5760-20389 MiB, 25 %`: what a client gets that sets no limit, by GPU."""
+    """Format the default limits of clients, the range over all GPUs: `5760-20389 MiB, 25 %`."""
     limits = [limit for limit in domain["memory_limits_mib"] if limit is not None]
     if not limits:
         return None
-    least, most = min(limits), max(limits)
-    memory = f"{least}-{most}" if least < most else str(most)
+    lowest, highest = min(limits), max(limits)
+    memory = f"{lowest}-{highest}" if lowest < highest else str(highest)
     return f"{memory} MiB, {domain['thread_percentage']} %"
 
 
-def _domain_table(domains: Sequence[Domain], most: int) -> str:
-    """The control daemons; if they are more than so many, those that do not serve."""
-    shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MAX_ROWS]
+def _domain_table(domains: Sequence[Domain], limit: int) -> str:
+    """Format the control daemons; if there are more than `limit`, only those that are not ready."""
+    shown = [domain for domain in domains if len(domains) <= limit or domain["state"] != "ready"][:_MAX_ROWS]
     text = table(_DOMAIN_COLUMNS, shown) if shown else ""
     left = len(domains) - len(shown)
     ready = sum(domain["state"] == "ready" for domain in domains)

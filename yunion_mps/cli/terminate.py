@@ -1,4 +1,4 @@
-"""`yunion-mps terminate`: end one process that uses a GPU, without harm to the others."""
+"""`yunion-mps terminate`: ends a process that uses a GPU without harming others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
     """
     refuse_unattended(yes)
     answer = call(GET_CLIENTS)
-    client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
+    client = next(
+        (process for process in (*answer["clients"], *answer["waiting"]) if process["pid"] == pid), None
+    )
     if client is None:
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"

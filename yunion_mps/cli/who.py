@@ -1,4 +1,4 @@
-"""`yunion-mps who`: which device belongs to whom; with `--clients`, the processes that MPS serves."""
+"""`yunion-mps who`: who uses which device; with `--clients`, the processes that MPS serves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-#: A host on which asking for the clients takes longer has another trouble, which is to be seen at once.
+#: If asking for clients takes longer, the host has another problem, which should be shown soon.
 _CLIENTS_S = 6.0
 
 _FIELDS = (
@@ -58,7 +58,7 @@ _FIELDS = (
     "memory_budget_mib", "thread_percentage", "state", "memory_peak_mib", "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
-    Column("DEVICE", lambda use: use["devices"] or use["gpu"], short=lambda use: _in_short(use)),
+    Column("DEVICE", lambda use: use["devices"] or use["gpu"], short=lambda use: _abbreviate(use)),
     Column("USER", "user"),
     Column("PID", "pid", numeric=True),
     Column(
@@ -82,22 +82,22 @@ _CLIENT_COLUMNS = (
     Column("USER", "user"),
     Column("DEVICE", "device"),
     Column("GPUS", "gpus", wide=True, drop=4),
-    Column("MEMORY", lambda one: _memory(one["memory_used_mib"], None), numeric=True, drop=1),
+    Column("MEMORY", lambda client: _memory(client["memory_used_mib"], None), numeric=True, drop=1),
     Column("MPS", "mps", wide=True, drop=6),
     Column("SERVER", "server", numeric=True, drop=3),
     Column("DOMAIN", "domain", wide=True, drop=5),
-    Column("AGE", lambda one: age_of(one["started"]), drop=2),
-    Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8),
+    Column("AGE", lambda client: age_of(client["started"]), drop=2),
+    Column("COMMAND", lambda client: in_container(client["container"], client["command"] or ""), least=8),
 )
 
 
 def ask_clients(timeout_s: float) -> ClientList:
-    """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
+    """Return the processes on the GPUs according to the driver, which harms no job; raises YunionError."""
     return call(GET_CLIENTS, timeout_s, seen=True)
 
 
 def ask_clients_soon() -> ClientList:
-    """The same, and not for long; if the answer fails, why is one of its errors."""
+    """Like `ask_clients`, with a short timeout; an error becomes one of the answer's errors."""
     try:
         return ask_clients(_CLIENTS_S)
     except YunionError as error:
@@ -129,19 +129,19 @@ def who(clients_only: bool, output: str) -> None:
     devices = listed_devices()
     leases = call(GET_LEASES)
     clients = ask_clients(SLOW_S)
-    found = [one for one in holdings(devices, leases["leases"], clients["clients"]) if one.in_use]
+    found = [holding for holding in holdings(devices, leases["leases"], clients["clients"]) if holding.in_use]
     uses = [use for holding in found for use in _uses(holding)]
     wrong = by_severity([*of_devices(devices), *of_uses(found, clients)])
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [one.json for one in wrong],
+        "problems": [finding.json for finding in wrong],
         "errors": clients["errors"],
         "total": len(uses),
     }
     rows = [fields(use, _FIELDS) for use in uses]
     used = {address for holding in found for address in holding.devices}
-    reasons = reasons_by_gpu(one for one in devices if one["addr"] in used and one["state"] == UNAVAILABLE)
+    reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
     show(
         answer, output, _FIELDS, rows,
         lambda: _who_text(answer, wrong, wide=output == "wide") + notes(reasons),
@@ -149,12 +149,12 @@ def who(clients_only: bool, output: str) -> None:
 
 
 def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
-    """Each GPU with a device that is unavailable or pending, with the reason."""
-    return dict.fromkeys((gpu_of(one["addr"]), one["reason"]) for one in devices if one["reason"])
+    """Return each GPU with an unavailable or pending device, and the reason."""
+    return dict.fromkeys((gpu_of(d["addr"]), d["reason"]) for d in devices if d["reason"])
 
 
 def _uses(holding: Holding) -> list[Json]:
-    """One entry for each process, or one for a lease without any."""
+    """Return an entry for each process, or one for a lease without processes."""
     lease = holding.lease
     return [
         {
@@ -179,7 +179,7 @@ def _uses(holding: Holding) -> list[Json]:
 
 
 def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
-    """A table, then the queued requests, what is wrong with a hint, and what is not known."""
+    """Format a table, then queued requests, problems with hints, and errors."""
     text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
     text += waiting_text(answer["waiting"])
     for finding, hint in with_hints(folded(wrong)):
@@ -188,21 +188,21 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
-    """A line for each queued request, the first one first."""
+    """Format a line for each queued request, in order."""
     text = ""
-    for one in waiting:
-        user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
-        text += wrapped(f"Waiting: {user} requested {one['wants']} {age_of(one['since'])} ago")
+    for request in waiting:
+        user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
+        text += wrapped(f"Waiting: {user} requested {request['wants']} {age_of(request['since'])} ago")
     return text
 
 
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
-    """`512 / 5760 MiB`, or without a budget `512 MiB`; None if nothing is known."""
-    known = [str(one) for one in (used_mib, budget_mib) if one is not None]
+    """Format `512 / 5760 MiB`, or `512 MiB` without a budget; None if both are unknown."""
+    known = [str(number) for number in (used_mib, budget_mib) if number is not None]
     return f"{' / '.join(known if used_mib is not None else ['?', *known])} MiB" if known else None
 
 
-def _in_short(use: Json) -> str | None:
+def _abbreviate(use: Json) -> str | None:
     return folded_addresses(use["devices"]) or use["gpu"]
 
 
@@ -213,20 +213,23 @@ def _show_clients(output: str) -> None:
 
 
 def clients_table(clients: Sequence[MpsClient], *, wide: bool = False) -> str:
-    """The clients for people; a command that runs in a container has its name before it."""
+    """Format the clients for people; commands in containers are preceded by the container's name."""
     return table(_CLIENT_COLUMNS, clients, none="No clients.", wide=wide)
 
 
 def _clients_text(answer: ClientList, *, wide: bool) -> str:
-    """What must be known first, the clients, their servers, the clients that wait, and what is not known."""
+    """Format failed servers, clients, their servers, waiting clients, and errors."""
     servers = answer["servers"]
     failed = notes(
-        (f"FAULT: {_named(server)}", "its jobs have failed; it accepts new ones once they have ended")
+        (
+            f"FAULT: {_describe_server(server)}",
+            "its jobs have failed; it accepts new ones once they have ended",
+        )
         for server in servers
         if server["state"] == SERVER_FAULT
     )
     others = notes(
-        (_named(server), server["state"] or "running")
+        (_describe_server(server), server["state"] or "running")
         for server in servers
         if server["state"] != SERVER_FAULT
     )
@@ -236,21 +239,22 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
         if client["mps"] is False
     )
     unknown = notes(("Incomplete", error) for error in answer["errors"])
-    waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
+    waiting = notes(("Waiting", _describe_waiting(client)) for client in answer["waiting"])
     hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
     found = clients_table(answer["clients"], wide=wide)
     return failed + found + outside_mps + others + waiting + hint + unknown
 
 
-def _waiting(one: WaitingClient) -> str:
-    who = f"PID {one['pid']} of {user_of(one)} ({one['command']}) has waited {age_of(one['since'])}"
-    return f"{who} for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
+def _describe_waiting(client: WaitingClient) -> str:
+    process = f"PID {client['pid']} of {user_of(client)} ({client['command']})"
+    server = f"the MPS server (PID {client['server']}) of {client['server_user']}, domain {client['domain']}"
+    return f"{process} has waited {age_of(client['since'])} for {server}"
 
 
-def _named(server: MpsServer) -> str:
+def _describe_server(server: MpsServer) -> str:
     return f"MPS server (PID {server['pid']}) of {user_of(server)}, domain {server['domain']}"
 
 
 def user_of(process: ProcessFields) -> str:
-    """The user's name as a sentence has it."""
+    """Return the user's name for use in a sentence."""
     return str(process["user"] or "an unknown user")

@@ -1,4 +1,4 @@
-"""`yunion-mps top`: who uses what, repainted until a key or a signal ends it, or printed once."""
+"""`yunion-mps top`: shows who uses what, updated until a key or signal ends it, or once."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
     _News = tuple[bool, Union[Poll, ClientList, BaseException]]
 
-_INSTEAD = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
+_HINT = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
 _PIPE_COLUMNS = 120
-#: Here the question for clients may take long: waking many GPUs takes tens of seconds.
+#: The timeout of queries for clients: waking many GPUs takes tens of seconds.
 _CLIENTS_S = 150.0
 _NEWEST_EVENTS = 20
-#: What no event tells, such as a compute mode, is asked for again after so long.
+#: Values that change without an event, such as compute modes, are at most this old.
 _STALE_S = 30.0
-#: A question is asked again after so many times its own duration, so that asking costs next to nothing.
-_REST = 20.0
-_MAX_REST_S = 60.0
-#: A daemon that did not answer is asked again so soon, however long the interval is.
+#: A query is repeated after this many times its own duration, so that querying costs next to nothing.
+_PAUSE_FACTOR = 20.0
+_MAX_PAUSE_S = 60.0
+#: The longest pause before a failed query is repeated, however long the interval is.
 _RETRY_S = 2.0
 
 
@@ -79,21 +79,21 @@ def top(once: bool, interval: int) -> None:
 
 
 def _refuse_without_screen() -> None:
-    """Raise YunionError if nothing can be drawn, or no key be read."""
+    """Raise YunionError if the terminal cannot be drawn on, or keys cannot be read."""
     if not (os.isatty(0) and os.isatty(1)):
-        raise YunionError("top needs a terminal", _INSTEAD)
+        raise YunionError("top needs a terminal", _HINT)
     if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         name = os.environ.get("TERM") or "not set"
-        raise YunionError(f"top cannot draw on this terminal: TERM is {name}", _INSTEAD)
+        raise YunionError(f"top cannot draw on this terminal: TERM is {name}", _HINT)
 
 
 def _once(first: Poll) -> str:
-    """All of it, in the width of the terminal if there is one."""
+    """Format everything, in the width of the terminal if there is one."""
     clients = ask_clients_soon()
-    asked = os.environ.get("COLUMNS", "")
-    columns = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 5 else 0
-    look = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
-    shown = frame(scene(first, clients), look, None, time.time(), 0)
+    width_text = os.environ.get("COLUMNS", "")
+    columns = int(width_text) if width_text.isascii() and width_text.isdigit() and len(width_text) < 5 else 0
+    state = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
+    shown = frame(scene(first, clients), state, None, time.time(), 0)
     text = ""
     for line in ("".join(part for part, _ in line).rstrip() for line in shown.lines):
         text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
@@ -101,7 +101,7 @@ def _once(first: Poll) -> str:
 
 
 def poll(before: Poll | None = None) -> Poll:
-    """What the daemon says now; raises YunionError. The devices are those of `before` if nothing happened."""
+    """Query the daemon; raises YunionError. The devices are those of `before` if nothing has happened."""
     status = call(GET_STATUS)
     events = call(GET_EVENTS, limit=_NEWEST_EVENTS)
     leases = call(GET_LEASES)
@@ -115,10 +115,10 @@ def poll(before: Poll | None = None) -> Poll:
 
 
 class _Poller:
-    """Asks in the background, puts into `news` what comes of it, and calls `wake` then.
+    """Queries the daemon in the background, puts results into `news`, and then calls `wake`.
 
-    News are whether the question was about the clients, and the answer or the error. The clients are asked
-    for apart from the rest: that question may take long, and the rest goes on.
+    A result is a pair: whether it is about the clients, and the answer or error. Clients are queried
+    separately, because that may take long.
     """
 
     def __init__(self, first: Poll, interval_s: float, wake: Callable[[], None]) -> None:
@@ -129,30 +129,30 @@ class _Poller:
         threads.start(lambda: self._repeat(interval_s, about_clients=False), threads.ignore_outcome)
         threads.start(lambda: self._repeat(0.0, about_clients=True), threads.ignore_outcome)
 
-    def _ask(self, about_clients: bool) -> Poll | ClientList:
+    def _query(self, about_clients: bool) -> Poll | ClientList:
         if about_clients:
             return ask_clients(_CLIENTS_S)
         self._last = poll(self._last)
         return self._last
 
     def _repeat(self, wait_s: float, *, about_clients: bool) -> None:
-        fault = False
-        while not fault:
+        is_broken = False
+        while not is_broken:
             time.sleep(wait_s)
             begin_s = time.monotonic()
             wait_s = self._interval_s
             try:
-                self.news.put((about_clients, self._ask(about_clients)))
-                wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _MAX_REST_S))
-            except BaseException as error:  # noqa: BLE001 - a fault is raised where the terminal is restored
+                self.news.put((about_clients, self._query(about_clients)))
+                wait_s = max(wait_s, min(_PAUSE_FACTOR * (time.monotonic() - begin_s), _MAX_PAUSE_S))
+            except BaseException as error:  # noqa: BLE001 - raised where the terminal is restored
                 self.news.put((about_clients, error))
                 wait_s = min(wait_s, _RETRY_S)
-                fault = not isinstance(error, YunionError)
+                is_broken = not isinstance(error, YunionError)
             self._wake()
 
 
 def live(first: Poll, interval_s: int) -> None:
-    """Show it until a key or a signal ends it; the signal has its effect once the terminal is restored."""
+    """Draw until a key or a signal ends it; the signal takes effect once the terminal is restored."""
     utf8 = is_utf8()
     terminal = Terminal(utf8=utf8, colour=not os.environ.get("NO_COLOR"))
     with WakeUp() as wake_up:
@@ -170,7 +170,7 @@ def live(first: Poll, interval_s: int) -> None:
 
 
 def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> int:
-    """Go on until a key or a signal ends it; returns that signal, 0 for a key."""
+    """Handle keys, signals and news; return the signal that ends it, 0 for a key."""
     ready = select.poll()
     ready.register(0, select.POLLIN)
     ready.register(wake_up, select.POLLIN)
@@ -194,12 +194,12 @@ def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> i
                 return 0
             if not all(view.press(key) for key in keys):
                 return 0
-        view.learn(poller.news)
+        view.update(poller.news)
         view.draw()
 
 
 class _View:
-    """What is looked at, and how."""
+    """What is shown, and how."""
 
     def __init__(self, terminal: Terminal, first: Poll, interval_s: int, *, utf8: bool) -> None:
         self._terminal = terminal
@@ -207,14 +207,14 @@ class _View:
         self._last = first
         self._clients = NO_CLIENTS
         self._clients_s = time.time()
-        self._errors: dict[bool, YunionError] = {}  # by what was asked: the clients, or the rest
+        self._errors: dict[bool, YunionError] = {}  # by kind of query: the clients (True), or the rest
         self._scene: Scene | None = None
         self._last_offset = 0
         self._page = 1
-        self._look = ViewState(*terminal.size(), utf8=utf8)
+        self._state = ViewState(*terminal.size(), utf8=utf8)
 
-    def learn(self, queued: queue.SimpleQueue[_News]) -> None:
-        """Take what the daemon said; raises a fault of the thread that asked."""
+    def update(self, queued: queue.SimpleQueue[_News]) -> None:
+        """Take the results of queries; raises an unexpected error of the polling thread."""
         while True:
             try:
                 about_clients, answer = queued.get_nowait()
@@ -232,33 +232,33 @@ class _View:
                 self._clients, self._clients_s = answer, time.time()
 
     def press(self, key: str) -> bool:
-        """Do what the key means; false if that is to quit."""
-        look, offset = self._look, min(self._look.offset, self._last_offset)
+        """Handle a key; return False if it means to quit."""
+        state, offset = self._state, min(self._state.offset, self._last_offset)
         moves = {
             "up": offset - 1, "k": offset - 1, "down": offset + 1, "j": offset + 1,
             "page up": offset - self._page, "page down": offset + self._page, " ": offset + self._page,
             "home": 0, "g": 0, "end": self._last_offset, "G": self._last_offset,
         }  # fmt: skip
         if key in moves:
-            self._look = look._replace(offset=min(max(moves[key], 0), self._last_offset))
+            self._state = state._replace(offset=min(max(moves[key], 0), self._last_offset))
         elif key == "s":
-            self._look = look._replace(order=_next(ORDERS, look.order), offset=0)
+            self._state = state._replace(order=_next(ORDERS, state.order), offset=0)
         elif key == "v":
-            self._look = look._replace(view=_next(VIEWS, look.view), offset=0)
+            self._state = state._replace(view=_next(VIEWS, state.view), offset=0)
         return key not in ("q", "Q")
 
     def draw(self) -> None:
-        """Draw it, in the size that the terminal has now."""
+        """Draw the view in the current size of the terminal."""
         columns, rows = self._terminal.size()
-        self._look = self._look._replace(columns=columns, rows=rows)
+        self._state = self._state._replace(columns=columns, rows=rows)
         if self._scene is None:
             self._scene = scene(self._last, self._clients)
-        shown = frame(self._scene, self._look, self._outage(), time.time(), self._interval_s)
+        shown = frame(self._scene, self._state, self._outage(), time.time(), self._interval_s)
         self._last_offset, self._page = shown.last_offset, shown.page
         self._terminal.draw(shown.lines)
 
     def _outage(self) -> Outage | None:
-        """Why what is shown is old, None if it is not."""
+        """Return why the data shown are old, if they are."""
         if about_all := self._errors.get(False):
             return Outage(self._last.taken_s, about_all.message, about_all.hint)
         if about_clients := self._errors.get(True):

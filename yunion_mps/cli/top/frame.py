@@ -1,4 +1,4 @@
-"""One frame of `top`: lines of words and styles that fit a terminal. Time and size are given."""
+"""A frame of `top`: styled lines of text that fit the terminal. Time and size are parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
 from yunion_mps.units import seconds
 
-#: Words in one style: "" is the terminal's own.
+#: Text with a style; "" is the terminal's own style.
 Line = list[tuple[str, str]]
 
-#: What a line with a hint begins with.
+#: The beginning of a line with a hint.
 HINT = "  hint: "
 VIEWS = ("all", "GPUs", "devices")
-#: As many rows as there are lines, to print a frame whole.
+#: As many rows as there are lines, to print a complete frame.
 WHOLE = 1_000_000
 
 _HEADINGS = {
@@ -42,17 +42,17 @@ _WIDTHS = {
     "since": 6,
     "command": 10,
 }
-#: What a narrow terminal can do without, the least useful first.
+#: Columns that a narrow terminal omits, the least useful first.
 _DROP = ("since", "threads", "pid", "command", "user", "busy", "bar")
-_ON_THE_RIGHT = ("used", "of", "threads", "busy", "pid", "since")
+_RIGHT_ALIGNED = ("used", "of", "threads", "busy", "pid", "since")
 _WIDEST_BAR, _WIDEST_USER = 24, 14
-#: From this share of a budget on, a bar warns.
-_NEARLY = 0.9
+#: A bar warns from this share of the budget.
+_WARNING_SHARE = 0.9
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class ViewState(NamedTuple):
-    """How it is looked at: the size, the order, the view, and how far it was scrolled."""
+    """The size, order, view and scroll position."""
 
     columns: int
     rows: int
@@ -63,7 +63,7 @@ class ViewState(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """Why the daemon has not answered since then (s since 1970), or if that is None, what is not known."""
+    """Why there has been no answer since `since_s` (s since 1970), or if that is None, what is unknown."""
 
     since_s: float | None
     why: str
@@ -71,7 +71,7 @@ class Outage(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The lines, and by how many rows one can scroll at most and turns a page."""
+    """The lines, the last scroll position, and the rows on a page."""
 
     lines: list[Line]
     last_offset: int
@@ -79,40 +79,40 @@ class Frame(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """How many lines each part gets, its heading with it."""
+    """The number of lines of each part, including headings."""
 
     gpus: int
     devices: int
     events: int
 
 
-def frame(scene: Scene, look: ViewState, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
-    """What there is to see; with `outage`, what there was to see."""
-    whole = look.rows >= WHOLE
-    top = _top(scene, outage, now_s)
-    top += _findings(scene, len(scene.findings) * 2 if whole else look.rows // 6)
-    foot = [] if whole else [_foot(look, interval_s)]
-    room = _room(scene, look, look.rows - len(top) - len(foot))
-    widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], look.columns)
-    view_gpus = look.view == "GPUs"
+def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
+    """Draw the scene; with `outage`, it is out of date."""
+    whole = state.rows >= WHOLE
+    top = _header(scene, outage, now_s)
+    top += _findings(scene, len(scene.findings) * 2 if whole else state.rows // 6)
+    footer = [] if whole else [_footer(state, interval_s)]
+    room = _room(scene, state, state.rows - len(top) - len(footer))
+    widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], state.columns)
+    view_gpus = state.view == "GPUs"
     gpus, gpus_over = _table(
-        "GPU", sorted_gpus(scene.gpus, look.order), room.gpus, look.offset if view_gpus else 0, widths, look,
-        now_s,
+        "GPU", sorted_gpus(scene.gpus, state.order), room.gpus, state.offset if view_gpus else 0, widths,
+        state, now_s,
     )  # fmt: skip
     devices, devices_over = _table(
-        "DEVICE", sorted_devices(scene.devices, look.order), room.devices, look.offset, widths, look, now_s
+        "DEVICE", sorted_devices(scene.devices, state.order), room.devices, state.offset, widths, state, now_s
     )
-    lines = [*top, *gpus, *devices, *_events(scene, look, room.events, now_s)]
+    lines = [*top, *gpus, *devices, *_events(scene, state, room.events, now_s)]
     if whole:
         fitted = [[(cell(text), style) for text, style in line] for line in lines]
     else:
-        lines = lines[: look.rows - 1] + [[]] * (look.rows - 1 - len(lines)) + foot
-        fitted = [_fitted(line, look) for line in lines[: look.rows]]
+        lines = lines[: state.rows - 1] + [[]] * (state.rows - 1 - len(lines)) + footer
+        fitted = [_cut(line, state) for line in lines[: state.rows]]
     page = (room.gpus if view_gpus else room.devices) - 1
     return Frame(fitted, gpus_over if view_gpus else devices_over, max(page, 1))
 
 
-def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
+def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
     status = scene.host.answers.status
     begin = (f"yunion-mps {status['version']}  {clock(now_s)}  ", "bold")
     why: list[Line] = []
@@ -132,16 +132,15 @@ def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
 
 
 def clock(moment_s: float) -> str:
-    """The time of day."""
     return time.strftime("%H:%M:%S", time.localtime(moment_s))
 
 
 def _counts(scene: Scene) -> Line:
-    """What there is, in one line."""
+    """Summarise the scene on one line."""
     answers, devices = scene.host.answers, scene.host.devices
     waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
-    total = sum(len(one.devices) for one in scene.host.holdings if one.gpu in listed)
+    total = sum(len(holding.devices) for holding in scene.host.holdings if holding.gpu in listed)
     pools = [gpu["memory_free_mib"] for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
     parts = [
         count(len(scene.gpus), "GPU"),
@@ -154,38 +153,39 @@ def _counts(scene: Scene) -> Line:
     return [("; ".join(parts), "")]
 
 
-def _findings(scene: Scene, most: int) -> list[Line]:
-    """What is wrong, and below problems with the same hint that hint, in so many lines."""
+def _findings(scene: Scene, limit: int) -> list[Line]:
+    """Format the findings in at most `limit` lines, with a hint after the last problem that shares it."""
     blocks: list[list[Line]] = []
-    for one, hint in with_hints(scene.findings):
-        blocks.append([[(f"{one.kind}: ", "bad" if one.kind == PROBLEM else "warn"), (one.what, "")]])
-        if hint and one.kind in (NOTICE, PROBLEM):
+    for finding, hint in with_hints(scene.findings):
+        style = "bad" if finding.kind == PROBLEM else "warn"
+        blocks.append([[(f"{finding.kind}: ", style), (finding.what, "")]])
+        if hint and finding.kind in (NOTICE, PROBLEM):
             blocks[-1].append([(f"{HINT}{hint}", "")])
-    if sum(map(len, blocks)) <= most:
+    if sum(map(len, blocks)) <= limit:
         return [line for block in blocks for line in block]
     shown: list[Line] = []
-    left = sum(one.number for one in scene.findings)
-    for one, block in zip(scene.findings, blocks):
-        if len(shown) < most - 1:
+    left = sum(finding.number for finding in scene.findings)
+    for finding, block in zip(scene.findings, blocks):
+        if len(shown) < limit - 1:
             shown += block
-            left -= one.number
+            left -= finding.number
     more = f"{left} more; " if left else ""
-    return [*shown[: max(most - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:most]
+    return [*shown[: max(limit - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:limit]
 
 
-def _room(scene: Scene, look: ViewState, rows: int) -> _Layout:
-    if look.rows >= WHOLE:
+def _room(scene: Scene, state: ViewState, rows: int) -> _Layout:
+    if state.rows >= WHOLE:
         return _Layout(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
     events = min(len(scene.events), 5 if rows >= 16 else 3 if rows >= 11 else 0)
     events += 1 if events else 0
     rest = max(rows - events, 0)
-    if look.view == "GPUs":
+    if state.view == "GPUs":
         return _Layout(rest, 0, events)
-    if look.view == "devices" or rest < 5:
+    if state.view == "devices" or rest < 5:
         return _Layout(0, rest, events)
     gpus = min(len(scene.gpus), max(1, rest // 3 - 1)) + 1
     devices = rest - gpus
-    if devices > len(scene.devices) + 1:  # the rest is the events'
+    if devices > len(scene.devices) + 1:  # the events get the rest
         spare = devices - len(scene.devices) - 1
         gpus += min(spare, len(scene.gpus) + 1 - gpus)
         devices = min(rest - gpus, len(scene.devices) + 1)
@@ -194,13 +194,13 @@ def _room(scene: Scene, look: ViewState, rows: int) -> _Layout:
 
 
 def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
-    """The columns that there is room for, the same for both tables, so that their bars begin alike."""
+    """Return the widths of the columns that fit, the same for both tables, so that their bars are aligned."""
     widths = {"address": max([len("DEVICE"), *map(len, addresses)]) + 1, **_WIDTHS}
     for name in _DROP:
-        if _taken(widths) <= columns:
+        if _total_width(widths) <= columns:
             break
         del widths[name]
-    spare = columns - _taken(widths)
+    spare = columns - _total_width(widths)
     for name, widest, part in (("bar", _WIDEST_BAR, 2), ("user", _WIDEST_USER, 3)):
         if name in widths and spare > 0:
             more = min(widest - widths[name], spare // part)
@@ -211,7 +211,7 @@ def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
     return widths
 
 
-def _taken(widths: dict[str, int]) -> int:
+def _total_width(widths: dict[str, int]) -> int:
     return sum(width + 1 for width in widths.values()) - 1
 
 
@@ -221,32 +221,32 @@ def _table(
     room: int,
     offset: int,
     widths: dict[str, int],
-    look: ViewState,
+    state: ViewState,
     now_s: float,
 ) -> tuple[list[Line], int]:
-    """The heading and as many rows as there is room for, and how many rows there are more."""
+    """Return the heading and as many rows as fit, and the number of other rows."""
     if not room:
         return [], 0
     shown = min(room - 1, len(rows))
     begin = min(offset, len(rows) - shown)
-    words = f" {begin + 1}-{begin + shown}/{len(rows)}" if shown < len(rows) else ""
-    lines = [_heading(_headings(name, words, widths, look), look)]
-    lines += [_line(row, widths, look, now_s) for row in rows[begin : begin + shown]]
+    range_text = f" {begin + 1}-{begin + shown}/{len(rows)}" if shown < len(rows) else ""
+    lines = [_heading(_headings(name, range_text, widths, state), state)]
+    lines += [_line(row, widths, state, now_s) for row in rows[begin : begin + shown]]
     return lines, len(rows) - shown
 
 
-def _headings(name: str, words: str, widths: dict[str, int], look: ViewState) -> str:
-    """The headings of a table; `words` say how much of it is to be seen."""
+def _headings(name: str, range_text: str, widths: dict[str, int], state: ViewState) -> str:
+    """Format a table's headings; `range_text` says which rows are shown."""
     room = widths["address"] + (1 + widths["bar"] if "bar" in widths else 0)
     cells = [
-        fit(_HEADINGS[name].get(one, ""), width, utf8=look.utf8, right_aligned=one in _ON_THE_RIGHT)
-        for one, width in widths.items()
-        if one not in ("address", "bar")
+        fit(_HEADINGS[name].get(column, ""), width, utf8=state.utf8, right_aligned=column in _RIGHT_ALIGNED)
+        for column, width in widths.items()
+        if column not in ("address", "bar")
     ]
-    return " ".join([fit(name + words, room, utf8=look.utf8), *cells])
+    return " ".join([fit(name + range_text, room, utf8=state.utf8), *cells])
 
 
-def _line(row: Row, widths: dict[str, int], look: ViewState, now_s: float) -> Line:
+def _line(row: Row, widths: dict[str, int], state: ViewState, now_s: float) -> Line:
     texts = {
         "address": row.address + row.mark,
         "used": _gib(row.used_mib) if row.in_use else "",
@@ -267,16 +267,16 @@ def _line(row: Row, widths: dict[str, int], look: ViewState, now_s: float) -> Li
         if line:
             line.append((" ", ""))
         if name == "bar":
-            style = "bad" if row.share > 1 else "warn" if row.share >= _NEARLY else "good"
-            line.append((bar(row.share, width, utf8=look.utf8), style))
+            style = "bad" if row.share > 1 else "warn" if row.share >= _WARNING_SHARE else "good"
+            line.append((bar(row.share, width, utf8=state.utf8), style))
         else:
-            shown = fit(texts[name], width, utf8=look.utf8, right_aligned=name in _ON_THE_RIGHT)
+            shown = fit(texts[name], width, utf8=state.utf8, right_aligned=name in _RIGHT_ALIGNED)
             line.append((shown, styles.get(name, "")))
     return line
 
 
 def bar(share: float, width: int, *, utf8: bool) -> str:
-    """A bar of `width` columns for a share from 0 to 1; more than 1 is full. Any share above 0 shows."""
+    """Draw a bar of `width` columns for a share from 0 to 1; above 1 it is full, above 0 never empty."""
     share = min(max(share, 0.0), 1.0)
     if not utf8:
         inner = max(width - 2, 0)
@@ -289,14 +289,14 @@ def bar(share: float, width: int, *, utf8: bool) -> str:
 
 
 def _gib(number_mib: int) -> str:
-    """As much as one can read in passing; every other command counts in MiB."""
+    """Format GiB, which are quicker to read; all other commands use MiB."""
     return f"{number_mib / 1024:.1f}"
 
 
-def _events(scene: Scene, look: ViewState, room: int, now_s: float) -> list[Line]:
-    """The newest first."""
+def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Line]:
+    """Format the events, newest first."""
     newest = list(reversed(scene.events))[: max(room - 1, 0)]
-    lines = [_heading("EVENTS", look)] if newest else []
+    lines = [_heading("EVENTS", state)] if newest else []
     for event in newest:
         then_s = seconds(event["time"])
         form = "%H:%M:%S" if now_s - then_s < 86400 else "%d %b  "
@@ -309,25 +309,25 @@ def _events(scene: Scene, look: ViewState, room: int, now_s: float) -> list[Line
     return lines
 
 
-def _heading(text: str, look: ViewState) -> Line:
-    return [(fit(text, look.columns, utf8=look.utf8), "head")]
+def _heading(text: str, state: ViewState) -> Line:
+    return [(fit(text, state.columns, utf8=state.utf8), "head")]
 
 
-def _foot(look: ViewState, interval_s: int) -> Line:
-    arrows = "↑↓" if look.utf8 else "j k"
-    keys = (("q", "quit"), ("s", f"sort: {look.order}"), ("v", f"view: {look.view}"), (arrows, "scroll"))
+def _footer(state: ViewState, interval_s: int) -> Line:
+    arrows = "↑↓" if state.utf8 else "j k"
+    keys = (("q", "quit"), ("s", f"sort: {state.order}"), ("v", f"view: {state.view}"), (arrows, "scroll"))
     line: Line = []
-    for key, means in keys:
-        line += [(f" {key} ", "head"), (f" {means} ", "")]
+    for key, action in keys:
+        line += [(f" {key} ", "head"), (f" {action} ", "")]
     return [*line, (f" every {interval_s} s", "dim")]
 
 
-def _fitted(line: Line, look: ViewState) -> Line:
-    """The line in the columns that there are."""
-    left = look.columns
+def _cut(line: Line, state: ViewState) -> Line:
+    """Cut the line to the width of the terminal."""
+    left = state.columns
     fitted: Line = []
     for text, style in line:
-        shown = fit(text, min(display_width(text), left), utf8=look.utf8)
+        shown = fit(text, min(display_width(text), left), utf8=state.utf8)
         fitted.append((shown, style))
         left -= display_width(shown)
         if left <= 0:

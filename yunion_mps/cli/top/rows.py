@@ -1,4 +1,4 @@
-"""What a frame of `top` shows, made from the daemon's answers: a row for each GPU and device. Pure."""
+"""The data of a frame of `top`, made from the daemon's answers: a row for each GPU and device. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from yunion_mps.units import filled, seconds
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Event, Gpu
 
-#: Behind the address of what needs attention: over budget or outside MPS, and used without a device.
+#: Marks after an address: over budget or outside MPS, and used without a device.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
 
 ORDERS = ("busiest", "device", "user", "longest")
 
 
 class Poll(NamedTuple):
-    """What the daemon said at `taken_s` (s since 1970), without its clients.
+    """The daemon's answers at `taken_s` (s since 1970), without the clients.
 
-    GPUs and devices were asked for at `devices_s` by the monotonic clock, and again once `seen` has changed.
+    GPUs and devices are from `devices_s` (monotonic clock), and are queried again once `seen` changes.
     """
 
     taken_s: float
@@ -35,10 +35,10 @@ class Poll(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A GPU, a device, or what is used without one: the memory that it has and what is used of it, in MiB.
+    """A GPU, a device, or use without a device; memory is in MiB.
 
-    Of a GPU, `user` is how many of its devices are in use, and `pid` the number of its processes. `busy` is
-    its utilization in %, that of its SMs for a device.
+    For a GPU, `user` says how many of its devices are in use, and `pid` is the number of processes. `busy` is
+    the utilization in %; for a device, of the SMs.
     """
 
     address: str
@@ -56,12 +56,12 @@ class Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What is used of its memory: 1 is all of it."""
+        """The share of its memory that is used."""
         return self.used_mib / self.of_mib if self.of_mib else 0.0
 
 
 class Scene(NamedTuple):
-    """All that there is to see; `findings` are folded."""
+    """Everything to show; `findings` are folded."""
 
     host: HostOverview
     events: list[Event]
@@ -71,11 +71,11 @@ class Scene(NamedTuple):
 
 
 def scene(poll: Poll, clients: ClientList) -> Scene:
-    """What there is to see by the daemon's answers."""
+    """Return everything to show."""
     host = HostOverview.of(poll.answers._replace(clients=clients))
     answers = host.answers
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
-    for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
+    for lease in answers.leases:  # a leased device of a pool is not listed
         budgets.update(zip(lease["devices"], lease["memory_mib"]))
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
     devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
@@ -83,7 +83,7 @@ def scene(poll: Poll, clients: ClientList) -> Scene:
 
 
 def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
-    """The rows in one of `ORDERS`; what is used comes before what is free, but for `device`."""
+    """Sort rows by one of `ORDERS`; rows in use come first, except for `device`."""
     if order == "busiest":
         return sorted(rows, key=lambda row: (row.mark == "", -row.share, not row.in_use))
     if order == "user":
@@ -94,7 +94,7 @@ def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
 
 
 def sorted_gpus(rows: Iterable[Row], order: str) -> list[Row]:
-    """The rows, those with the most used memory first if that is the order."""
+    """Sort rows by the share of memory used, or not at all."""
     return sorted(rows, key=lambda row: -row.share) if order == "busiest" else list(rows)
 
 
@@ -114,7 +114,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             f"{in_use[address]} of {devices[address]}",
             processes[address],
             gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
-            in_use=gpu["memory_mib"] is not None,  # of a lost one nothing is known
+            in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
         )
@@ -124,7 +124,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
 
 
 def _pool_row(gpu: Gpu) -> Row:
-    """What is left of a GPU whose memory is handed out in units: it becomes a device once it is leased."""
+    """Return a row for the free memory of a pool, which becomes a device once it is leased."""
     left_mib = gpu["memory_free_mib"]
     user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
     return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "in units", in_use=False)
@@ -132,7 +132,7 @@ def _pool_row(gpu: Gpu) -> Row:
 
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     mark = TROUBLED if holding.outside_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
-    first = max(holding.holders, key=lambda one: one.memory_mib or 0, default=None)
+    first = max(holding.holders, key=lambda process: process.memory_mib or 0, default=None)
     more = len(holding.processes) - 1
     row = Row(
         holding.named or holding.gpu,

@@ -1,7 +1,7 @@
-"""The terminal: drawn on without flicker, read key by key, and left as it was however that ends.
+"""The terminal: drawn without flicker, read key by key, and always restored at the end.
 
-Plain control sequences of ECMA-48, which every terminal of today knows, and no curses: nothing of terminfo
-has to be installed, and a frame is one write.
+It uses plain control sequences of ECMA-48, which every modern terminal supports, instead of curses: terminfo
+is not needed, and a frame is a single write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import FrameType
 
 from yunion_mps.cli.top.frame import Line
 
-#: The alternate screen, without a cursor; and back.
+#: Switch to the alternate screen without a cursor, and back.
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
 _LEAVE = b"\x1b[0m\x1b[?25h\x1b[?1049l"
 _SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
-#: These end a program; the terminal is restored before they have their effect.
+#: Signals that end a program; the terminal is restored before they take effect.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _OTHERS = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _KEYS = {
@@ -29,12 +29,12 @@ _KEYS = {
     b"1~": "home", b"4~": "end", b"7~": "home", b"8~": "end",
 }  # fmt: skip
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z]|[0-9]*~)|\x1b[\[O]?[0-9;]*$|\x1b|[^\x1b]")
-#: How long the rest of a key may take, on a slow line.
+#: How long the rest of a key's sequence may take on a slow line.
 _REST_OF_KEY_MS = 100
 
 
 class WakeUp:
-    """What the loop waits for beside keys: signals, and threads with an answer."""
+    """Wakes the loop for signals and for results of threads."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -43,8 +43,8 @@ class WakeUp:
         self._before: dict[signal.Signals, object] = {}
 
     def wake(self) -> None:
-        """Let the loop go on; may be called in any thread."""
-        with contextlib.suppress(BlockingIOError):  # full: it goes on anyway
+        """Wake the loop; may be called on any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
             os.write(self._writer, b"\0")
 
     def fileno(self) -> int:
@@ -57,7 +57,7 @@ class WakeUp:
 
     def __enter__(self) -> WakeUp:  # noqa: PYI034 - typing.Self is not in 3.9
         for number in (*STOP_SIGNALS, *_OTHERS):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) != signal.SIG_IGN:  # as set by nohup
                 self._before[number] = signal.signal(number, _only_wake)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
@@ -69,7 +69,7 @@ class WakeUp:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The signal's number goes through the pipe."""
+    """A handler that does nothing: the signal's number is written to the pipe."""
 
 
 class Terminal:
@@ -84,27 +84,27 @@ class Terminal:
         self._typed = b""
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows; 80 and 24 if it does not tell, as over a serial line."""
+        """Return columns and rows; 80 and 24 if they are unknown, as on a serial line."""
         size = os.get_terminal_size(self._out)
         return size.columns or 80, size.lines or 24
 
     def enter(self) -> None:
-        """Take the terminal: each key comes at once and unseen, and the cursor is away."""
+        """Take the terminal: read keys immediately and without echo, and hide the cursor."""
         tty.setcbreak(self._in, termios.TCSANOW)
         self._drawn = []
         os.write(self._out, _ENTER)
 
     def leave(self) -> None:
-        """Restore it; does nothing if it is gone."""
+        """Restore the terminal; does nothing if it is gone."""
         with contextlib.suppress(OSError, termios.error):
-            for action in (termios.TCOOFF, termios.TCOON):  # Ctrl-S would keep us here; only both undo it
+            for action in (termios.TCOOFF, termios.TCOON):  # Ctrl-S would block us; only both undo it
                 termios.tcflow(self._out, action)
             os.write(self._out, _LEAVE)
         with contextlib.suppress(OSError, termios.error):
             termios.tcsetattr(self._in, termios.TCSANOW, self._before)
 
     def stop(self) -> None:
-        """Do what Ctrl-Z does, and go on when it goes on."""
+        """Stop as Ctrl-Z does, and redraw when continued."""
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -112,7 +112,7 @@ class Terminal:
         self.enter()
 
     def draw(self, lines: list[Line]) -> None:
-        """Show these lines: one write of those that have changed, or none if its output was stopped."""
+        """Draw these lines: writes only changed lines, and nothing while output is stopped."""
         columns, rows = self.size()
         encoded = [self._encoded(line, columns) for line in lines[:rows]]
         begin = b"" if self._drawn else b"\x1b[0m\x1b[2J"
@@ -132,11 +132,11 @@ class Terminal:
             self._drawn = encoded
 
     def forget(self) -> None:
-        """Draw all of it next time: the size has changed."""
+        """Draw everything next time, because the size has changed."""
         self._drawn = []
 
     def keys(self) -> list[str]:
-        """The keys that were pressed, with names for those that have no character; raises EOFError."""
+        """Return the keys pressed, by name if they have no character; raises EOFError."""
         piece = os.read(self._in, 1024)
         if not piece:
             raise EOFError
@@ -147,7 +147,7 @@ class Terminal:
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
-            found.append(_named(match[0]))
+            found.append(_key_name(match[0]))
         return [key for key in found if key]
 
     def _more_comes(self) -> bool:
@@ -156,13 +156,13 @@ class Terminal:
         return bool(poll.poll(_REST_OF_KEY_MS))
 
     def _encoded(self, line: Line, columns: int) -> bytes:
-        taken, pieces = 0, []
+        width, pieces = 0, []
         for text, style in line:
-            taken += len(text)
+            width += len(text)
             code = _SGR.get(style) if self._colour else None
             pieces.append(f"\x1b[{code}m{text}\x1b[0m" if code else text)
-        # At the right margin the rest of the line is the last character itself.
-        end = "" if taken >= columns else "\x1b[K"
+        # At the right margin, clearing the rest of the line would delete the last character.
+        end = "" if width >= columns else "\x1b[K"
         return ("".join(pieces) + end).encode("utf-8" if self._utf8 else "ascii", "replace")
 
 
@@ -170,8 +170,8 @@ def _is_begun(key: bytes) -> bool:
     return key[:1] == b"\x1b" and re.fullmatch(rb"\x1b([\[O][0-9;]*)?", key) is not None
 
 
-def _named(key: bytes) -> str:
-    """The character, the name of a key that has none, or nothing for one that means nothing here."""
+def _key_name(key: bytes) -> str:
+    """Return the key's character or name, "" for an unsupported key."""
     if key[:1] != b"\x1b":
         return key.decode("ascii", "ignore")
     return _KEYS.get(key[2:], "")
