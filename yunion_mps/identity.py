@@ -18,7 +18,6 @@ NAMESPACE = "9f730301-df5c-5d50-ba8a-1c8a10bd4344"
 
 
 def uuid5(namespace: str, name: str) -> str:
-    """Return the UUID of `name` in the namespace, itself a UUID."""
     data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
     return _uuid(sha1(data).digest(), 5)  # noqa: S324 - prescribed by the standard, and no secret
 

@@ -100,8 +100,6 @@ class Config(NamedTuple):
 
 
 class PcieLink(NamedTuple):
-    """The capability of a GPU's PCI Express link."""
-
     version: str
     transfer_rate_per_lane: str
     lane_width: int

@@ -62,7 +62,6 @@ def call(
 
 
 def listed_devices() -> list[Device]:
-    """Return all devices; raises like `call`."""
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 

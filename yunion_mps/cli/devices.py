@@ -248,7 +248,6 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
 
 
 def footer(answer: DeviceList) -> str:
-    """Return Cloudpods' last line."""
     total, limit, offset = answer["total"], answer["limit"], answer["offset"]
     size = limit or max(total, 1)
     pages = -(-total // size)

@@ -56,7 +56,6 @@ class Column(NamedTuple):
 
 
 def output_option(function: F, formats: Sequence[str] = FORMATS) -> F:
-    """Add the option `--output` to a command."""
     option = click.option(
         "-o", "--output", type=click.Choice(formats), default="table", metavar="FORMAT",
         help=f"Output format: {', '.join(formats)}. Default: table.",
@@ -70,7 +69,6 @@ def wide_output_option(function: F) -> F:
 
 
 def fields(answer: Mapping[str, object], names: Iterable[str]) -> list[object]:
-    """Return these fields of an answer as a row."""
     return [answer[name] for name in names]
 
 

@@ -188,7 +188,6 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
-    """Format a line for each queued request, in order."""
     text = ""
     for request in waiting:
         user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
@@ -256,5 +255,4 @@ def _describe_server(server: MpsServer) -> str:
 
 
 def user_of(process: ProcessFields) -> str:
-    """Return the user's name for use in a sentence."""
     return str(process["user"] or "an unknown user")

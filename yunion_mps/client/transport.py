@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """Calls the daemon's operations, and sleeps."""
-
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer, as `DaemonClient.call` returns it; raises YunionError."""
 

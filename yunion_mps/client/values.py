@@ -44,7 +44,6 @@ def members(kind: Any) -> dict[str, tuple[str, Any]]:
 
 @cache
 def _maker(kind: Any) -> Callable[[Any], Any]:
-    """The function that makes a value of this type from its JSON."""
     if get_origin(kind) is Union:  # Optional
         make = _maker(get_args(kind)[0])
         return lambda json: None if json is None else make(json)

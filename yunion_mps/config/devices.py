@@ -80,8 +80,6 @@ def read_devices(file: str, *, must_exist: bool, max_devices: int) -> tuple[Devi
 
 
 class _Reader:
-    """Reads the file and collects its problems."""
-
     def __init__(self, file: str, max_devices: int) -> None:
         self._file = file
         self._max_devices = max_devices

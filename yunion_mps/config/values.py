@@ -221,7 +221,6 @@ def normalise_endpoint(value: str) -> str:
 
 
 def split_endpoint(listen: str) -> tuple[str, int]:
-    """Split an endpoint into address and port."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 

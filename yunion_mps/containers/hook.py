@@ -127,7 +127,6 @@ def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
 
 
 def _read_environment(state: Mapping[str, Any]) -> dict[str, str]:
-    """The container's environment, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
             words = json.load(file)["process"]["env"]
@@ -141,7 +140,6 @@ def _one_line(text: str) -> str:
 
 
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
-    """Write the line to the system's log, if there is one."""
     container = _one_line(str(state.get("id", ""))[:_SHORT_ID])
     text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:

@@ -38,8 +38,6 @@ _DOCKER_CONFIG = "/var/lib/docker/containers/{id}/config.v2.json"
 
 
 class Container(NamedTuple):
-    """A container: its full id, and its name."""
-
     id: str
     name: str
 
@@ -51,10 +49,7 @@ class _CgroupMatch(NamedTuple):
 
 
 class Containers:
-    """Finds containers, and caches their names."""
-
     def __init__(self, paths: Paths, proc: str = "/proc") -> None:
-        """`proc` is where proc(5) is mounted."""
         self._paths = paths
         self._proc = proc
         #: By id, the latest name in the engine's files or its monitor; empty if there is none.

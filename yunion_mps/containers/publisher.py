@@ -35,7 +35,6 @@ _PROGRAM = "/usr/bin/yunion-mps"
 
 
 def lease_file(lease_id: str) -> str:
-    """The name of the lease's file."""
     return f"{_LEASE}{lease_id}{_END}"
 
 
@@ -138,7 +137,6 @@ class CdiPublisher:
             self._files.write(lease_file(lease.id), lease_spec(lease, planned, host))
 
     def forget(self, lease: Lease) -> None:
-        """Remove the file of a lease that has ended."""
         self._leases.pop(lease.id, None)
         if lease.cdi:
             self._files.remove(lease_file(lease.id))

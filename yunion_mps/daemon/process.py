@@ -42,7 +42,6 @@ class Signals:
             os.read(self._wake, 4096)
 
     def take_reload(self) -> bool:
-        """Whether a reload was requested since the last call."""
         requested, self._reload = self._reload, False
         return requested
 

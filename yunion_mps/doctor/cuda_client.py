@@ -101,8 +101,6 @@ class DeviceProbe(TypedDict):
 
 
 class CudaError(Exception):
-    """A failed call, with CUDA's error code and name."""
-
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
         self.call, self.code, self.name = call, code, name
@@ -121,7 +119,6 @@ class CudaDriver:
             raise CudaError("dlopen", NO_LIBRARY, str(error)) from None
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function; raises CudaError if it fails."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -167,7 +164,6 @@ class CudaGpu:
         return function
 
     def name(self) -> str:
-        """Return the driver's name of the GPU."""
         name = ctypes.create_string_buffer(256)
         self._call("cuDeviceGetName", name, c_int(len(name)), self._device)
         return name.value.decode(errors="replace")
@@ -193,7 +189,6 @@ class CudaGpu:
         return address.value
 
     def allocate(self, mib: int) -> None:
-        """Allocate memory until `release`."""
         self._allocations.append(self._allocate(mib * MIB))
 
     def release(self) -> None:
@@ -222,7 +217,6 @@ class CudaGpu:
 
 
 def _gets(gpu: CudaGpu, mib: int) -> bool:
-    """Whether memory of this size can be allocated."""
     try:
         gpu.allocate(mib)
     except CudaError as error:

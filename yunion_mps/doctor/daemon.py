@@ -27,7 +27,6 @@ _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon
 
 @check("daemon", DAEMON_UNREACHABLE)
 def daemon(host: Host) -> Findings:
-    """The daemon, and the state of its domains."""
     try:
         status = host.status()
     except UnreachableError as error:

@@ -164,7 +164,6 @@ def _is_below(directory: str, path: str) -> bool:
 
 @check("disk space", DISK_FULL, "the pipe and log directories have free space")
 def space(host: Host) -> Findings:
-    """Free space for sockets and logs."""
     checked = set()
     for directory in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
         while not os.path.exists(directory):

@@ -230,7 +230,6 @@ def vgpu(host: Host) -> Findings:
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
-    """Whether limits are enforced at all."""
     for gpu in host.our_gpus():
         if not gpu.reason and not enforces_budgets(gpu):
             what = (

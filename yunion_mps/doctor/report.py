@@ -41,8 +41,6 @@ def checks(
 
 
 class Line(NamedTuple):
-    """A finding and the name of its check."""
-
     check: str
     finding: Finding
 
@@ -64,7 +62,6 @@ class Report(NamedTuple):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of lines of each level, the worst first."""
         found = Counter(line.finding.level for line in self.lines)
         return {level: found[level] for level in NAGIOS_CODES}
 

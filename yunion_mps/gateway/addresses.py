@@ -36,7 +36,6 @@ def remove(paths: Paths) -> None:
 
 
 def read(paths: Paths) -> dict[str, str]:
-    """Return the addresses by key."""
     try:
         with open(paths.gateway, encoding="utf-8") as file:
             found = json.load(file)

@@ -121,7 +121,6 @@ class OverviewCache:
         return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _query_clients(self) -> Sequence[str]:
-        """Query the processes on the GPUs; return the errors."""
         if self._pending_clients is None:
             request = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
             self._pending_clients = asyncio.ensure_future(request)

@@ -276,7 +276,6 @@ class Listeners:
     """A listener for each key of host.conf with an address."""
 
     def __init__(self, handlers: Mapping[str, Application]) -> None:
-        """`handlers` answer requests, by key."""
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}
         self._logged: dict[str, str] = {}

@@ -47,7 +47,6 @@ def write_atomically(
 
 
 def version_of(path: str, *, follow_symlinks: bool = True) -> FileVersion | None:
-    """Return the version of the file; None if it cannot be found."""
     try:
         return _version(os.stat(path, follow_symlinks=follow_symlinks))
     except OSError:

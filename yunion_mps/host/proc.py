@@ -100,7 +100,6 @@ def name_of(pid: int) -> str:
 
 
 def command_of(pid: int, most: int = 100) -> str:
-    """Return the command line, truncated to `most` characters."""
     return decoded(_read(pid, "cmdline", 4 * most).replace(b"\0", b" ").strip())[:most]
 
 
@@ -113,7 +112,6 @@ def program_of(pid: int) -> str:
 
 
 def program_name(pid: int) -> str:
-    """Return the file name of the process's executable."""
     return program_of(pid).rpartition("/")[2]
 
 

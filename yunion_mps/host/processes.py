@@ -248,7 +248,6 @@ class Tickable(Protocol):
 
 
 def earliest(times_s: Iterable[float | None]) -> float | None:
-    """Return the first of the times, None if there is none."""
     return min((time_s for time_s in times_s if time_s is not None), default=None)
 
 

@@ -149,7 +149,6 @@ class Store:
         return None
 
     def recorded_domains(self) -> list[str]:
-        """Return the pipe directories with recorded limits."""
         return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
 
     def forget_limits(self, pipe_directory: str) -> None:

@@ -31,8 +31,6 @@ _CONNECT_RETRY_S = 0.02
 
 
 class AsyncDaemonClient:
-    """Calls the daemon of this host over its socket."""
-
     def __init__(self, paths: Paths) -> None:
         self._path = paths.socket
 

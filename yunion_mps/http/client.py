@@ -81,8 +81,6 @@ class Exchange:
 
 
 class DaemonClient:
-    """Calls the daemon of this host over its socket."""
-
     def __init__(self, paths: Paths, timeout_s: float | None = None) -> None:
         """`timeout_s` replaces the timeouts of the operations."""
         self._path = paths.socket
@@ -154,7 +152,6 @@ def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -
 
 
 def unreachable_error(path: str, error: OSError) -> YunionError:
-    """The error for a failure to connect to the socket."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
             f"permission denied: cannot connect to {path}",
@@ -172,7 +169,6 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
 
 
 def timeout_error(path: str, timeout_s: float) -> UnreachableError:
-    """The error if no answer arrives in time."""
     return UnreachableError(
         f"the daemon does not answer on {path} within {timeout_s:g} s",
         f"see what it is doing: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",

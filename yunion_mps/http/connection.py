@@ -165,7 +165,6 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close it at once, without finishing anything."""
         if self._transport:
             self._transport.abort()
 
@@ -225,7 +224,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(self._http.send(go_on) or b"")
 
     def _add_body(self, piece: bytes) -> None:
-        """Add a piece to the body, up to the limit."""
         self._body += piece
         if len(self._body) > self._limits.body_bytes:
             what = f"the body is larger than {self._limits.body_bytes} bytes"

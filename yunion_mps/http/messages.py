@@ -36,8 +36,6 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """An HTTP response."""
-
     status: int
     content_type: str
     body: bytes
@@ -74,7 +72,6 @@ def problem(
 
 
 def problem_of(error: YunionError) -> Response:
-    """The error as problem details."""
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 409)
     return problem(status, error.message, error.hint, code=error.code)
 

@@ -59,7 +59,6 @@ disconnects; a request for devices is cancelled when its connection is closed.""
 
 
 def document() -> dict[str, object]:
-    """Return the document."""
     schemas: dict[str, Any] = json.loads(_SCHEMAS)
     paths: dict[str, dict[str, Schema]] = {}
     for operation in OPERATIONS:

@@ -60,8 +60,6 @@ STATUSES: dict[type[YunionError], int] = {
 
 
 class EncodedRequest(NamedTuple):
-    """The target, headers and body of a request."""
-
     target: str
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes = b""
@@ -122,7 +120,6 @@ class Operation(Generic[T]):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the path, the query, the headers and the body."""
         return self.path_parameters + self.query_parameters + self.headers + self.members
 
     def arguments(self, query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Value]:

@@ -109,7 +109,6 @@ class Parameter(NamedTuple):
         raise BadRequestError(f"{path} is {shown}", hint or "write a string")
 
     def schema(self) -> dict[str, object]:
-        """Its JSON schema."""
         if self.type == "object":
             return {"description": self.description, **members_schema(self.members)}
         if self.type == "time":

@@ -139,11 +139,9 @@ class ConnectionPool:
             self.connections[connection] = None
 
     def unread_bytes(self, client: int | str) -> int:
-        """How much of the answers to this client has not been read."""
         return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
 
     def forget(self, connection: PooledConnection) -> None:
-        """Remove a connection that has ended."""
         if connection in self.waiting:
             self.waiting.remove(connection)
         self._remove(connection)

@@ -72,7 +72,6 @@ class Router:
         return later
 
     def request_counts(self) -> RequestCounts:
-        """The answers and their latencies up to now."""
         latencies = {
             route: LatencyHistogram(tuple(buckets), self._sums_s[route])
             for route, buckets in self._buckets.items()
@@ -87,7 +86,6 @@ class Router:
         self._sums_s[route] = self._sums_s.get(route, 0.0) + took_s
 
     def _answer(self, request: Request) -> tuple[str, Answer]:
-        """The route and the answer."""
         version = self._handlers.version
         if version != self._cached_for or self._cached_bytes > _CACHED_BYTES:
             self._cached.clear()

@@ -28,7 +28,6 @@ class Server:
         self._listener: socket.socket | None = None
 
     async def open(self, listener: socket.socket) -> None:
-        """Start to accept connections, on a Unix socket or over TCP."""
         loop = asyncio.get_running_loop()
         self._listener = listener
         create_server = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
@@ -44,7 +43,6 @@ class Server:
         await self.open(listener.socket)
 
     async def close(self) -> None:
-        """Stop accepting, and close all connections."""
         await self._end_accepting()
         self._abort_all()
 

@@ -100,7 +100,6 @@ MIB = 1 << 20
 
 
 def reason_of(error: DriverError) -> Reason:
-    """Return why a single GPU cannot be used."""
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 

@@ -284,7 +284,6 @@ class Allocator:
         by_gpu: Mapping[str, Sequence[Device]],
         reserved: Reservation,
     ) -> tuple[str, str]:
-        """The error message and its hint."""
         pools = _matching_pools(request, candidates)
         if not matching and not pools:
             return f"{request} cannot be allocated: there are no such devices", "see: yunion-mps list"

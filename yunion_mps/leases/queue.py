@@ -25,8 +25,6 @@ class Answer(NamedTuple):
 
 
 class Queue:
-    """The queued requests, by position."""
-
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self.requests: list[QueuedRequest] = []

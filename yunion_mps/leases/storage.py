@@ -167,8 +167,6 @@ class QueuePositions:
 
 
 class MemoryPeaks:
-    """The peaks of leased devices in MiB, updated by polls and stored for the next daemon."""
-
     def __init__(self, ledger: Ledger, store: Store) -> None:
         self._ledger = ledger
         self._store = store

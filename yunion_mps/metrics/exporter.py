@@ -24,8 +24,6 @@ _CACHE_S = 1.0
 
 
 class Exporter:
-    """Formats the metrics for HTTP and the textfile."""
-
     def __init__(self, metrics: MetricsCollector) -> None:
         self._metrics = metrics
         self._writing = asyncio.Lock()

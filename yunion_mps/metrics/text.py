@@ -69,8 +69,6 @@ def _family(library: _Library, metric: Metric, samples: Iterable[Sample]) -> Any
 
 
 class _SingleMetricCollector:
-    """A collector of a single family."""
-
     def __init__(self, family: Any) -> None:
         self._family = family
 

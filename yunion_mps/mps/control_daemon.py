@@ -197,7 +197,6 @@ class ControlTask:
         self._probe: Probe | None = None
 
     def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading."""
         watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
         return [*watched, self._conversation.fileno()] if self._conversation else watched
 

@@ -184,7 +184,6 @@ def check(plan: DomainPlan, answer: Sequence[str]) -> None:
 
 
 def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
-    """Whether `check` passes."""
     try:
         check(plan, answer)
     except ControlError:

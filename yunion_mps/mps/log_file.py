@@ -166,7 +166,6 @@ class LogReader:
         self.read()
 
     def report(self) -> None:
-        """Emit events for the entries since the last call."""
         entries = self.read()
         for event in events_of(entries, self._name, self._servers()) if entries else ():
             self._emit(event)

@@ -93,7 +93,6 @@ def server_path(program: str) -> str:
 
 
 def pipe_directory_in(environment: Mapping[str, str]) -> str:
-    """Where a control daemon with this environment serves."""
     return os.path.normpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
 
 
@@ -219,7 +218,6 @@ class AdoptionOrder(NamedTuple):
 
 
 def adoption_order(pid: int) -> AdoptionOrder | None:
-    """The order to adopt this process, None if there is none."""
     order = _read_order()
     return order if order and order.pid == pid and order.started_ticks == started_ticks(pid) else None
 
@@ -253,7 +251,6 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
 
 
 def forget(plan: DomainPlan) -> None:
-    """Remove the record of a control daemon that has ended."""
     path = _record_path(plan)
     with contextlib.suppress(OSError):
         os.unlink(path)

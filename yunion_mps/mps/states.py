@@ -96,7 +96,6 @@ class StateMachine:
         self._changed()
 
     def _change_reason(self, reason: Reason) -> None:
-        """Change the reason for the current state."""
         if reason != self.reason:
             self.reason = reason
             log.warning("domain %s: %s", self._name, reason)

@@ -154,7 +154,6 @@ def all_findings(
 
 
 def by_severity(findings: Iterable[HostFinding]) -> list[HostFinding]:
-    """Sort findings by kind: notices and problems before warnings."""
     return sorted(findings, key=lambda finding: (NOTICE, PROBLEM, WARNING, PENDING).index(finding.kind))
 
 

@@ -169,7 +169,6 @@ def _abbreviate(slots: Sequence[str]) -> str:
 
 
 def gpu_of(address: str) -> str:
-    """Return the address of the device's GPU."""
     return address.rpartition("-")[0]
 
 
@@ -206,7 +205,6 @@ def holdings(
 
 
 def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
-    """Return each device's holding, lease, and memory in MiB."""
     leased = {}
     for lease in leases:
         memory = dict(zip(lease["devices"], lease["memory_mib"]))

@@ -146,7 +146,6 @@ def state_of(holding: Holding) -> str:
 
 
 def lease_states(held: Iterable[Holding]) -> dict[str, str]:
-    """The state of each lease, by its id."""
     found: dict[str, set[str]] = {}
     for one in held:
         if one.lease:

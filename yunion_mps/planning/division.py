@@ -200,7 +200,6 @@ def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
 
 
 def units_for(pool: Pool, memory_mib: int) -> int:
-    """Return how many units of the pool hold this much memory."""
     return -(-memory_mib // pool.unit_mib)
 
 

@@ -71,8 +71,6 @@ class _GpuProcesses(NamedTuple):
 
 
 class ClientService:
-    """Lists and terminates clients."""
-
     def __init__(self, paths: Paths, supervisor: Supervisor, usage: UsageHistory) -> None:
         self._supervisor = supervisor
         self._usage = usage

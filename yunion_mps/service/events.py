@@ -22,8 +22,6 @@ class EventFilter(NamedTuple):
 
 
 class EventService(LongPolls):
-    """Finds events; requests may wait for new ones."""
-
     def __init__(self, event_log: EventLog) -> None:
         super().__init__()
         self._event_log = event_log

@@ -144,7 +144,6 @@ def gpu_json(
 
 
 def domain_json(domain: DomainStatus) -> answers.Domain:
-    """A domain with its pending change."""
     plan = domain.plan
     return {
         "name": plan.name,

@@ -137,7 +137,6 @@ class LeaseService:
 
     @property
     def memory_unit_mib(self) -> int:
-        """The size of one memory unit in requests."""
         return self._supervisor.config.gpu_memory_unit_mib
 
     def lease(self, name: str, caller: Owner) -> LeaseRecord:
@@ -145,7 +144,6 @@ class LeaseService:
         return self._json(find_lease(name, self.ledger.leases, caller))
 
     def leases(self) -> LeaseList:
-        """All leases, and the queued requests in their order."""
         leases = [self._json(lease) for lease in self.ledger.leases.values()]
         queued = [queued_json(one, self._containers) for one in self.queue.requests]
         return {"leases": leases, "waiting": queued, "total": len(leases)}

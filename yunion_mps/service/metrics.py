@@ -184,8 +184,6 @@ def host_usage(seen: Observation, budgets: Mapping[str, Budget]) -> HostUsage:
 
 
 class MetricsCollector:
-    """Collects the facts."""
-
     def __init__(
         self,
         supervisor: Supervisor,

@@ -33,8 +33,6 @@ UNAVAILABLE_POLL_S = 1.0
 
 
 class Monitor:
-    """The polling task."""
-
     def __init__(
         self,
         paths: Paths,
@@ -59,7 +57,6 @@ class Monitor:
         self._events: EventWatch | None = None
 
     async def run(self) -> None:
-        """Poll until the task is cancelled."""
         try:
             while True:
                 self._watch_events()

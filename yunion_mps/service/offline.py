@@ -126,7 +126,6 @@ class _Cleanup:
 
     @property
     def ended(self) -> bool:
-        """Whether all of them have ended."""
         waits = any(orphans.pids for orphans in self._orphans)
         return not waits and all(domain.state == STOPPED for domain in self._domains)
 

@@ -127,7 +127,6 @@ class Queries:
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
     def status(self) -> answers.Status:
-        """The state of the daemon, the driver and the domains."""
         snapshot = self._snapshot()
         devices = self._all()
         states = Counter(device["state"] for device in devices)

@@ -149,7 +149,6 @@ class Supervisor:
 
     @property
     def config(self) -> Config:
-        """The last accepted configuration."""
         return self.desired.config
 
     def snapshot(self) -> Snapshot:

@@ -153,7 +153,6 @@ class Fleet:
         return next((domain.error for domain in self.domains if domain.error), None)
 
     def known_directories(self) -> set[str]:
-        """Return the pipe directories of our running control daemons."""
         return {domain.in_effect.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
     def drain(self, now_s: float, *, force: bool) -> None:

@@ -41,7 +41,6 @@ class Gpus:
 
     @property
     def healthy(self) -> set[str]:
-        """The UUIDs of the GPUs that are present and usable."""
         return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
     def update(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:

@@ -162,5 +162,4 @@ def left_running(store: Store | None, watched: Collection[str] = ()) -> list[Mps
 
 
 def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
-    """Return the UUIDs of the GPUs that the processes serve."""
     return {uuid for process in processes for uuid in process.gpu_uuids}

@@ -199,8 +199,6 @@ def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> i
 
 
 class _View:
-    """What is shown, and how."""
-
     def __init__(self, terminal: Terminal, first: Poll, interval_s: int, *, utf8: bool) -> None:
         self._terminal = terminal
         self._interval_s = interval_s
@@ -248,7 +246,6 @@ class _View:
         return key not in ("q", "Q")
 
     def draw(self) -> None:
-        """Draw the view in the current size of the terminal."""
         columns, rows = self._terminal.size()
         self._state = self._state._replace(columns=columns, rows=rows)
         if self._scene is None:

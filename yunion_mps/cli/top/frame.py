@@ -52,8 +52,6 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class ViewState(NamedTuple):
-    """The size, order, view and scroll position."""
-
     columns: int
     rows: int
     utf8: bool = True
@@ -71,16 +69,12 @@ class Outage(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The lines, the last scroll position, and the rows on a page."""
-
     lines: list[Line]
     last_offset: int
     page: int
 
 
 class _Layout(NamedTuple):
-    """The number of lines of each part, including headings."""
-
     gpus: int
     devices: int
     events: int
@@ -136,7 +130,6 @@ def clock(moment_s: float) -> str:
 
 
 def _counts(scene: Scene) -> Line:
-    """Summarise the scene on one line."""
     answers, devices = scene.host.answers, scene.host.devices
     waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
@@ -323,7 +316,6 @@ def _footer(state: ViewState, interval_s: int) -> Line:
 
 
 def _cut(line: Line, state: ViewState) -> Line:
-    """Cut the line to the width of the terminal."""
     left = state.columns
     fitted: Line = []
     for text, style in line:

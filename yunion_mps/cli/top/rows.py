@@ -71,7 +71,6 @@ class Scene(NamedTuple):
 
 
 def scene(poll: Poll, clients: ClientList) -> Scene:
-    """Return everything to show."""
     host = HostOverview.of(poll.answers._replace(clients=clients))
     answers = host.answers
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
