@@ -75,7 +75,7 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(bench: Bench) -
     another = bench.jobs.begin()  # joins it
     bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)
-    run.until_it(lambda: run.turn(0.5).pending == "")
+    run.until_it(lambda: run.turn(0.5).until_said().pending == "")
     assert run.state == READY
 
 
