@@ -272,8 +272,8 @@ def _fail(error: YunionError) -> int:
     code, is left out.
     """
     reason_code = "" if error.code == FAILED else f" [{error.code}]"
-    lines = [f"{line}{reason_code}" for line in error.message.split("\n")]
-    lines += error.hint.split("\n") if error.hint else []
+    message_lines, hint_lines = error.message.split("\n"), error.hint.split("\n") if error.hint else []
+    lines = [*(f"{line}{reason_code}" for line in message_lines), *hint_lines]
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
             print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in lines), file=sys.stderr)
