@@ -28,17 +28,6 @@ PROGRAM_FOLDERS = (
     "/run/nvidia/driver/usr/bin",
     "/opt/nvidia/bin",
 )
-LIBRARY_FOLDERS = (
-    "/usr/local/nvidia/lib64",
-    "/usr/local/nvidia/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib/x86_64-linux-gnu/nvidia/current",
-    "/usr/lib/wsl/lib",
-    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
-    "/run/nvidia/driver/usr/lib64",
-)
 _SETTINGS = {
     "compute_mode": "compute_mode",
     "driver_version": "driver",
@@ -51,6 +40,21 @@ _SETTINGS = {
     "pci.bus_id": "pci",
     "name": "name",
 }
+
+
+def library_folders(machine: str = os.uname().machine) -> tuple[str, ...]:
+    """Return where drivers put the libraries of an architecture; those of another cannot be loaded."""
+    native = f"{machine}-linux-gnu"
+    return (
+        "/usr/local/nvidia/lib64",
+        "/usr/local/nvidia/lib",
+        f"/usr/lib/{native}",
+        "/usr/lib64",
+        f"/usr/lib/{native}/nvidia/current",
+        "/usr/lib/wsl/lib",
+        f"/run/nvidia/driver/usr/lib/{native}",
+        "/run/nvidia/driver/usr/lib64",
+    )
 
 
 class NoGpu(Exception):  # noqa: N818 - it is what most machines say
@@ -72,7 +76,7 @@ def look(folder: str = "") -> Found:
     """Look for the driver's parts, first in `folder` if one is given; raises NoGpu without libcuda."""
     library, path = _library()
     if not library:
-        tried = ", ".join(("the loader's own path", *LIBRARY_FOLDERS))
+        tried = ", ".join(("the loader's own path", *library_folders()))
         devices = ", ".join(sorted(glob.glob("/dev/nvidia*"))) or "none"
         raise NoGpu(f"no {LIBCUDA} was found (looked in {tried}; device nodes /dev/nvidia*: {devices})")
     first = [part for part in (folder, *os.environ.get("PATH", "").split(os.pathsep)) if part.startswith("/")]
@@ -100,7 +104,7 @@ def _library() -> tuple[str, str]:
     )
     if result.returncode == 0:
         return LIBCUDA, (result.stdout.split() or [LIBCUDA])[0]
-    paths = [f"{folder}/{LIBCUDA}" for folder in LIBRARY_FOLDERS]
+    paths = [f"{folder}/{LIBCUDA}" for folder in library_folders()]
     path = next((path for path in paths if os.path.exists(path)), "")
     return path, os.path.realpath(path) if path else ""
 

@@ -15,7 +15,7 @@ _CONFIG = "/etc/docker/daemon.json"
 _PROGRAMS = " ".join(f"/usr/bin/{name}" for name in ("sh", "cat", "env", "sleep", "nvidia-cuda-mps-control"))
 #: Programs of the machine with their libraries, as one layer.
 _IMPORT = f"""\
-files=$(ldd {_PROGRAMS} | grep -o ' /[^ ]*\\|^\\s/lib64[^ ]*' | sort -u)
+files=$(ldd {_PROGRAMS} | grep -o ' /[^ ]*\\|^\\s/lib[^ ]*' | sort -u)
 tar --create --dereference --absolute-names {_PROGRAMS} $files | docker import - {IMAGE}
 """
 

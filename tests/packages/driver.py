@@ -6,6 +6,7 @@ state, which a real driver has in the kernel, lies below /dev as the driver's no
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,7 +26,7 @@ Where=/sys/bus/pci/devices
 Type=none
 Options=bind
 """
-_LIBRARIES = "usr/lib/x86_64-linux-gnu"
+_LIBRARIES = f"usr/lib/{os.uname().machine}-linux-gnu"
 _CLIENT = Path(__file__).parents[1] / "simhost/mps_client.py"
 #: A stand-in for a CUDA program, in the machine.
 CLIENT = "/opt/mps_client.py"

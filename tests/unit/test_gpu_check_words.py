@@ -28,6 +28,14 @@ def test_without_nvidias_programs_only_steps_that_need_none_are_taken(module: Ca
     assert why == {"nvidia-cuda-mps-control and nvidia-cuda-mps-server not found"}
 
 
+def test_libraries_are_looked_for_in_folders_of_the_own_architecture(module: Callable[[str], Any]) -> None:
+    folders = module("host").library_folders
+    on_arm = folders("aarch64")
+    assert [folder for folder in on_arm if "x86_64" in folder] == []
+    assert [folder.replace("aarch64", "x86_64") for folder in on_arm] == list(folders("x86_64"))
+    assert sum("/aarch64-linux-gnu" in folder for folder in on_arm) == 3
+
+
 def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Callable[[str], Any]) -> None:
     def step(name: str, status: str, reason: str, answers: dict[str, str], **more: Any) -> dict[str, Any]:
         empty = {"tables": [], "verbatim": [], "raw": {}, "left_behind": [], "seconds": 1.25}

@@ -63,7 +63,7 @@ def build_deb(source: Source, root: str, output: str) -> str:
     for name in ("preinst", "postinst", "prerm", "postrm"):
         put(root, f"DEBIAN/{name}", source.script("packaging/debian", name).encode(), 0o755)
     settle(root, source.epoch_s)
-    path = os.path.join(output, f"yunion-mps-daemon_{source.version}_amd64.deb")
+    path = os.path.join(output, f"yunion-mps-daemon_{source.version}_all.deb")
     # xz, for dpkg before Debian 12 knows no zstd.
     command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--build", root, path]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
@@ -106,7 +106,8 @@ def build_rpm(source: Source, root: str, work: str, output: str) -> str:
         "source_date_epoch_from_changelog": "0",
         "_binary_payload": "w6.xzdio",
     }
-    command = ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", "x86_64-redhat-linux"]
+    # The file's first bytes name the target even if the package is noarch, by default the building machine.
+    command = ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", "noarch-redhat-linux"]
     for name, value in defines.items():
         command += ["--define", f"{name} {value}"]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s), "LC_ALL": "C.UTF-8", "TZ": "UTC"}
@@ -116,8 +117,8 @@ def build_rpm(source: Source, root: str, work: str, output: str) -> str:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"package: rpmbuild failed:\n{done.stdout}")
-    name = f"yunion-mps-daemon-{source.version}-1.x86_64.rpm"
-    return shutil.copy(f"{work}/rpms/x86_64/{name}", output)
+    name = f"yunion-mps-daemon-{source.version}-1.noarch.rpm"
+    return shutil.copy(f"{work}/rpms/noarch/{name}", output)
 
 
 def _file_list(root: str) -> list[str]:

@@ -13,7 +13,8 @@ import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: Which of several published files is taken: the one for the oldest Python.
+#: Which of several published files is taken: the one for the oldest Python. PyYAML publishes one for each
+#: architecture; they differ only in its C part, which is left out.
 _WANTED = [
     *("--python-version", "3.9", "--implementation", "cp", "--abi", "cp39", "--abi", "abi3", "--abi", "none"),
     *("--platform", "manylinux2014_x86_64", "--platform", "any"),

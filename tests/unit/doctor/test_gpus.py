@@ -80,6 +80,16 @@ def test_a_missing_library_is_reported_unless_the_loader_knows_another(host: Hos
     assert one(host, "programs", "ok")
 
 
+@pytest.mark.parametrize("folder", ["usr/lib", "run/nvidia/driver/usr/lib"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_library_is_found_in_the_folder_of_either_architecture(
+    host: Host, tmp_path: Path, folder: str, machine: str
+) -> None:
+    (tmp_path / "lib/libcuda.so.1").unlink()
+    write(tmp_path / folder / f"{machine}-linux-gnu/libcuda.so.1")
+    assert one(host, "programs", "ok")
+
+
 def test_a_server_that_the_control_daemon_will_not_find_is_found(host: Host, tmp_path: Path) -> None:
     (tmp_path / "bin" / SERVER).unlink()
     finding = one(host, "programs", "problem")
