@@ -95,8 +95,6 @@ def moment(text: str, now_s: float) -> int:
 
 
 class Duration(click.ParamType):
-    """A duration in s, within bounds."""
-
     name = "duration"
 
     def __init__(self, min_s: int = 1, max_s: int | None = None) -> None:
@@ -144,8 +142,6 @@ PID = Number(1, 4_194_304)
 
 
 class PointInTime(click.ParamType):
-    """A time, in s since 1970."""
-
     name = "time"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -87,7 +87,6 @@ def config_json(config: Config) -> Json:
 
 
 def _entry_json(entry: DeviceEntry) -> Json:
-    """Return an entry's division of its GPU; memory is in MiB."""
     shown: Json = {"path": entry.path}
     if entry.slices:
         shown["slices"] = [
@@ -160,7 +159,6 @@ def check_config(output: str) -> None:
 
 
 def plan_json(preflight: Preflight) -> Json:
-    """Return the configuration and the plan: the GPUs and the control daemons."""
     plan, inventory = preflight.plan, preflight.inventory
     is_off = not preflight.config.enable_cuda_mps
     notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []

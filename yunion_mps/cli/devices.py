@@ -307,7 +307,6 @@ def described(lines: Mapping[str, object]) -> str:
 
 
 def environment_text(environment: Mapping[str, str]) -> str:
-    """Format the variables under a heading; empty if there are none."""
     lines = (f"  {name}={cell(value)}\n" for name, value in environment.items())
     return "Environment variables for processes on this device:\n" + "".join(lines) if environment else ""
 

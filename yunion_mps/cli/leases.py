@@ -75,7 +75,6 @@ def leases_text(answer: Mapping[str, Any], *, wide: bool) -> str:
 
 
 def lease_text(lease: LeaseRecord, state: str = "") -> str:
-    """Format a lease, and its environment on lines that can be copied."""
     enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
     ends = {
         "process": f"with its process (PID {lease['pid']})",

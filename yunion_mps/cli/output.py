@@ -210,7 +210,6 @@ def _total_width(widths: Mapping[Column, int], between: int) -> int:
 
 
 def _min_widths(widths: Mapping[Column, int]) -> dict[Column, int]:
-    """Return the widths to which the columns can be cut."""
     return {
         column: min(taken, max(column.least, display_width(column.header))) if column.least else taken
         for column, taken in widths.items()

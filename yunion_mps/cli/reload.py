@@ -237,7 +237,6 @@ def _wait(timeout_s: int | None) -> Status:
 
 
 def _refuse_pending_devices(status: Status) -> None:
-    """Raise YunionError if new devices still wait for leases, which it names."""
     end_s = time.monotonic() + _RELEASE_S
     while status["devices"]["pending"] and time.monotonic() < end_s:
         time.sleep(_POLL_S)

@@ -210,7 +210,6 @@ def completion(shell: str) -> None:
 
 
 def run() -> int:
-    """Run the command named in the arguments, and return its exit status."""
     try:
         status = _main()
     except YunionError as error:

@@ -119,7 +119,6 @@ class BaseLease:
                 raise HostError(f"device {address} is unavailable: {reason}", hint_of(code, gpu=gpu), code)
 
     def _renew(self, ttl_s: int) -> None:
-        """Renew it until it is released; a failed renewal is retried."""
         wait_s = ttl_s / _RENEWALS
         while not self._stop_renewing.wait(wait_s):
             wait_s = ttl_s / _RENEWALS

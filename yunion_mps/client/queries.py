@@ -22,8 +22,6 @@ from yunion_mps.http.operations import (
 
 
 class ClientQueries:
-    """The queries of both clients, as coroutines that return values."""
-
     def __init__(self, transport: Transport, on_message: OnMessage) -> None:
         self._call = transport.call
         self._transport = transport

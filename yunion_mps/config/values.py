@@ -66,8 +66,6 @@ def boolean(key: str, node: Node) -> bool:
 
 
 def whole_number(lowest: int, highest: int) -> Kind:
-    """Accept whole numbers within inclusive bounds."""
-
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
         quotes = ", without quotes" if isinstance(value, str) else ""
@@ -164,7 +162,6 @@ def own_directory(example: str) -> Kind:
 
 
 def group(key: str, node: Node) -> str:
-    """Accept names of groups that exist."""
     import grp  # rarely needed
 
     name = text(key, node, "the name of a group")

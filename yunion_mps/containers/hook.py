@@ -104,7 +104,6 @@ def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRec
 
 
 def _read_state(file: TextIO) -> Mapping[str, Any]:
-    """The container's state; raises HostError if it is invalid."""
     try:
         state = json.load(file)
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed

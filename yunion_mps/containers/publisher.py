@@ -47,7 +47,6 @@ class SpecDirectory:
         self._written: dict[str, FileVersion] = {}
 
     def write(self, name: str, spec: Mapping[str, Any]) -> None:
-        """Write the specification, and make a missing directory; raises OSError."""
         text = json.dumps(spec, separators=(",", ":"))
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
@@ -155,7 +154,6 @@ class CdiPublisher:
             self._work = asyncio.ensure_future(self._write(inputs))
 
     def close(self) -> None:
-        """Stop writing, and leave the files to the next program."""
         self._is_closed = True
 
     def remove(self) -> None:

@@ -33,8 +33,6 @@ class Nvidia(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A device node: where a container has it, and where the host has it."""
-
     path: str
     host_path: str
 

@@ -234,7 +234,6 @@ class _Loop:
             self._notifier.status(one_line(self._queries.status()))
 
     def _publish_config(self) -> None:
-        """Pass a changed configuration on to the gateway and the textfile."""
         if self._supervisor.config is not self._published_config:
             self._published_config = self._supervisor.config
             self._textfile.wake()

@@ -32,8 +32,6 @@ _ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of the
 
 
 class Options(NamedTuple):
-    """What the daemon was started with; the names are those of the options."""
-
     check: bool = False
     restore: bool = False
     adopt: int | None = None

@@ -24,8 +24,6 @@ _REQUEST = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\
 
 
 class Watchdog:
-    """Checks that ticks are in time, and that the daemon's own socket answers."""
-
     def __init__(
         self, paths: Paths, listener: Listener, server: Server, notifier: Notifier, late: Callable[[], str]
     ) -> None:

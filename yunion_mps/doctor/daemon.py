@@ -63,7 +63,6 @@ def daemon(host: Host) -> Findings:
 
 @check("configuration", INVALID_CONFIGURATION)
 def configuration(host: Host) -> Findings:
-    """Both files, and whether they fit the GPUs."""
     paths = host.paths
     if os.path.exists(paths.host_conf) and not os.access(paths.host_conf, os.R_OK):
         return [skipped(f"no permission to read {paths.host_conf}", "run it as root")]

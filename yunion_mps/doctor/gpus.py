@@ -188,7 +188,6 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    """Whether each of our GPUs answers and can serve."""
     ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     found = []
@@ -201,7 +200,6 @@ def gpus(host: Host) -> Findings:
 
 @check("MIG", MIG_ENABLED, "off on every divided GPU")
 def mig(host: Host) -> Findings:
-    """MIG mode, in which MPS cannot serve the GPU as a whole."""
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or remove it from the device file"

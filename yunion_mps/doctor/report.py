@@ -71,7 +71,6 @@ class Report(NamedTuple):
 
 
 def run(checks: Sequence[Check], host: Host) -> Report:
-    """Run all checks at the same time, up to their deadlines; never raises."""
     running = [_CheckRun(check, host) for check in checks]
     lines = [Line(run.check.name, finding) for run in running for finding in run.findings()]
     levels = list(NAGIOS_CODES)

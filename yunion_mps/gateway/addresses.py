@@ -18,7 +18,6 @@ KEYS = ("metrics_listen", "web_listen")
 
 
 def publish(paths: Paths, config: Config) -> None:
-    """Write the configured addresses, or remove the file if there are none."""
     addresses = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
     if not addresses:
         remove(paths)

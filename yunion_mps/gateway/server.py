@@ -273,15 +273,12 @@ async def serve(paths: Paths) -> None:
 
 
 class Listeners:
-    """A listener for each key of host.conf with an address."""
-
     def __init__(self, handlers: Mapping[str, Application]) -> None:
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}
         self._logged: dict[str, str] = {}
 
     async def update(self, published: Mapping[str, str]) -> None:
-        """Listen at exactly these addresses (by key)."""
         for key, (address, server) in list(self._open.items()):
             if published.get(key) != address:
                 await server.close()

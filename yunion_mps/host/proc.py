@@ -140,7 +140,6 @@ def peer_credentials(connection: socket.socket) -> Peer:
 
 
 def user_name(uid: int) -> str:
-    """Return the user's name, or `uid 1234` if it has none."""
     import pwd
 
     try:

@@ -115,7 +115,6 @@ class Store:
             self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
-        """Return the modes recorded in this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
         return {row[0]: row[1] for row in self.read(query, self._boot_id)}
 
@@ -213,7 +212,6 @@ class Store:
         connection.executemany("INSERT OR IGNORE INTO lease VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
-        """Return the query's rows; raises HostError."""
         return self._retry_if_damaged("read", lambda: self._connection.execute(query, values).fetchall())
 
     def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:

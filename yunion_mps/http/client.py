@@ -147,7 +147,6 @@ class DaemonClient:
 
 
 def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
-    """The operation's timeout, plus the wait that was requested."""
     return operation.timeout_s + int(str(arguments.get("wait_s") or 0))
 
 
@@ -176,7 +175,6 @@ def timeout_error(path: str, timeout_s: float) -> UnreachableError:
 
 
 def disconnected_error(path: str, error: Exception) -> UnreachableError:
-    """The error if the connection ends before the answer is complete."""
     # h11's message for a connection closed before the answer means nothing to a user.
     why = "it stopped or restarted" if "ConnectionClosed" in str(error) else str(error)
     return UnreachableError(

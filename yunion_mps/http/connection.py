@@ -316,7 +316,6 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _request_has_begun(self) -> bool:
-        """Whether the client waits for an answer, or has sent part of a request."""
         state = self._http.our_state
         return state is h11.SEND_RESPONSE or (state is h11.IDLE and bool(self._http.trailing_data[0]))
 

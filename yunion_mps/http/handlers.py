@@ -29,8 +29,6 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class Handlers:
-    """One method for each operation, with its name and its parameters."""
-
     def __init__(
         self,
         queries: Queries,

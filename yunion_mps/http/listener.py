@@ -18,8 +18,6 @@ _BACKLOG = 512
 
 
 class Listener:
-    """The socket of the API, and its name in the file system."""
-
     def __init__(self, paths: Paths, inherited_fd: int | None = None) -> None:
         """Listen, or continue with the descriptor of a listening socket; raises HostError."""
         self._paths = paths

@@ -43,8 +43,6 @@ class Response(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A value that the request created, and its location."""
-
     value: object
     location: str
 
@@ -77,7 +75,6 @@ def problem_of(error: YunionError) -> Response:
 
 
 def response_of(value: object) -> Response:
-    """The value as a response, unless it is one already."""
     if isinstance(value, Response):
         return value
     if isinstance(value, Created):

@@ -40,8 +40,6 @@ ANYONE, OWNER, ROOT = "anyone", "owner", "root"
 
 
 class ConflictingParametersError(YunionError):
-    """Each parameter is valid, but they cannot be combined."""
-
     exit_code = 2
     code = INVALID_REQUEST
 

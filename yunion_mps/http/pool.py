@@ -74,8 +74,6 @@ class PooledConnection(Protocol):
 
 
 class ConnectionPool:
-    """The connections, and each client's share of them."""
-
     def __init__(self, application: Application, limits: Limits) -> None:
         self.application = application
         self.limits = limits

@@ -34,8 +34,6 @@ _TEMPLATES = {path: path.split("/") for path in ROUTES if "{" in path}
 
 
 class _Match(NamedTuple):
-    """A route, its operations by method, and the arguments in the path."""
-
     route: str
     methods: Mapping[str, Operation[Any]]
     arguments: Mapping[str, Value]

@@ -20,8 +20,6 @@ _TURNS_TO_BEGIN = 5
 
 
 class Server:
-    """Accepts connections on a listening socket."""
-
     def __init__(self, application: Application, limits: Limits = Limits()) -> None:  # noqa: B008 - it is frozen
         self.pool = ConnectionPool(application, limits)
         self._server: asyncio.AbstractServer | None = None

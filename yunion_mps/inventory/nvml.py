@@ -186,7 +186,6 @@ class Nvml:
         self.deadline.call(lambda: _call(pynvml.nvmlInit))
 
     def close(self) -> None:
-        """Shut NVML down, ignoring failures."""
         if self._is_kept:
             return
         with contextlib.suppress(DriverError):

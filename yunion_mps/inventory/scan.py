@@ -77,7 +77,6 @@ class Scanner:
         return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
 
     def _placed(self, gpu: Gpu) -> Gpu:
-        """Return the GPU with sysfs' data of its address."""
         known = self._known.get(gpu.uuid or "")
         if known and known.pci_address == gpu.pci_address and not gpu.reason:
             return gpu
@@ -104,7 +103,6 @@ def load_served(paths: Paths) -> ServedGpus:
 
 
 def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
-    """Save the GPUs for the next daemon; return whether that succeeded."""
     kept = [
         gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason=NO_REASON) for gpu in gpus
     ]

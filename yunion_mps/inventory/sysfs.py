@@ -55,7 +55,6 @@ def sort_key(address: str) -> tuple[int, str]:
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:
-    """Return for example `10de:1b38`."""
     vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
     return f"{vendor[2:]}:{device[2:]}" if vendor and device else None
 

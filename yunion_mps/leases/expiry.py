@@ -41,8 +41,6 @@ def restored(lease: Lease, now_s: float) -> Lease:
 
 
 class HolderWatch:
-    """Watches the processes and timers that end leases, on the event loop."""
-
     def __init__(self, end: Callable[[str, str], None]) -> None:
         """`end` is called with a lease's id and why it has ended."""
         self._end = end

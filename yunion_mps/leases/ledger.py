@@ -24,8 +24,6 @@ _ID_LENGTH = 8
 
 
 class Ledger:
-    """The leases by id, and what is free beside them."""
-
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.leases: dict[str, Lease] = {}
         #: Lease ids by device id.

@@ -255,7 +255,6 @@ class _View:
         self._terminal.draw(shown.lines)
 
     def _outage(self) -> Outage | None:
-        """Return why the data shown are old, if they are."""
         if about_all := self._errors.get(False):
             return Outage(self._last.taken_s, about_all.message, about_all.hint)
         if about_clients := self._errors.get(True):

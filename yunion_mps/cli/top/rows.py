@@ -56,13 +56,10 @@ class Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of its memory that is used."""
         return self.used_mib / self.of_mib if self.of_mib else 0.0
 
 
 class Scene(NamedTuple):
-    """Everything to show; `findings` are folded."""
-
     host: HostOverview
     events: list[Event]
     findings: list[HostFinding]

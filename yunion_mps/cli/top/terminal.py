@@ -34,8 +34,6 @@ _REST_OF_KEY_MS = 100
 
 
 class WakeUp:
-    """Wakes the loop for signals and for results of threads."""
-
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
