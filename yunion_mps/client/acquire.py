@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Called with a line of text whenever a request starts or stops waiting.
 OnMessage = Callable[[str], None]
-#: Members of a lease request; those that are None are left out.
+#: Members of a lease request; values of None are left out.
 RequestMembers = Mapping[str, Any]
 
 #: How long to retry while the daemon is unreachable, if the caller is willing to wait.
@@ -152,11 +152,11 @@ async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
 
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
     """Raise HostError if this user cannot reach the control daemon: CUDA would go on without limits."""
-    place = environment["CUDA_MPS_PIPE_DIRECTORY"]
-    control = os.path.join(place, "control")
+    path = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    control = os.path.join(path, "control")
     if not os.access(control, os.W_OK, effective_ids=True):
         what = f"{control} cannot be reached by this user, so CUDA would run without limits"
         hint = "see: yunion-mps doctor"
-        if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
-            hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"
+        if path.startswith(_PRIVATE_PLACES) and not os.path.exists(path):  # for the daemon it is there
+            hint = f"in a unit with PrivateTmp=yes, set BindPaths={path}; otherwise {hint}"
         raise HostError(what, hint, CONTROL_DAEMON_SILENT)

@@ -107,12 +107,12 @@ class BaseLease:
 
     async def _check(self) -> None:
         leases = (await self._transport.call(GET_LEASES))["leases"]
-        if all(one["id"] != self.id for one in leases):
+        if all(row["id"] != self.id for row in leases):
             hint = "take a new one; see what ended it: yunion-mps events --kind lease"
             raise NotFoundError(f"the lease of {', '.join(self.devices)} has ended", hint)
         listed = (await self._transport.call(GET_DEVICES, limit=0))["isolated_devices"]
-        reasons = {one["addr"]: (one["reason"], one["reason_code"], one["gpu_uuid"]) for one in listed}
-        usable = {one["addr"] for one in listed if one["state"] != "unavailable"}
+        reasons = {row["addr"]: (row["reason"], row["reason_code"], row["gpu_uuid"]) for row in listed}
+        usable = {row["addr"] for row in listed if row["state"] != "unavailable"}
         for address in self.devices:
             if address not in usable:
                 reason, code, gpu = reasons.get(address, ("its GPU is no longer present", GPU_GONE, "GPU"))
@@ -139,8 +139,8 @@ class Lease(BaseLease):
     def release(self) -> None:
         """Release the devices; does nothing if they are released, or in a fork of the process that took them.
 
-        Raises YunionError if the daemon cannot be told; this may be retried. Otherwise the lease ends with
-        this process, or expires.
+        Raises YunionError if the daemon cannot be reached; retry it, or the lease ends only with this process
+        or by expiry.
         """
         run_blocking(self._release())
 

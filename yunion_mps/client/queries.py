@@ -29,36 +29,36 @@ class ClientQueries:
 
     async def devices(self, *, unused: bool) -> list[Device]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
-        return [Device.of(one) for one in answer["isolated_devices"]]
+        return [Device.of(device) for device in answer["isolated_devices"]]
 
     async def watch_devices(self) -> AsyncGenerator[list[Device], None]:
         async for answer in watch(self._transport, GET_DEVICES, self._on_message, limit=0):
-            yield [Device.of(one) for one in answer["isolated_devices"]]
+            yield [Device.of(device) for device in answer["isolated_devices"]]
 
     async def device(self, name: str) -> DeviceDetails:
         answer = await self._call(GET_DEVICE, id=name)
         return DeviceDetails.of(answer)
 
     async def gpus(self) -> list[Gpu]:
-        return [Gpu.of(one) for one in (await self._call(GET_GPUS))["gpus"]]
+        return [Gpu.of(gpu) for gpu in (await self._call(GET_GPUS))["gpus"]]
 
     async def status(self) -> Status:
         return Status.of(await self._call(GET_STATUS))
 
     async def leases(self) -> list[LeaseRecord]:
-        return [LeaseRecord.of(one) for one in (await self._call(GET_LEASES))["leases"]]
+        return [LeaseRecord.of(lease) for lease in (await self._call(GET_LEASES))["leases"]]
 
     async def queue(self) -> list[QueuedRequest]:
-        return [QueuedRequest.of(one) for one in (await self._call(GET_LEASES))["waiting"]]
+        return [QueuedRequest.of(queued) for queued in (await self._call(GET_LEASES))["waiting"]]
 
     async def events(
         self, since: datetime | timedelta | None, kind: str | None, *, follow: bool
     ) -> AsyncGenerator[Event, None]:
         first = format_since(since)
         answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
-        for one in answer["events"]:
-            yield Event.of(one)
+        for event in answer["events"]:
+            yield Event.of(event)
         if follow:
             async for some in follow_events(self._transport, answer["last"], kind, self._on_message):
-                for one in some:
-                    yield Event.of(one)
+                for event in some:
+                    yield Event.of(event)

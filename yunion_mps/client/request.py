@@ -58,8 +58,8 @@ def lease_request(
         "allow_unlimited": allow_unlimited or None,
         "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
     }
-    given = {member: value for member, value in members.items() if value is not None}
-    return LeaseArguments(given, whole_seconds(wait_s), ttl_s)
+    arguments = {member: value for member, value in members.items() if value is not None}
+    return LeaseArguments(arguments, whole_seconds(wait_s), ttl_s)
 
 
 def _memory(amount: str) -> int:

@@ -26,9 +26,9 @@ _CHANGE_WAIT_S = 60
 async def follow_events(
     transport: Transport, last: int, kind: str | None, on_message: OnMessage
 ) -> AsyncGenerator[list[answers.Event], None]:
-    """Yield the events after the one with the id `last`, without end; also an empty list at each timeout.
+    """Yield the events with ids above `last` forever; yield an empty list at each timeout.
 
-    An empty list lets the caller check whether its own reader is still there. Raises UnreachableError if the
+    An empty list lets the caller check whether its own reader still exists. Raises UnreachableError if the
     daemon stays unreachable.
     """
     retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
@@ -56,17 +56,17 @@ async def watch(
     Raises UnreachableError if the daemon stays unreachable.
     """
     retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
-    known: dict[str, Value] = {}
+    condition: dict[str, Value] = {}
     while True:
         try:
-            found = await transport.call_if_changed(operation, **arguments, **known)
+            result = await transport.call_if_changed(operation, **arguments, **condition)
         except (UnreachableError, BusyError) as error:
-            if not known:
+            if not condition:
                 raise
             await retrier.wait(error)
             continue
         retrier.reset()
-        answer, etag = found
-        known = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+        answer, etag = result
+        condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
         if answer is not None:
             yield answer

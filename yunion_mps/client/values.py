@@ -35,11 +35,11 @@ class Value(Generic[AnswerT]):
 
 def members(kind: Any) -> dict[str, tuple[str, Any]]:
     """By attribute, the name and the type of the member of the answer."""
-    found: dict[str, tuple[str, Any]] = {}
-    for one in fields(kind):
-        parts = get_args(one.type) if get_origin(one.type) is Annotated else (one.type, one.name)
-        found[one.name] = (parts[1], parts[0])
-    return found
+    result: dict[str, tuple[str, Any]] = {}
+    for member in fields(kind):
+        parts = get_args(member.type) if get_origin(member.type) is Annotated else (member.type, member.name)
+        result[member.name] = (parts[1], parts[0])
+    return result
 
 
 @cache

@@ -128,8 +128,8 @@ def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
 def _read_environment(state: Mapping[str, Any]) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
-            words = json.load(file)["process"]["env"]
-        return dict(word.partition("=")[::2] for word in words)
+            variables = json.load(file)["process"]["env"]
+        return dict(variable.partition("=")[::2] for variable in variables)
     return {}
 
 

@@ -59,26 +59,26 @@ class Containers:
 
     def of(self, pid: int) -> Container | None:
         """The container of the process; None if it is in none, or has ended."""
-        found = container_in(read_text(f"{self._proc}/{pid}/cgroup"))
-        return Container(found.id, self._name(pid, found)) if found else None
+        match = container_in(read_text(f"{self._proc}/{pid}/cgroup"))
+        return Container(match.id, self._name(pid, match)) if match else None
 
-    def _name(self, pid: int, found: _CgroupMatch) -> str:
-        if found.pod:
-            return f"pod {found.pod}/{found.id[:_SHORT_ID]}"
-        name = self._name_in_files(found)
-        if name or found.id not in self._names:
+    def _name(self, pid: int, match: _CgroupMatch) -> str:
+        if match.pod:
+            return f"pod {match.pod}/{match.id[:_SHORT_ID]}"
+        name = self._name_in_files(match)
+        if name or match.id not in self._names:
             if len(self._names) >= _MAX_CACHED:
                 self._names.clear()
-            monitor_name = "" if name or found.engine == "docker" else self._name_from_monitor(pid, found.id)
-            self._names[found.id] = printable(name or monitor_name)[:_MAX_LENGTH]
-        return self._names[found.id] or found.id[:_SHORT_ID]
+            monitor_name = "" if name or match.engine == "docker" else self._name_from_monitor(pid, match.id)
+            self._names[match.id] = printable(name or monitor_name)[:_MAX_LENGTH]
+        return self._names[match.id] or match.id[:_SHORT_ID]
 
-    def _name_in_files(self, found: _CgroupMatch) -> str:
+    def _name_in_files(self, match: _CgroupMatch) -> str:
         """The current name in the engine's files, empty if there is none."""
-        files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=found.id), dict)]
-        if found.engine != "docker":
+        files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=match.id), dict)]
+        if match.engine != "docker":
             files[:0] = [(path, list) for path in _CONTAINERS_JSON]
-        return next(filter(None, (self._names_in(*file).get(found.id, "") for file in files)), "")
+        return next(filter(None, (self._names_in(*file).get(match.id, "") for file in files)), "")
 
     def _names_in(self, name: str, kind: type) -> dict[str, str]:
         """By id, the names in a file: a list of podman's containers, or docker's configuration of one."""
@@ -87,13 +87,13 @@ class Containers:
         if version is None:
             self._files.pop(path, None)
             return {}
-        known = self._files.get(path)
-        if known is None or known[0] != version:
+        cached = self._files.get(path)
+        if cached is None or cached[0] != version:
             if len(self._files) >= _MAX_CACHED:
                 self._files.clear()
-            known = version, _names_of(_json(path, kind))
-            self._files[path] = known
-        return known[1]
+            cached = version, _names_of(_json(path, kind))
+            self._files[path] = cached
+        return cached[1]
 
     def _name_from_monitor(self, pid: int, container_id: str) -> str:
         """The name in the command line of conmon, the parent of podman's and CRI-O's containers.
@@ -102,9 +102,9 @@ class Containers:
         """
         for _ in range(_MAX_ANCESTORS):
             pid = parent_of(pid, self._proc)
-            words = read_text(f"{self._proc}/{pid}/cmdline").split("\0")
-            if words[0].endswith("conmon") and container_id in words and "-n" in words[:-1]:
-                return words[words.index("-n") + 1]
+            argv = read_text(f"{self._proc}/{pid}/cmdline").split("\0")
+            if argv[0].endswith("conmon") and container_id in argv and "-n" in argv[:-1]:
+                return argv[argv.index("-n") + 1]
             if pid <= 1:
                 break
         return ""
@@ -114,28 +114,28 @@ def container_in(cgroups: str) -> _CgroupMatch | None:
     """The innermost container in a /proc/PID/cgroup (cgroups(7), v1 and v2), None if there is none."""
     for line in cgroups.splitlines():
         path = line.split(":", 2)[-1]
-        inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _MONITORS]
-        if inside:
+        matches = [match for match in _CGROUP.finditer(path) if match["engine"] not in _MONITORS]
+        if matches:
             pod = (_POD.findall(path) or [""])[-1].replace("_", "-")
-            return _CgroupMatch(inside[-1]["id"], inside[-1]["engine"] or "", pod)
+            return _CgroupMatch(matches[-1]["id"], matches[-1]["engine"] or "", pod)
     return None
 
 
-def _names_of(found: Any) -> dict[str, str]:
+def _names_of(content: Any) -> dict[str, str]:
     """By id: of podman's storage, or of docker's configuration of one container."""
-    if isinstance(found, dict):
-        return {str(found.get("ID")): str(found.get("Name") or "").lstrip("/")}
+    if isinstance(content, dict):
+        return {str(content.get("ID")): str(content.get("Name") or "").lstrip("/")}
     return {
-        str(one.get("id")): str(one["names"][0])
-        for one in found
-        if isinstance(one, dict) and isinstance(one.get("names"), list) and one["names"]
+        str(container.get("id")): str(container["names"][0])
+        for container in content
+        if isinstance(container, dict) and isinstance(container.get("names"), list) and container["names"]
     }
 
 
 def _json(path: str, kind: type) -> Any:
     """The content of a file, empty if it has another type."""
     try:
-        found = json.loads(read_text(path) or "null")
+        content = json.loads(read_text(path) or "null")
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, kind) else kind()
+        content = None
+    return content if isinstance(content, kind) else kind()

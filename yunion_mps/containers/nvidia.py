@@ -42,8 +42,8 @@ def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[Node, ...]]:
 
 
 def _existing(paths: Paths, names: Sequence[str]) -> tuple[Node, ...]:
-    found = [Node(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
-    return tuple(node for node in found if _is_device(node.host_path))
+    nodes = [Node(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
+    return tuple(node for node in nodes if _is_device(node.host_path))
 
 
 def _is_device(path: str) -> bool:
@@ -77,17 +77,17 @@ def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
     return parse(_loaded(text, path), gpus)
 
 
-def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
+def parse(spec: Any, gpus: Iterable[Gpu]) -> Nvidia:
     """Parse the GPUs' edits of NVIDIA's specification; raises ValueError with the reason."""
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
+    if not isinstance(spec, dict) or spec.get("kind") != _KIND:
         raise ValueError(f"its kind is not {_KIND}")
     devices = {
         str(device["name"]): _edits(device.get("containerEdits"))
-        for device in _list(found.get("devices"))
+        for device in _list(spec.get("devices"))
         if isinstance(device, dict) and "name" in device
     }
     by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
-    common = _edits(found.get("containerEdits"))
+    common = _edits(spec.get("containerEdits"))
     has_groups = any("additionalGids" in edits for edits in (common, *by_gpu.values()))
     return Nvidia(_WITH_GROUPS if has_groups else VERSION, common, by_gpu)
 
@@ -104,66 +104,66 @@ def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]
     return None
 
 
-def _edits(found: Any) -> Mapping[str, Any]:
+def _edits(value: Any) -> Mapping[str, Any]:
     """The edits, without unknown parts and fields; raises ValueError."""
-    edits = {} if found is None else found
+    edits = {} if value is None else value
     if not isinstance(edits, dict):
         raise _not_understood()
     known: dict[str, Any] = {name: _entries(edits.get(name), fields) for name, fields in _FIELDS.items()}
     known["env"] = _variables(edits.get("env"))
-    known["additionalGids"] = [_number(one) for one in _list(edits.get("additionalGids"))]
+    known["additionalGids"] = [_number(gid) for gid in _list(edits.get("additionalGids"))]
     known = {name: entries for name, entries in known.items() if entries}
     _refuse_too_large(known)
     return known
 
 
-def _entries(found: Any, fields: Mapping[str, Callable[[Any], Any]]) -> list[dict[str, Any]]:
+def _entries(value: Any, fields: Mapping[str, Callable[[Any], Any]]) -> list[dict[str, Any]]:
     entries = []
-    for one in _list(found):
-        if not isinstance(one, dict):
+    for entry in _list(value):
+        if not isinstance(entry, dict):
             raise _not_understood()
-        given = [name for name, read in fields.items() if one.get(name) is not None or read in _NEEDED]
-        entries.append({name: fields[name](one.get(name)) for name in given})
+        present = [name for name, read in fields.items() if entry.get(name) is not None or read in _NEEDED]
+        entries.append({name: fields[name](entry.get(name)) for name in present})
     return entries
 
 
-def _text(found: Any, pattern: str = ".*") -> str:
-    if not isinstance(found, str) or not re.fullmatch(pattern, found, re.DOTALL):
+def _text(value: Any, pattern: str = ".*") -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
         raise _not_understood()
-    return found
+    return value
 
 
-def _number(found: Any) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 32:
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 32:
         raise _not_understood()
-    return found
+    return value
 
 
-def _list(found: Any) -> list[Any]:
-    if not isinstance(found, list) and found is not None:
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) and value is not None:
         raise _not_understood()
-    return found or []
+    return value or []
 
 
 def _not_understood() -> ValueError:
     return ValueError("its containerEdits cannot be parsed")
 
 
-def _texts(found: Any) -> list[str]:
-    return [_text(one) for one in _list(found)]
+def _texts(value: Any) -> list[str]:
+    return [_text(text) for text in _list(value)]
 
 
-def _variables(found: Any) -> list[str]:
-    return [_text(one, "[^=]+=.*") for one in _list(found)]
+def _variables(value: Any) -> list[str]:
+    return [_text(text, "[^=]+=.*") for text in _list(value)]
 
 
 _needed = partial(_text, pattern=".+")
 _hook_name = partial(_text, pattern="prestart|create(Runtime|Container)|startContainer|poststart|poststop")
 _node_type, _permissions = partial(_text, pattern="[bcup]?"), partial(_text, pattern="[rwm]*")
-#: Entries without these are read as such of a missing value, which is refused.
+#: Readers of required fields: they refuse a missing value.
 _NEEDED = (_needed, _hook_name)
-#: How each field of a part's entries is read (pkg/cdi/container-edits.go of the format's own library); the
-#: format has no others. For one that engines cannot read they refuse a whole file: all our devices.
+#: The reader of each field of a part's entries (pkg/cdi/container-edits.go of the format's library); other
+#: fields do not exist. Engines that cannot read a field refuse the whole file, and so all our devices.
 _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "mounts": {"hostPath": _needed, "containerPath": _needed, "type": _text, "options": _texts},
     "hooks": {"hookName": _hook_name, "path": _needed, "args": _texts, "env": _variables, "timeout": _number},

@@ -39,7 +39,7 @@ def lease_file(lease_id: str) -> str:
 
 
 class SpecDirectory:
-    """The directory that engines read: our files in it, and whether each is still as it was written."""
+    """Our files in the directory that engines read, and whether each is unchanged since it was written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -55,8 +55,8 @@ class SpecDirectory:
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the file exists, and no other program has changed it."""
-        found = version_of(os.path.join(self.path, name), follow_symlinks=False)
-        return found is not None and self._written.get(name) == found
+        version = version_of(os.path.join(self.path, name), follow_symlinks=False)
+        return version is not None and self._written.get(name) == version
 
     def remove(self, name: str) -> None:
         """Remove a file; a failure is ignored, because the hook refuses its device."""
@@ -67,11 +67,11 @@ class SpecDirectory:
     def names(self) -> list[str]:
         """The names of our files, including unfinished ones."""
         try:
-            found = os.listdir(self.path)
+            files = os.listdir(self.path)
         except OSError:
             return []
         return [
-            name for name in found if name.removesuffix(UNFINISHED) == DEVICES_FILE or name.startswith(_LEASE)
+            name for name in files if name.removesuffix(UNFINISHED) == DEVICES_FILE or name.startswith(_LEASE)
         ]
 
 
@@ -107,7 +107,7 @@ class CdiPublisher:
         self._writing = threading.Lock()
 
     def restore(self, leases: Iterable[Lease]) -> None:
-        """Write the files of these leases, and remove those of all others."""
+        """Write the files of these leases, and remove all other leases' files."""
         wanted = {lease_file(lease.id): lease for lease in leases if lease.cdi}
         for name in self._files.names():
             if name != DEVICES_FILE and name not in wanted:
@@ -205,7 +205,7 @@ class CdiPublisher:
         except (OSError, HostError) as error:
             why = error.strerror if isinstance(error, OSError) else error.message
             failure = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
-        except Exception as error:  # noqa: BLE001 - it is tried again, and reported where operators look
+        except Exception as error:  # noqa: BLE001 - it is retried, and reported to operators
             what = f"containers find no devices: {path} cannot be created: {error!r}"
             failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
@@ -235,9 +235,9 @@ class CdiPublisher:
         self._supervisor.set_warning("containers", failure)
         event = Event("info", "daemon", "containers", "containers find the devices again")
         if failure:
-            means = "everything else continues, and the write is retried"
-            event = Event("warning", "daemon", "containers", failure, "", means, failure.code)
-            log.warning("%s; %s", failure, means)
+            consequence = "everything else continues, and the write is retried"
+            event = Event("warning", "daemon", "containers", failure, "", consequence, failure.code)
+            log.warning("%s; %s", failure, consequence)
         else:
             log.info("%s", event.what)
         self._supervisor.event_log.record(event)

@@ -24,9 +24,9 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class Nvidia(NamedTuple):
-    """The edits of NVIDIA's own specification: common ones, and those of each GPU by its UUID."""
+    """The edits of NVIDIA's own specification: common edits, and each GPU's edits by its UUID."""
 
-    #: The first of the format that knows of all its parts, whatever it says itself.
+    #: The first version of the format that has all its parts, whatever version it declares.
     version: tuple[int, ...] = VERSION
     common: Mapping[str, Any] = {}
     by_gpu: Mapping[str, Mapping[str, Any]] = {}
@@ -38,10 +38,10 @@ class Node(NamedTuple):
 
 
 class HostFiles(NamedTuple):
-    """What of the host a container needs.
+    """The files and programs of the host that a container needs.
 
-    `nodes` are the driver's, and `gpu_nodes` those of each GPU by its UUID; `hook` is the program to call,
-    and `hook_environment` what it needs. `nvidia` is None if NVIDIA's toolkit has made no specification.
+    `nodes` are the driver's nodes, `gpu_nodes` each GPU's nodes by its UUID; `hook` is the program to call
+    with `hook_environment`. `nvidia` is None if NVIDIA's toolkit has made no specification.
     """
 
     nodes: Sequence[Node] = ()
@@ -59,13 +59,13 @@ def devices_spec(
 ) -> Json | None:
     """The devices of the plan, each by its address and by its id; None if there are none.
 
-    Those that are not served now are among them: the hook refuses them with the reason, an engine could only
-    say that there is no such device. So are those of the domains in `parked`, for which no control daemon is
-    started while their GPUs are lost: their pipe directories may be missing, which an engine would report.
+    Unserved devices are included, because the hook can refuse them with the reason; an engine could only say
+    that there is no such device. Devices of `parked` domains, which have no control daemon while their GPUs
+    are lost, have only the environment and the hook, because an engine would report a missing pipe directory.
     """
     plans = {domain.name: domain for domain in domains}
     lost = {domain.name: domain for domain in parked}
-    found = []
+    entries = []
     for device in devices:
         if device.domain in plans:
             edits = _edits(client_environment([device], plans[device.domain]), device.addr, host)
@@ -75,15 +75,15 @@ def devices_spec(
             )
         else:
             continue
-        found += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
+        entries += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
     if plans and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
         environment = whole_environment(list(devices), next(iter(domains)))
-        found.append({"name": ALL, "containerEdits": _edits(environment, ALL, host)})
-    return _spec(found, host) if found else None
+        entries.append({"name": ALL, "containerEdits": _edits(environment, ALL, host)})
+    return _spec(entries, host) if entries else None
 
 
 def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> Json:
-    """A lease as a device, by its id; and the one that was made for it, by address and id, if so.
+    """A lease as a device, named by its id; a device created for it also has its address and id as names.
 
     `planned` are the ids of the devices that exist without a lease.
     """

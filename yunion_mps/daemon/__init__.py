@@ -29,8 +29,8 @@ def main() -> None:
 def tune_malloc() -> None:
     """Have glibc return large pieces to the system when they are freed, and use one heap for all threads.
 
-    Left to itself glibc raises the size from which it does so with each one that is freed, up to 32 MiB. A
-    libc without these settings is left as it is.
+    By default, glibc raises the size above which it does so whenever a large piece is freed, up to 32 MiB. A
+    libc without these settings is not changed.
     """
     import ctypes
 

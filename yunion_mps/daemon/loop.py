@@ -129,7 +129,7 @@ class _Loop:
         self._loop.add_reader(self._signals.fileno(), self._guarded, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)
         await self._server.open(self._listener.socket)
-        tasks = [asyncio.create_task(one.run()) for one in (self._watchdog, self._monitor, self._textfile)]
+        tasks = [asyncio.create_task(part.run()) for part in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
         self._guarded(self._tick)

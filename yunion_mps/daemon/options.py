@@ -45,21 +45,21 @@ class Options(NamedTuple):
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
-    given = _given(arguments) if arguments else {}
-    level = given.pop("log_level", None) or os.environ.get(_LEVEL_VARIABLE) or Options().log_level
+    values = _given(arguments) if arguments else {}
+    level = values.pop("log_level", None) or os.environ.get(_LEVEL_VARIABLE) or Options().log_level
     if level not in LEVELS:
         _refuse(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}")
-    return Options(**given, log_level=level)
+    return Options(**values, log_level=level)
 
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:
     import click
 
     try:
-        found = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        values = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except click.ClickException as error:
         _refuse(error.format_message(), f"see: {PROGRAM} --help")
-    return found if isinstance(found, dict) else sys.exit(0)  # --help or --version
+    return values if isinstance(values, dict) else sys.exit(0)  # --help or --version
 
 
 def _refuse(*lines: str) -> NoReturn:
@@ -87,10 +87,10 @@ def command() -> click.Command:
             raise click.BadParameter(f"{text} is not a PID.")
         return int(text)
 
-    def checked(**given: Any) -> dict[str, Any]:
-        if given["check"] + given["restore"] + (given["adopt"] is not None) > 1:
+    def checked(**values: Any) -> dict[str, Any]:
+        if values["check"] + values["restore"] + (values["adopt"] is not None) > 1:
             raise click.UsageError(_ONE_OF)
-        return given
+        return values
 
     made = click.Command(
         PROGRAM,

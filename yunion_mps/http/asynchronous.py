@@ -86,9 +86,7 @@ async def _connect(connection: socket.socket, path: str) -> None:
     while True:
         try:
             connection.connect(path)
-        except (
-            BlockingIOError
-        ):  # of a Unix socket, that is: others are first, and no event tells the end of it
+        except BlockingIOError:  # the socket's backlog is full, and no event signals that it has room again
             await asyncio.sleep(_CONNECT_RETRY_S)
         else:
             return

@@ -55,7 +55,7 @@ class Exchange:
         headers += [(b"Content-Length", b"%d" % len(sent.body))] if method == "POST" else []
         events: list[h11.Event] = [h11.Request(method=method, target=sent.target, headers=headers)]
         events += [h11.Data(data=sent.body)] if sent.body else []
-        self.request = b"".join(self._http.send(one) or b"" for one in (*events, h11.EndOfMessage()))
+        self.request = b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
         self._status = 0
         self._content_type = ""
         self._etag = ""

@@ -85,7 +85,7 @@ def listen(paths: Paths) -> socket.socket:
 
 
 def group_id() -> int:
-    """The gid of the group that may connect; root's if there is no such group."""
+    """The gid of the group that may connect; root's gid if there is no such group."""
     import grp
 
     try:

@@ -80,15 +80,15 @@ def document() -> dict[str, object]:
         refs = {str(status): _ref(str(status), "responses") for status in refusals}
         if operation is GET_READINESS:
             refs["503"] = _problem(503, f"Not ready: one line for each reason. {_PROBLEMS[503]}", content)
-        first, *others = operation.name.split("_")
-        name = "".join(map(str.title, others))
+        first, *words = operation.name.split("_")
+        name = "".join(map(str.title, words))
         item = paths.setdefault(operation.path, {})
         item[operation.method.lower()] = _operation(
             operation, first + name, operation.summary, {**answers, **refs}
         )
         if operation.method == "GET":
             without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
-            heads = {status: {**one, "content": {}} for status, one in answers.items()}
+            heads = {status: {**response, "content": {}} for status, response in answers.items()}
             summary = f"{operation.summary}: headers only"
             item["head"] = _operation(operation, "head" + name, summary, {**heads, **without_body})
     return {
@@ -103,41 +103,41 @@ def document() -> dict[str, object]:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "responses": {str(status): _problem(status, about) for status, about in _PROBLEMS.items()},
+            "responses": {str(status): _problem(status, text) for status, text in _PROBLEMS.items()},
         },
     }
 
 
 def _operation(operation: Operation[Any], name: str, summary: str, responses: Mapping[str, Schema]) -> Schema:
-    found: dict[str, object] = {
+    item: dict[str, object] = {
         "operationId": name,
         "summary": summary,
-        "parameters": [_parameter(one, "path") for one in operation.path_parameters]
-        + [_parameter(one, "query") for one in operation.query_parameters]
-        + [_parameter(one, "header") for one in operation.headers],
+        "parameters": [_parameter(parameter, "path") for parameter in operation.path_parameters]
+        + [_parameter(parameter, "query") for parameter in operation.query_parameters]
+        + [_parameter(parameter, "header") for parameter in operation.headers],
         "responses": responses,
     }
     if operation.has_body:
         schema = members_schema(operation.members)
-        found["requestBody"] = {"required": False, "content": {"application/json": {"schema": schema}}}
-    return found
+        item["requestBody"] = {"required": False, "content": {"application/json": {"schema": schema}}}
+    return item
 
 
-def _parameter(parameter: Parameter, place: str) -> Schema:
-    found: dict[str, object] = {
+def _parameter(parameter: Parameter, location: str) -> Schema:
+    item: dict[str, object] = {
         "name": parameter.name,
-        "in": place,
+        "in": location,
         "description": parameter.description,
         "schema": parameter.schema(),
     }
-    if place == "path":
-        found.update(required=True, example=parameter.example)
-    return found
+    if location == "path":
+        item.update(required=True, example=parameter.example)
+    return item
 
 
-def _problem(status: int, about: str, others: Schema = MappingProxyType({})) -> Schema:
-    content = {"application/problem+json": {"schema": _ref("ProblemDetails")}, **others}
-    response: dict[str, object] = {"description": about, "content": content}
+def _problem(status: int, description: str, extra_content: Schema = MappingProxyType({})) -> Schema:
+    content = {"application/problem+json": {"schema": _ref("ProblemDetails")}, **extra_content}
+    response: dict[str, object] = {"description": description, "content": content}
     if status == 405:
         allowed = sorted({", ".join(methods) for methods in ROUTES.values()})
         response["headers"] = {"Allow": {"required": True, "schema": {"enum": allowed}}}

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 MAX_CHANGE_WAIT_S = 600
 
-#: How long a client waits for an answer, in s, and for one that needs the driver: waking many GPUs takes
-#: tens of seconds, and a call that hangs is abandoned after 60.
+#: How long a client waits for an answer, in s; longer if it needs the driver, because waking many GPUs takes
+#: tens of seconds, and a hanging call is abandoned after 60.
 TIMEOUT_S = 30.0
 SLOW_S = 150.0
 
@@ -89,20 +89,20 @@ class Operation(Generic[T]):
         `refusals` are the statuses that are specific to this operation. A `cached` answer is made from the
         snapshot without waiting, and reused until the snapshot changes; others may wait, up to the parameter
         `wait_s` if there is one. An `uninterruptible` operation is finished even if the caller disconnects.
-        One that `creates` something answers 201 with its `Location`, or 200 if it exists already. A
-        `watchable` answer has an `ETag`, with which a caller can wait for a change. `media_types` are those
-        of an answer that is not JSON.
+        If it `creates` something, it answers 201 with the `Location`, or 200 if that exists already. A
+        `watchable` answer has an `ETag`, with which a caller can wait for a change. `media_types` are set
+        only for an answer that is not JSON.
         """
         self.name = name
         self.method = method
         self.path = path
         self.summary = summary
         self.answer = answer
-        self.path_parameters = tuple(one for one in parameters if f"{{{one.name}}}" in path)
-        others = tuple(one for one in parameters if one not in self.path_parameters)
+        self.path_parameters = tuple(parameter for parameter in parameters if f"{{{parameter.name}}}" in path)
+        rest = tuple(parameter for parameter in parameters if parameter not in self.path_parameters)
         self.has_body = method == "POST"
-        self.query_parameters = () if self.has_body else others
-        self.members = others if self.has_body else ()
+        self.query_parameters = () if self.has_body else rest
+        self.members = rest if self.has_body else ()
         self.headers = headers
         self.access = access
         self.refusals = refusals if access == ANYONE else (403, *refusals)
@@ -122,16 +122,16 @@ class Operation(Generic[T]):
 
     def arguments(self, query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Value]:
         """The value of every parameter except the path's, from lower-case headers; raises BadRequestError."""
-        found = query_arguments(query, self.query_parameters)
-        for one in self.headers:
-            text = headers.get(one.name.lower())
-            found[one.argument] = one.default if text is None else one.value(text)
+        arguments = query_arguments(query, self.query_parameters)
+        for parameter in self.headers:
+            text = headers.get(parameter.name.lower())
+            arguments[parameter.argument] = parameter.default if text is None else parameter.value(text)
         if self.has_body:
-            found.update(body_arguments(body, headers.get("content-type", ""), self.members))
-        return found
+            arguments.update(body_arguments(body, headers.get("content-type", ""), self.members))
+        return arguments
 
     def encode(self, arguments: Mapping[str, Value]) -> EncodedRequest:
-        """The request with these arguments; those that are None are left out."""
+        """Encode the request; arguments that are None are left out."""
         given = {name: value for name, value in arguments.items() if value is not None}
         unknown = set(given) - {one.argument for one in self.parameters}
         if unknown:
@@ -163,7 +163,7 @@ WATCH_PARAMETERS = (
 def _without_none(value: Value) -> Value:
     if not isinstance(value, Mapping):
         return value
-    return {name: one for name, one in value.items() if one is not None}
+    return {name: member for name, member in value.items() if member is not None}
 
 
 def _text(value: Value) -> str:

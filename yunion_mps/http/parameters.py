@@ -73,7 +73,7 @@ class Parameter(NamedTuple):
         if self.type == "array":
             if isinstance(value, list) and self.minimum <= len(value) <= self.maximum:
                 item = self._replace(type="string")
-                return tuple(str(item.member(one, f"{path}[{place}]")) for place, one in enumerate(value))
+                return tuple(str(item.member(entry, f"{path}[{index}]")) for index, entry in enumerate(value))
             raise BadRequestError(
                 f"{path} is {_shown(value)}", f"write a list of {self.minimum} to {self.maximum} strings"
             )
@@ -172,18 +172,18 @@ def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict
     """The value of every member of an object at this path of a body; raises BadRequestError."""
     if not isinstance(value, dict):
         raise BadRequestError(f"{path or 'the body'} is {_shown(value)}", "write a JSON object: {…}")
-    known = {one.name: one for one in members}
+    by_name = {member.name: member for member in members}
     prefix = f"{path}." if path else ""
     for name in value:
-        if name not in known:
-            raise _unknown("member", name, known, prefix)
-    found: dict[str, Value] = {}
-    for name, one in known.items():
-        if name in value or one.type == "object":
-            found[name] = one.member(value.get(name, {}), prefix + name)
+        if name not in by_name:
+            raise _unknown("member", name, by_name, prefix)
+    arguments: dict[str, Value] = {}
+    for name, member in by_name.items():
+        if name in value or member.type == "object":
+            arguments[name] = member.member(value.get(name, {}), prefix + name)
         else:
-            found[name] = one.default
-    return found
+            arguments[name] = member.default
+    return arguments
 
 
 def _parsed(body: bytes) -> Any:
@@ -199,12 +199,12 @@ def _parsed(body: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise BadRequestError(f"member {name[:_SHOWN_LENGTH]!r} is given twice", "give each member once")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _refuse_constant(name: str) -> None:

@@ -44,7 +44,7 @@ class Router:
 
     def __init__(self, handlers: Handlers) -> None:
         self._handlers = handlers
-        self._handler_of = {one.name: getattr(handlers, one.name) for one in OPERATIONS}
+        self._handler_of = {operation.name: getattr(handlers, operation.name) for operation in OPERATIONS}
         self._cached: dict[str, tuple[str, Response]] = {}
         self._cached_for = -1
         self._cached_bytes = 0
@@ -88,9 +88,9 @@ class Router:
         if version != self._cached_for or self._cached_bytes > _CACHED_BYTES:
             self._cached.clear()
             self._cached_for, self._cached_bytes = version, 0
-        known = self._cached.get(request.target) if request.method in _READ else None
-        if known:
-            return known[0], self._conditional(request, known[1])
+        cached = self._cached.get(request.target) if request.method in _READ else None
+        if cached:
+            return cached[0], self._conditional(request, cached[1])
         try:
             url = urlsplit(request.target)
         except ValueError:
@@ -154,8 +154,8 @@ class Router:
         arguments = operation.arguments(query, request.headers, request.body)
         if not operation.watchable:
             return self._handler_of[operation.name](request, **in_path, **arguments)
-        for one in WATCH_PARAMETERS:  # the router handles these
-            del arguments[one.argument]
+        for parameter in WATCH_PARAMETERS:  # the router handles these
+            del arguments[parameter.argument]
         response = response_of(self._handler_of[operation.name](request, **in_path, **arguments))
         return response._replace(headers=(*response.headers, ("ETag", _etag(response.body))))
 
@@ -172,8 +172,8 @@ def _etag(body: bytes) -> str:
 
 
 def _matches(if_none_match: str, etag: str) -> bool:
-    known = [one.strip().removeprefix("W/") for one in if_none_match.split(",")]
-    return etag in known or known == ["*"]
+    etags = [candidate.strip().removeprefix("W/") for candidate in if_none_match.split(",")]
+    return etag in etags or etags == ["*"]
 
 
 def _not_modified(etag: str) -> Response:

@@ -323,14 +323,14 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
 
     For a request for several devices, GPUs whose devices can never be combined are left out.
     """
-    found = [one for one in candidates.devices if _is_suitable(request, one)]
+    matching = [one for one in candidates.devices if _is_suitable(request, one)]
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
-        found = [one for one in found if one.device.gpu_uuid not in apart]
+        matching = [one for one in matching if one.device.gpu_uuid not in apart]
     if request.memory_mib:
-        found.sort(key=lambda one: one.device.memory_limit_mib)
-    return found
+        matching.sort(key=lambda one: one.device.memory_limit_mib)
+    return matching
 
 
 def _matching_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
@@ -348,10 +348,10 @@ def _usable_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCan
 
 
 def _by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
-    found: dict[str, list[Device]] = {}
+    by_gpu: dict[str, list[Device]] = {}
     for device in devices:
-        found.setdefault(device.gpu_uuid, []).append(device)
-    return found
+        by_gpu.setdefault(device.gpu_uuid, []).append(device)
+    return by_gpu
 
 
 def _place(

@@ -95,7 +95,7 @@ class Ledger:
 
         The devices with the ids in `reserved` are left out.
         """
-        found: dict[str, list[Device]] = {}
+        free: dict[str, list[Device]] = {}
         left_mib: dict[str, int] = {}
         for device in devices:
             if device.id in reserved or device.id in self.lease_of:
@@ -105,8 +105,8 @@ class Ledger:
                 left_mib[gpu] = device.memory_total_mib - self._memory_mib[gpu]
             if needs_mib(device) <= left_mib[gpu]:
                 left_mib[gpu] -= needs_mib(device)
-                found.setdefault(gpu, []).append(device)
-        return found
+                free.setdefault(gpu, []).append(device)
+        return free
 
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
@@ -122,15 +122,15 @@ class Ledger:
         ]
 
     def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
-        """How much of the pool one more client can get, beside `others` with `reserved_mib` of it."""
+        """How much memory one more client can get, beside `others` that have `reserved_mib`."""
         taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
         return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
-        """By UUID, the GPUs with leases from another division than the one into `devices`.
+        """The GPUs, by UUID, with leases from another division than the one into `devices`.
 
-        Pending are the devices of these leases, and those of the new division that do not fit beside them.
-        What is pending is counted from this alone, in every output.
+        The devices of these leases are pending, and so are new devices that do not fit beside them. Every
+        output counts pending devices from this alone.
         """
         divided = {device.id: _budget(device) for device in devices}
         gpus = {device.gpu_uuid for device in devices}
@@ -150,9 +150,9 @@ class Ledger:
                 pending[device.gpu_uuid].add(device.id)
         return {
             uuid: LeaseWait(
-                frozenset(pending[uuid]), total[uuid], tuple(found), _described([*found.values()])
+                frozenset(pending[uuid]), total[uuid], tuple(by_id), _described([*by_id.values()])
             )
-            for uuid, found in leases.items()
+            for uuid, by_id in leases.items()
         }
 
 
@@ -167,10 +167,10 @@ def _budget(device: Device) -> tuple[int, float, str]:
 
 def _described(leases: Sequence[Lease]) -> str:
     """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
-    shown = []
+    texts = []
     for lease in leases[:_MAX_NAMED]:
         holder = lease.holder
         text = f"lease {shortened(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
-        shown.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
+        texts.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
     more = len(leases) - _MAX_NAMED
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(texts) + (f" and {more} more" if more > 0 else "")

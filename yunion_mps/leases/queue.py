@@ -17,7 +17,7 @@ from yunion_mps.models import Device, Lease
 
 
 class Answer(NamedTuple):
-    """What a queued request gets: its new lease, or that of an equal request. Equal ones share theirs."""
+    """The answer to a queued request: its new lease, which equal requests share."""
 
     lease: Lease
     is_new: bool
@@ -31,14 +31,14 @@ class Queue:
 
     def add(self, queued: QueuedRequest) -> None:
         self.requests.append(queued)
-        self.requests.sort(key=lambda one: one.position)
+        self.requests.sort(key=lambda request: request.position)
 
     def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
         """The requests that this lease was granted for; they are queued no longer."""
-        found = [one for one in self.requests if one.is_answered_by(lease)]
-        for one in found:
-            self.requests.remove(one)
-        return found
+        answered = [request for request in self.requests if request.is_answered_by(lease)]
+        for request in answered:
+            self.requests.remove(request)
+        return answered
 
     def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
         """The first request that fits now, and its devices; None if none does.
@@ -69,7 +69,7 @@ class Queue:
         without a free device, and of equal requests that cannot be satisfied only one is tried.
         """
         unsatisfiable = set[LeaseRequest]()
-        served = (one.device for one in candidates.devices if not one.reason)
+        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
         free = self._allocator.ledger.free_singly(served)
         for queued in self.requests:
             request = queued.request

@@ -76,7 +76,7 @@ class QueuedRequest(NamedTuple):
         return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
     def is_answered_by(self, lease: Lease) -> bool:
-        """Whether the lease was granted for this request, or for another attempt of it.
+        """Whether the lease was granted for this request, or for another attempt at it.
 
         Requests are the same if they have the same content, and the same idempotency key or named holder.
         """
@@ -104,7 +104,7 @@ def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
 
 
 def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
-    """The lease with this id, the caller's own lease of this name, or the one with this prefix of its id.
+    """Find a lease by its id, by its name if it is the caller's own, or by a prefix of its id.
 
     `leases` are by id. A name never matches another owner's lease, not even for root, because the caller's
     own lease of that name may have ended. Raises NotFoundError.

@@ -56,7 +56,7 @@ class LeaseStorage:
         self._delete_ended()
 
     def read(self) -> list[Lease]:
-        """All leases; rows that cannot be parsed, such as those of another release, are skipped.
+        """Read all leases; rows that cannot be parsed, such as another release's, are skipped.
 
         PIDs are reused after a reboot, so a lease held by a process is valid only within its boot, like
         monotonic times: a lease from an earlier boot expires by the wall clock.
@@ -67,7 +67,7 @@ class LeaseStorage:
 
     def _delete_ended(self) -> None:
         if self._ended:
-            self._store.write("DELETE FROM lease WHERE id = ?", [(one,) for one in sorted(self._ended)])
+            self._store.write("DELETE FROM lease WHERE id = ?", [(lease,) for lease in sorted(self._ended)])
             self._ended.clear()
 
 
@@ -99,18 +99,18 @@ def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
 def _is_valid(lease: Lease) -> bool:
     """Whether every field has its type: a wrong one would crash the daemon later, after every restart."""
     holder = lease.holder
-    process = [one for one in (holder.pid, holder.started) if one is not None]
+    process = [value for value in (holder.pid, holder.started) if value is not None]
     types: list[tuple[object, type | tuple[type, ...]]] = [
-        *((one, str) for one in (lease.id, lease.idempotency_key, lease.request)),
-        *((one, str) for one in (holder.binding, holder.name, holder.unit, holder.command)),
-        *((one, int) for one in (holder.uid, *process)),
-        *((one, (int, float)) for one in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
-        *((one, str) for pair in dict(lease.environment).items() for one in pair),
+        *((value, str) for value in (lease.id, lease.idempotency_key, lease.request)),
+        *((value, str) for value in (holder.binding, holder.name, holder.unit, holder.command)),
+        *((value, int) for value in (holder.uid, *process)),
+        *((value, (int, float)) for value in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
+        *((value, str) for pair in dict(lease.environment).items() for value in pair),
     ]
     for device in lease.devices:
         types += zip(device, _DEVICE)
         types += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
-    return bool(lease.devices) and all(isinstance(one, kind) for one, kind in types)
+    return bool(lease.devices) and all(isinstance(value, kind) for value, kind in types)
 
 
 class QueuePositions:

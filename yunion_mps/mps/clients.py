@@ -1,6 +1,6 @@
-"""The clients of a control daemon: those that it serves, and those that it keeps waiting.
+"""The clients of a control daemon, served or waiting for a server.
 
-It is queried only on request: `ps` waits in the control daemon's only thread for its servers, so a hung
+They are queried only on request: `ps` waits in the control daemon's only thread for its servers, so a hung
 server blocks it for every other process (measured). A stopped server is not queried.
 """
 
@@ -46,17 +46,17 @@ class ClientRow(NamedTuple):
 
 
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
-    """Its clients; waits for the answer. Raises ControlError if it cannot be reached or does not answer."""
+    """List the clients; blocks. Raises ControlError if the control daemon does not answer."""
     servers = server_pids(control_pid)
     _refuse_stopped(servers)
     return parse_clients(_run_command(program, plan, "ps")) if servers else []
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
-    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the control daemon cannot tell (before 550)."""
+    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the driver (before 550) does not report it."""
     answer = _run_command(program, plan, f"get_server_status {server}")
-    word = answer[0].strip() if answer else ""
-    return word if word.isalpha() and word.isupper() else None
+    state = answer[0].strip() if answer else ""
+    return state if state.isalpha() and state.isupper() else None
 
 
 def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
@@ -69,9 +69,9 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     if any("not found" in line for line in answer):
         return False  # it waits for a server, or its server is about to end
     if not answer or answer[-1].strip() != "0":
-        words = "; ".join(answer) or "nothing"
+        reply = "; ".join(answer) or "nothing"
         what = (
-            f"its MPS server (PID {server}) refused to disconnect it (the control daemon answered: {words})"
+            f"its MPS server (PID {server}) refused to disconnect it (the control daemon answered: {reply})"
         )
         raise ControlError(what, "to end it all the same: yunion-mps terminate --force")
     return True
@@ -107,16 +107,16 @@ def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
     header = next((line.split() for line in answer if line.startswith("PID")), None)
     if header is None:
         return []
-    columns = {name: place for place, name in enumerate(header)}
+    columns = {name: index for index, name in enumerate(header)}
     try:
         server, device = columns["SERVER"], columns["DEVICE"]
     except KeyError:
         raise ControlError(f"its list of clients cannot be read: {' '.join(header)!r}") from None
     rows = []
     for line in answer:
-        words = line.split()
-        if len(words) > max(server, device) and words[0].isdigit() and words[server].isdigit():
-            rows.append(ClientRow(int(words[0]), int(words[server]), words[device]))
+        fields = line.split()
+        if len(fields) > max(server, device) and fields[0].isdigit() and fields[server].isdigit():
+            rows.append(ClientRow(int(fields[0]), int(fields[server]), fields[device]))
     return rows
 
 
@@ -124,7 +124,7 @@ def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
 
 
 class WaitingClient(NamedTuple):
-    """A client, since when it waits (s since 1970), and the server (PID) that it waits for."""
+    """A waiting client, when its wait began (s since 1970), and the PID of the server it waits for."""
 
     pid: int
     uid: int
@@ -135,24 +135,24 @@ class WaitingClient(NamedTuple):
 def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingClient]:
     """The clients that wait while these servers run, in order; none if one server serves all users.
 
-    It finds those in containers as well, because the log has their PIDs on the host. A client that gave up
-    without exiting looks like one that waits.
+    Clients in containers are included, because the log has their PIDs on the host. A client that gave up
+    without exiting is still listed.
     """
     owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
     if plan.multiuser or not owners:
         return []
-    found = []
+    waiting = []
     for pid, (uid, since_s) in parse_waiting(_read_log(plan), timestamp_parser(time.time())).items():
         others = [server for server, owner in owners.items() if owner != uid]
         if uid_of(pid) == uid:
-            found.append(WaitingClient(pid, uid, since_s, (others or list(owners))[0]))
-    return sorted(found, key=lambda one: one.since_s)
+            waiting.append(WaitingClient(pid, uid, since_s, (others or list(owners))[0]))
+    return sorted(waiting, key=lambda client: client.since_s)
 
 
 def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
-    """The user and the time of each client (by PID) that waits according to the log.
+    """Parse the user and start time of each waiting client, by PID.
 
-    The log does not say when such a client is served: when a server starts for a user, all of that user's
+    The log does not say when a waiting client is served: when a server starts for a user, all of that user's
     clients are served (measured).
     """
     pending: dict[int, tuple[int, float]] = {}
@@ -167,7 +167,7 @@ def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tupl
             if line["server"]:
                 users[line["server"]] = int(line["user"])
             served = users.get(line["server"] or line["ready"])
-            pending = {pid: one for pid, one in pending.items() if one[0] != served}
+            pending = {pid: entry for pid, entry in pending.items() if entry[0] != served}
     return pending
 
 

@@ -47,7 +47,7 @@ _FOREIGN_REJECTIONS = 2
 
 
 class ControlDaemon:
-    """The process while there is one, its history and its log."""
+    """A domain's control daemon: its process, if any, its history and its log."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ControlDaemon:
         self.order: AdoptionOrder | None = None
         #: Whether it ran before this daemon, and whether its servers may have limits that we set.
         self.was_adopted = self.has_served = False
-        #: Whether it replaces one that did not answer, and has not served yet.
+        #: Whether it replaces an unresponsive control daemon, and has not served yet.
         self.is_replacement = False
         self._had_process = False
         self._is_recorded = is_recorded
@@ -115,7 +115,7 @@ class ControlDaemon:
     def adopt_or_start(
         self, desired: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None
     ) -> str:
-        """Adopt one that serves the domain already, or start one; returns which, as text.
+        """Adopt the control daemon that serves the domain, or start one; returns which, as text.
 
         `before` is the recorded plan of its clients, `ours` as in `find`. Raises HostError if neither is
         possible.
@@ -124,20 +124,20 @@ class ControlDaemon:
             ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
             # First, because a running one does not need what a new one needs.
-            found = startup.find(desired, ours)
-            self.target = startup.with_recorded_limits(found.plan, before) if found else desired
+            running = startup.find(desired, ours)
+            self.target = startup.with_recorded_limits(running.plan, before) if running else desired
             self.log = LogReader(self.target, self._emit, self.servers)
-            self.has_served = self.was_adopted = found is not None
-            self.order = found.order if found else None
-            self._process = found.process if found else startup.start(self.program, desired)
+            self.has_served = self.was_adopted = running is not None
+            self.order = running.order if running else None
+            self._process = running.process if running else startup.start(self.program, desired)
         except HostError:
             self._is_recorded = False
             raise
         self._had_process = True
-        if not found:
+        if not running:
             return "started"
-        record(self.target, found.process.pid)
-        if found.plan.pipe_group == desired.pipe_group:
+        record(self.target, running.process.pid)
+        if running.plan.pipe_group == desired.pipe_group:
             try:
                 startup.set_access(desired)
             except HostError as error:  # jobs continue
@@ -210,7 +210,7 @@ class ControlTask:
         wake([self._control.process.pid, *self._control.servers()])
 
     def _connect(self, now_s: float, timeout_s: float) -> Probe:
-        """Begin a probe; raises UnresponsiveError and ShortageError as it does."""
+        """Begin a probe; raises UnresponsiveError and ShortageError."""
         self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
         return self._probe
 
@@ -269,7 +269,6 @@ class Shutdown(ControlTask):
             self._request_quit(now_s)
 
     def tick(self, now_s: float) -> float:
-        """Do what is due; return when to be called again."""
         self._poll_answer(now_s)
         if now_s < self._deadline_s:
             if self._conversation or self._quit_requested or self._signal:

@@ -191,8 +191,8 @@ class Probe:
     """Connects, and waits for the control daemon's greeting: a health check that needs no process.
 
     A control daemon greets every connection (measured with 535 and 550) from the one loop that serves all of
-    them. So a greeting shows that it serves, and a missing one that it does not, whatever the cause: it was
-    stopped, it hangs, or another connection blocks it.
+    them. So a greeting shows that it serves, and a missing greeting that it does not, because it was stopped,
+    hangs, or is blocked by another connection.
     """
 
     def __init__(self, pipe_directory: str, pid: int, now_s: float, timeout_s: float) -> None:

@@ -104,9 +104,9 @@ def peers(pipe_directory: str) -> Iterator[int]:
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     """State and attributes of every Unix socket in this network namespace."""
     netlink.settimeout(_TIMEOUT_S)
-    any_inode, shown = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
+    any_inode, requested = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
     question = _QUESTION.pack(
-        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, shown, any_inode, any_inode
+        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, requested, any_inode, any_inode
     )
     size = _HEADER.size + len(question)
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
@@ -133,10 +133,10 @@ def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, i
     """The number of these sockets that each process has open, by PID, as far as found within `search_s`."""
     end_s = time.monotonic() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
-    found = {}
+    counts = {}
     for pid in all_pids() if links else []:
         if time.monotonic() > end_s:
             break
         if count := count_open(pid, links):
-            found[pid] = count
-    return found
+            counts[pid] = count
+    return counts

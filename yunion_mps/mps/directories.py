@@ -4,8 +4,8 @@ Each component of the path is opened relative to its parent and checked by its d
 be exchanged between check and use. Only the administrator's symlinks are followed (root's, in a directory
 that only root can write to). Another user's files are never used, changed or removed.
 
-What is used is recorded, one line each, for a purge of the package (packaging/scriptlets/purge.sh):
-`made DIRECTORY`, `used DIRECTORY` for one that existed before, `theirs FILE` for a file in such a directory
+Each directory is recorded on a line for a purge of the package (packaging/scriptlets/purge.sh):
+`made DIRECTORY`, `used DIRECTORY` if it existed before, `theirs FILE` for a file in an existing directory
 whose name is like one of ours, and `above DIRECTORY` for a parent that we created for another.
 """
 
@@ -112,8 +112,8 @@ def join(group: str) -> None:
 
 def is_member(pid: int, group: str) -> bool:
     """Whether the process has the group; raises HostError if there is no such group."""
-    found = credentials_of(pid)
-    return bool(group) and found is not None and _gid(group) in found.groups
+    credentials = credentials_of(pid)
+    return bool(group) and credentials is not None and _gid(group) in credentials.groups
 
 
 def _gid(group: str) -> int:
@@ -205,7 +205,7 @@ def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
 
 
 def _record_use(directory: int, path: str) -> None:
-    """Record a directory that existed before, with the files in it that only look like ours."""
+    """Record an existing directory, with the files in it that only look like ours."""
     before = _recorded()
     if before is None or {f"made {path}", f"used {path}"} & set(before):
         return

@@ -114,7 +114,7 @@ class Domain(StateMachine):
         return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
     def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading: the control daemon's pidfd, and those of answers."""
+        """The descriptors to watch for reading: the control daemon's pidfd, and pending answers."""
         end = [self.control.process.fileno()] if self.control.has_process else []
         return [*end, *self._task.descriptors()] if self._task else end
 
@@ -259,7 +259,7 @@ class Domain(StateMachine):
         return self._step(now_s)
 
     def _begin_to_apply(self, now_s: float, because: str = "") -> None:
-        """Set the limits of a new control daemon; read those of one that may have them already."""
+        """Set a new control daemon's limits; if they may be set already, read them first."""
         served = self.control.has_served
         what = "read" if served else "set and read back"
         self._apply(now_s, f"{because}its limits are being {what}", set_first=not served)

@@ -1,4 +1,4 @@
-"""Health: monitor a control daemon that serves, and recover one that does not."""
+"""Health: monitor a serving control daemon, and recover an unresponsive one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HealthMonitor(ControlTask):
         self._probe_at_s = now_s + PROBE_S
         self._verify_at_s = now_s + VERIFY_S
         self._send_at_s = now_s
-        #: The commands that are being sent, and those that were delivered in this tick.
+        #: The commands being sent, and the commands delivered in this tick.
         self._sending: Sequence[str] = ()
         self.delivered: Sequence[str] = ()
         #: How long the last probe took, None before the first.
@@ -164,7 +164,7 @@ class Recovery(ControlTask):
         self._diagnose_at_s = now_s + _DIAGNOSE_S
 
     def tick(self, now_s: float, *, in_use: bool | None, polled_s: float) -> float | None:
-        """Do what is due; when to be called again, None once it answers.
+        """Do what is due; return when to be called again, None once it answers.
 
         `in_use`: whether processes other than servers used its GPUs when they were polled at `polled_s`, None
         if unknown.

@@ -53,10 +53,10 @@ class LimitsSetter(ControlTask):
         self.note = NO_REASON
 
     def tick(self, now_s: float) -> float | LimitsInEffect:
-        """What is in effect, once that is read back; before that, when to be called again.
+        """Return the limits in effect once they are read back; before that, when to call this again.
 
-        Raises UnresponsiveError if there is no answer, ControlError if the limits are not in effect, or if
-        those of a running server are unknown; ShortageError if commands cannot be sent to a new one.
+        Raises UnresponsiveError if there is no answer, ControlError if the limits are not in effect or a
+        running server's limits are unknown, and ShortageError if commands cannot be sent to a new server.
         """
         if self._conversation is None and now_s < self._retry_at_s:
             return self._retry_at_s
@@ -97,7 +97,7 @@ class LimitsSetter(ControlTask):
         return self._retry_at_s
 
     def _result(self, answer: list[str]) -> LimitsInEffect | None:
-        """What is in effect according to the answer, None if the limits have to be set first."""
+        """The limits in effect according to the answer, None if the limits have to be set first."""
         target = self._plan
         if self._setting:
             check_percentage(target, answer[0])
@@ -123,7 +123,7 @@ class LimitsSetter(ControlTask):
         return LimitsInEffect(before, old) if old else LimitsInEffect(target)
 
     def _without_unknown_gpus(self, plan: DomainPlan) -> DomainPlan:
-        """The plan with limits only for the GPUs that are queried, not for those no longer desired."""
+        """The plan without limits for GPUs that are not queried, because they are no longer desired."""
         asked = {gpu.uuid for gpu in self._plan.gpus if gpu.memory_limit_mib is not None}
         gpus = (gpu if gpu.uuid in asked else gpu._replace(memory_limit_mib=None) for gpu in plan.gpus)
         return plan._replace(gpus=tuple(gpus))
@@ -192,14 +192,14 @@ def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
 
 
 def check_percentage(plan: DomainPlan, answer: str | None) -> None:
-    """As `check`, for the one line that answers `set_commands`."""
+    """Like `check`, for the single line that answers `set_commands`."""
     desired = f"{plan.thread_percentage:.1f}"
     if answer != desired:
         raise _not_in_effect("thread percentage", desired, answer)
 
 
 def parse_servers(answer: Sequence[str]) -> list[int]:
-    """The PIDs at the beginning of an answer that starts with that to `get_server_list`."""
+    """Parse the PIDs at the start of an answer whose first command was `get_server_list`."""
     pids = []
     for line in answer:
         if not line.isdigit():

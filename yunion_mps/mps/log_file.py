@@ -1,8 +1,8 @@
-"""The control daemon's log: its last lines, the events that are only found there, and a limit on its size.
+"""The control daemon's log: quote its last lines, report events that only it has, and limit its size.
 
 It is the standard output of the running control daemon, so a log that has grown is truncated in place. Every
-connection adds two lines, and every query four: those of our own would hide what matters, and are left out of
-the part that is kept.
+connection adds two lines and every query four, so the lines of our own queries would hide what matters; they
+are removed from the part that is kept.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _append_older(directory: int, path: str, name: str, kept: bytes) -> None:
 
 
 def _without_chatter(text: bytes) -> bytes:
-    """The lines except those of connections; a truncated file may begin with NULs on some file systems."""
+    """Drop the lines of connections; a truncated file may begin with NULs on some file systems."""
     lines = text.replace(b"\0", b"").splitlines(keepends=True)
     return b"".join(line for line in lines if not any(trace in line for trace in _CHATTER))
 
@@ -200,9 +200,9 @@ class LogReader:
 
 def _parse_line(line: str) -> LogEntry | None:
     for kind, pattern in (("started", _STARTED), ("exited", _EXITED), ("waits", _WAITS)):
-        found = pattern.search(line)
-        if found:
-            return LogEntry(kind, int(found[1]), int(found[2]))
+        match = pattern.search(line)
+        if match:
+            return LogEntry(kind, int(match[1]), int(match[2]))
     if any(order in line for order in _END_CAUSES):
         return LogEntry("ordered")
     return LogEntry("fault") if _FAULT in line else None
@@ -236,9 +236,9 @@ def _event(entry: LogEntry, domain: str) -> Event | None:
         what = f"{server} ended unexpectedly"
         return _failure_event(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
-        means = "all jobs on that server fail; new ones start once those have ended"
+        consequence = "all jobs on that server fail; new ones start once those have ended"
         what = "an MPS server had a fatal exception"
-        return _failure_event(domain, what, "a fault in one of its jobs", means)
+        return _failure_event(domain, what, "a fault in one of its jobs", consequence)
     return None
 
 
@@ -250,24 +250,24 @@ def _exit_event(failed: Sequence[LogEntry], domain: str) -> Event:
     return _failure_event(domain, what, f"see {SERVER_LOG} next to its log", "its jobs have failed")
 
 
-def _failure_event(domain: str, what: str, cause: str, means: str) -> Event:
-    return Event("error", "client", domain, what, cause, means, reasons.SERVER_FAILED)
+def _failure_event(domain: str, what: str, cause: str, consequence: str) -> Event:
+    return Event("error", "client", domain, what, cause, consequence, reasons.SERVER_FAILED)
 
 
 def _waiting_event(
     waiting: Sequence[LogEntry], uid: int, domain: str, servers: Sequence[int]
 ) -> Event | None:
     """The event for waiting clients; None if they wait for their own user's server, which is starting."""
-    others = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
-    if not others:
+    other_uids = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
+    if not other_uids:
         return None
-    names = ", ".join(sorted(user_name(other) for other in others))
-    pids = [str(one.pid) for one in waiting if one.number == uid]
+    names = ", ".join(sorted(user_name(other) for other in other_uids))
+    pids = [str(entry.pid) for entry in waiting if entry.number == uid]
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
     cause = f"MPS serves one user at a time, and is serving {names}"
-    means = (
+    consequence = (
         "jobs start once the other user's jobs have ended; cuda_mps_multiuser: true serves all users at once"
     )
-    return Event("warning", "client", domain, what, cause, means, reasons.CLIENT_WAITING)
+    return Event("warning", "client", domain, what, cause, consequence, reasons.CLIENT_WAITING)

@@ -149,10 +149,10 @@ def _is_trusted(pid: int, *, is_server: bool) -> bool:
     A server runs as its clients' user, but keeps the group of its control daemon (measured), which that user
     cannot have. A set-user-ID program keeps the real user of the process that started it.
     """
-    found = credentials_of(pid)
-    if found is None:
+    owner = credentials_of(pid)
+    if owner is None:
         return False
-    return {0, os.geteuid()}.issuperset(found.uids) or (is_server and {os.getegid()}.issuperset(found.gids))
+    return {0, os.geteuid()}.issuperset(owner.uids) or (is_server and {os.getegid()}.issuperset(owner.gids))
 
 
 def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
@@ -168,8 +168,8 @@ def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess
     log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
     if MARK in environment:
         gpu_uuids = tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        one = MpsProcess(pid, started, pipe_directory, log_directory, gpu_uuids, is_server)
-        return one if _has_our_root(pid, environment) else None
+        process = MpsProcess(pid, started, pipe_directory, log_directory, gpu_uuids, is_server)
+        return process if _has_our_root(pid, environment) else None
     order = _order_of_server(started, environment) if is_server else adoption_order(pid)
     if order is None:
         return None
@@ -245,9 +245,9 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
     If that cannot be written, its mark still identifies it.
     """
     directories = (plan.pipe_directory, plan.log_directory)
-    one = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids, plan=plan._asdict())
+    process = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids, plan=plan._asdict())
     with contextlib.suppress(OSError):
-        write_atomically(_record_path(plan), json.dumps(one._asdict()))
+        write_atomically(_record_path(plan), json.dumps(process._asdict()))
 
 
 def forget(plan: DomainPlan) -> None:
@@ -263,13 +263,13 @@ def _record_path(plan: DomainPlan) -> str:
 
 
 def _records() -> list[MpsProcess]:
-    found = []
+    recorded = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(Paths.from_environment().control_daemons):
             with contextlib.suppress(TypeError, KeyError):
-                one = MpsProcess(**_read_record(entry.path))
-                found.append(one._replace(gpu_uuids=tuple(one.gpu_uuids)))
-    return found
+                process = MpsProcess(**_read_record(entry.path))
+                recorded.append(process._replace(gpu_uuids=tuple(process.gpu_uuids)))
+    return recorded
 
 
 def _read_order() -> AdoptionOrder | None:
@@ -304,7 +304,7 @@ def is_server(pid: int) -> bool:
 
 
 def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
-    """The PIDs that are still those of MPS servers; works without free descriptors."""
+    """Return the PIDs that still belong to MPS servers; works without free descriptors."""
     return tuple(pid for pid in pids if program_name(pid) == SERVER)
 
 
@@ -313,11 +313,11 @@ def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -
 
     `find` reads every process. Raises ShortageError if they cannot be listed.
     """
-    found = find()
-    control_daemons = {one.pid for one in found if not one.is_server}  # also if its program was renamed
+    running = find()
+    control_daemons = {one.pid for one in running if not one.is_server}  # also if its program was renamed
     return [
         one.pid
-        for one in found
+        for one in running
         if one.is_server
         and one.pipe_directory == pipe_directory
         and (parent := parent_of(one.pid)) not in control_daemons

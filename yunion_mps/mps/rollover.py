@@ -53,7 +53,7 @@ class Rollover:
         emit: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        """`limits_in_effect` are those that an earlier daemon recorded, or the desired ones.
+        """`limits_in_effect` are the limits that an earlier daemon recorded, or the desired limits.
 
         `servers` returns the PIDs of the control daemon's servers, at any time.
         """
@@ -102,12 +102,12 @@ class Rollover:
 
     def _search(self, find: FindProcesses) -> None:
         try:
-            found = orphaned_servers(self.limits_in_effect.plan.pipe_directory, find)
+            orphans = orphaned_servers(self.limits_in_effect.plan.pipe_directory, find)
         except ShortageError as error:
             log.debug("%s", error)
             return
         self._search_s = None
-        self.orphans.add(found, "its control daemon ended first")
+        self.orphans.add(orphans, "its control daemon ended first")
 
     # -- limits
 
@@ -133,21 +133,21 @@ class Rollover:
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
         """Another program changed the limits; the `known` servers ran when they were last correct."""
         wrong = [pid for pid in self._servers() if pid not in known]
-        means = "they are being set again"
+        consequence = "they are being set again"
         if wrong:
-            means += (
+            consequence += (
                 f"; {describe_servers(wrong)} may have started with the other limits, and keeps them until "
                 "it ends"
             )
             old = tuple(sorted({*self.limits_in_effect.old_servers, *wrong}))
             self.limits_in_effect = self.limits_in_effect._replace(old_servers=old)
         what = "another program changed its limits"
-        self._emit_limit_event(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
+        self._emit_limit_event(what, cause, consequence, "warning", reasons.LIMITS_OVERWRITTEN)
 
     def _emit_limit_event(
-        self, what: str, cause: str, means: str = "", severity: str = "info", code: str = ""
+        self, what: str, cause: str, consequence: str = "", severity: str = "info", code: str = ""
     ) -> None:
-        self._emit(Event(severity, "limit", self.limits_in_effect.plan.name, what, cause, means, code))
+        self._emit(Event(severity, "limit", self.limits_in_effect.plan.name, what, cause, consequence, code))
 
     # -- servers that must end
 
@@ -159,8 +159,8 @@ class Rollover:
     def request_end(self, now_s: float, *, force: bool) -> None:
         """Request the shutdown of blocking servers: after their clients have ended, with `force` at once.
 
-        Orphans can only be forced. For the others the control daemon gets a command when it is reachable, but
-        with `force` only within a minute, because nobody would expect jobs to be ended later.
+        Orphans can only be forced. Other servers are shut down by a command once the control daemon is
+        reachable, but with `force` only within a minute, because ending jobs later would be a surprise.
         """
         if force:
             self.orphans.end(now_s, "requested by reload --now")
@@ -258,7 +258,7 @@ class OrphanedServers:
         return tuple(orphan.pid for orphan in self._orphans)
 
     def add(self, pids: Iterable[int], cause: str, end_s: float | None = None, why: str = "") -> None:
-        """Add those that still run and are not known yet; the caller knows that they are our servers.
+        """Add the servers that still run and are not known yet; the caller knows that they are ours.
 
         They are ended at `end_s` if that is given.
         """
@@ -269,12 +269,12 @@ class OrphanedServers:
                 for orphan in orphans:
                     orphan.end(end_s, why)
             self._orphans += orphans
-            means = "its jobs continue with their limits; new jobs may have to wait until it ends"
+            consequence = "its jobs continue with their limits; new jobs may have to wait until it ends"
             self._report(
                 "warning",
                 f"{describe_servers(new)} is still running without its control daemon",
                 cause,
-                means,
+                consequence,
             )
 
     def end(self, at_s: float, why: str) -> None:
@@ -289,7 +289,7 @@ class OrphanedServers:
             self._orphans = []
 
     def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
-        """Do what is due; when to be called again, None if there are none.
+        """Do what is due; return when to be called again, None if there are no orphans.
 
         `in_use`: whether processes other than servers use their GPUs, None if unknown.
         """
@@ -317,7 +317,7 @@ class OrphanedServers:
         except ShortageError as error:
             log.warning("domain %s: %s", self._domain, error)
 
-    def _report(self, severity: str, what: str, cause: str, means: str = "") -> None:
+    def _report(self, severity: str, what: str, cause: str, consequence: str = "") -> None:
         log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
         code = "" if severity == "info" else reasons.SERVERS_ORPHANED
-        self._emit(Event(severity, "client", self._domain, what, cause, means, code))
+        self._emit(Event(severity, "client", self._domain, what, cause, consequence, code))

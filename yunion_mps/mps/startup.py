@@ -48,9 +48,9 @@ _knows_multiuser: dict[tuple[str, int, int], bool] = {}
 def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
     """The error that would keep a control daemon from being started or adopted; `ours` as in `find`."""
     try:
-        found = find(plan, ours)
-        if found:
-            found.process.close()
+        running = find(plan, ours)
+        if running:
+            running.process.close()
         else:
             _prepare(plan)
     except HostError as error:
@@ -73,44 +73,44 @@ class RunningDaemon(NamedTuple):
 
 
 def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningDaemon | None:
-    """The control daemon that already serves the domain's directory, None if none does.
+    """Find the control daemon that already serves the domain's directory, None if none does.
 
-    `ours` are our processes if the caller knows them. One of ours is found whether it answers or not; it may
-    serve other GPUs than planned, if one was lost or has returned since. Raises HostError, and leaves it
-    alone, if it is not one that we would have started, or serves no GPU of the plan.
+    `ours` are our processes if the caller knows them. Ours is found whether it answers or not; its GPUs may
+    differ from the plan's if a GPU was lost or has returned since. Raises HostError, and leaves the control
+    daemon alone, if we would not have started it or it serves no GPU of the plan.
     """
-    place = plan.pipe_directory
+    path = plan.pipe_directory
     known = our_processes() if ours is None else ours
-    here = [one for one in known if one.pipe_directory == place and not one.is_server]
-    peer = peer_of(place)
-    hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
-    if not here:
+    daemons = [daemon for daemon in known if daemon.pipe_directory == path and not daemon.is_server]
+    peer = peer_of(path)
+    hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={path} {PROGRAM}"
+    if not daemons:
         if peer is None:
             return None
-        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {place}"
+        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {path}"
         if could_be_ours(peer.pid):
             hint += f"; or adopt it with its jobs: yunion-mps-daemon --adopt {peer.pid}"
         raise HostError(what, hint, reasons.ADOPTION_REFUSED)
-    one = next((one for one in here if peer and one.pid == peer.pid), here[0])
-    order = adoption_order(one.pid)
+    daemon = next((daemon for daemon in daemons if peer and daemon.pid == peer.pid), daemons[0])
+    order = adoption_order(daemon.pid)
     if order and not order.can_serve(plan):
-        what = f"the control daemon (PID {one.pid}) that was adopted in {place}"
+        what = f"the control daemon (PID {daemon.pid}) that was adopted in {path}"
         why = "numbers its GPUs in an unknown order, and their memory limits differ"
         hint = "give its GPUs equal limits, or end it once its jobs have ended"
         raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
-    if not set(one.gpu_uuids) & set(plan.gpu_uuids):
-        what = f"the control daemon (PID {one.pid}) that an earlier yunion-mps-daemon left in {place}"
+    if not set(daemon.gpu_uuids) & set(plan.gpu_uuids):
+        what = f"the control daemon (PID {daemon.pid}) that an earlier yunion-mps-daemon left in {path}"
         raise HostError(f"{what} serves none of its GPUs", hint, reasons.ADOPTION_REFUSED)
-    process = Process.adopt(one.pid)
+    process = Process.adopt(daemon.pid)
     if process is None:
         return None
-    if started_ticks(one.pid) != one.started_ticks:  # it has ended, and its PID was reused
+    if started_ticks(daemon.pid) != daemon.started_ticks:  # it has ended, and its PID was reused
         process.close()
         return None
-    log_directory = one.log_directory or plan.log_directory
+    log_directory = daemon.log_directory or plan.log_directory
     # Its servers have its groups (measured), so without the group they cannot enter a restricted directory.
-    group = plan.pipe_group if directories.is_member(one.pid, plan.pipe_group) else ""
-    served = plan._replace(log_directory=log_directory, pipe_group=group).for_gpus(one.gpu_uuids)
+    group = plan.pipe_group if directories.is_member(daemon.pid, plan.pipe_group) else ""
+    served = plan._replace(log_directory=log_directory, pipe_group=group).for_gpus(daemon.gpu_uuids)
     return RunningDaemon(process, served, order)
 
 
@@ -124,7 +124,7 @@ def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
 
 
 def with_recorded_limits(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
-    """The plan, with the recorded limits of GPUs for which it has none, such as a lost one."""
+    """Add the recorded limits of GPUs for which the plan has none, such as a lost GPU."""
     before = recorded.for_gpus(plan.gpu_uuids).gpus
     gpus = (was if now.memory_limit_mib is None else now for now, was in zip(plan.gpus, before))
     return plan._replace(gpus=tuple(gpus))
@@ -138,9 +138,9 @@ def create_adoption_order(
     `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None if unknown. The caller knows that the
     process is NVIDIA's control program and listens in the directory of `plan`.
     """
-    place = pipe_directory_in(environment)
-    if place != plan.pipe_directory:
-        why = f"it was started for {printable(place)}"
+    directory = pipe_directory_in(environment)
+    if directory != plan.pipe_directory:
+        why = f"it was started for {printable(directory)}"
         raise _adoption_error(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
     if plan.multiuser:
         raise _adoption_error(pid, "it was started with another value of cuda_mps_multiuser")
@@ -161,8 +161,8 @@ def _served_gpus(
 ) -> tuple[tuple[str, ...], bool]:
     """The UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
 
-    CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own, which is that of PCI only if
-    CUDA_DEVICE_ORDER says so.
+    CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own order, which is the PCI order
+    only if CUDA_DEVICE_ORDER says so.
     """
     known = tuple(uuid for uuid in host_gpus if uuid is not None)
     if len(known) < len(host_gpus):
@@ -192,11 +192,11 @@ def start(program: str, plan: DomainPlan) -> Process:
         output = directories.open_log(directory, plan.log_directory, LOG_NAME)
     if plan.pipe_group:
         directories.join(plan.pipe_group)
-    words = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
+    command = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
     record(plan)
     try:
         environment = control_environment(plan, program)
-        process = spawn(words, environment, stdin=None, stdout=output, stderr=output)
+        process = spawn(command, environment, stdin=None, stdout=output, stderr=output)
     except HostError:
         forget(plan)
         raise
@@ -249,32 +249,32 @@ def _try_multiuser(program: str, run_directory: str, deadline_s: float) -> bool 
     import shutil
     import tempfile
 
-    place = tempfile.mkdtemp(prefix="try.", dir=run_directory)
+    directory = tempfile.mkdtemp(prefix="try.", dir=run_directory)
     try:
         variables = {
-            **client_variables(place),
+            **client_variables(directory),
             "PATH": server_path(program),
-            "CUDA_MPS_LOG_DIRECTORY": place,
+            "CUDA_MPS_LOG_DIRECTORY": directory,
             "CUDA_VISIBLE_DEVICES": "",
         }
         with open(os.devnull, "r+b") as null:
             output = null.fileno()
             process = spawn([program, "-f", MULTIUSER], variables, stdin=None, stdout=output, stderr=output)
         try:
-            return _wait_until_serving(process, place, deadline_s)
+            return _wait_until_serving(process, directory, deadline_s)
         finally:
             process.kill()
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _wait_until_serving(process: Process, place: str, deadline_s: float) -> bool | None:
+def _wait_until_serving(process: Process, directory: str, deadline_s: float) -> bool | None:
     """Whether it serves there; None if it neither serves nor exits before the deadline."""
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:
         if process.status() is not None:
             return False
-        peer = peer_of(place)
+        peer = peer_of(directory)
         if peer and peer.pid == process.pid:
             return True
         readable(process.fileno(), _TRIAL_POLL_S)

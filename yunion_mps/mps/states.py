@@ -55,7 +55,7 @@ _CODES = {
 
 #: The wait before each restart; the first failure may be an accident, so it has none.
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-#: The interval of retries after those, while an operator has to act.
+#: The interval of later retries, while an operator has to act.
 RETRY_S = 60.0
 #: After serving this long, earlier failures no longer count.
 STABLE_S = 60.0
@@ -88,10 +88,10 @@ class StateMachine:
         self.state, self.since_s, self.reason = state, now_s, reason
         if state == READY:
             self.error = None
-        severity, means = MEANINGS[state]
+        severity, effect = MEANINGS[state]
         if not again:  # repeated failures with the same reason are one event
             self._emit(
-                Event(severity, "domain", self._name, f"{before} -> {state}", reason, means, reason.code)
+                Event(severity, "domain", self._name, f"{before} -> {state}", reason, effect, reason.code)
             )
         self._changed()
 

@@ -56,7 +56,7 @@ class _DomainClients(NamedTuple):
     """The servers and clients of one domain, as far as its control daemon answered."""
 
     plan: DomainPlan
-    servers: Sequence[int]  # also those that have outlived their control daemon
+    servers: Sequence[int]  # including servers that have outlived their control daemon
     states: Mapping[int, str | None]  # of the others
     clients: Mapping[int, int]  # the server's PID, by the client's
     failure: str
@@ -93,7 +93,7 @@ class ClientService:
             sm = self._usage.latest.load.processes
             ask = _servers_from_kernel if seen else _query_control_daemon
             return await on_thread(
-                lambda: _list([ask(*one) for one in serving], nvml, gpus, sm, self._containers)
+                lambda: _list([ask(*args) for args in serving], nvml, gpus, sm, self._containers)
             )
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
@@ -107,9 +107,9 @@ class ClientService:
             what = "the daemon is stopping; running jobs have time to end"
             raise BusyError(what, f"end it directly: kill {pid}")
         began = started_ticks(pid)
-        found = _find(await self.clients(), pid)
-        if uid != found["uid"] and not is_privileged(uid):
-            what = f"PID {pid} is a job of {found['user']}"
+        client = _find(await self.clients(), pid)
+        if uid != client["uid"] and not is_privileged(uid):
+            what = f"PID {pid} is a job of {client['user']}"
             raise NotAllowedError(what, "only root and its owner may end it")
         process = Process.adopt(pid)
         if process is None:
@@ -117,24 +117,24 @@ class ClientService:
         try:
             if started_ticks(pid) != began:  # it has ended, and its PID was reused
                 raise NotFoundError(f"PID {pid} has just ended", "")
-            how, ended = await self._end(process, found, force=force)
+            how, ended = await self._end(process, client, force=force)
         finally:
             process.close()
-        what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
+        what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = f"requested by {user_name(uid)}"
         log.warning("%s (%s)", what, cause)
-        event = Event("warning", "client", found["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
+        event = Event("warning", "client", client["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
         self._supervisor.event_log.record(event)
         return {"pid": pid, "ended": ended, "how": how}
 
     async def _end(
-        self, process: Process, found: answers.MpsClient | answers.WaitingClient, *, force: bool
+        self, process: Process, client: answers.MpsClient | answers.WaitingClient, *, force: bool
     ) -> tuple[str, bool]:
         """Returns the steps that were taken, as text, and whether it has ended."""
         steps = []
-        server = None if "since" in found else found["server"]  # a process that waits has none yet
+        server = None if "since" in client else client["server"]  # a process that waits has none yet
         if server:
-            status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == found["domain"])
+            status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == client["domain"])
             program = find_control_program()
             try:
                 disconnected = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
@@ -191,25 +191,25 @@ class XidAnalyzer:
             if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
                 end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST_COMMAND
-                means = "its jobs on that GPU have failed; new ones start once those have ended"
+                consequence = "its jobs on that GPU have failed; new ones start once those have ended"
                 self._record(
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",
                     cause,
-                    f"{means}: {end}",
+                    f"{consequence}: {end}",
                     reasons.SERVER_FAILED,
                 )
 
-    def _record(self, subject: str, what: str, cause: str, means: str, code: str) -> None:
-        log.warning("%s: %s%s", subject, what, f"; {means}" if means else "")
-        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, means, code))
+    def _record(self, subject: str, what: str, cause: str, consequence: str, code: str) -> None:
+        log.warning("%s: %s%s", subject, what, f"; {consequence}" if consequence else "")
+        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, consequence, code))
 
 
 def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.WaitingClient:
-    found: list[answers.MpsClient | answers.WaitingClient] = [*listed["clients"], *listed["waiting"]]
-    for one in found:
-        if one["pid"] == pid:
-            return one
+    clients: list[answers.MpsClient | answers.WaitingClient] = [*listed["clients"], *listed["waiting"]]
+    for client in clients:
+        if client["pid"] == pid:
+            return client
     raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
 
 
@@ -250,15 +250,15 @@ def _list(
     sm: Mapping[str, Mapping[int, int]],
     containers: Containers,
 ) -> answers.ClientList:
-    seen = _GpuProcesses({}, {}, {})
+    driver = _GpuProcesses({}, {}, {})
     errors = [one.failure for one in domains if one.failure]
     try:
         # In this order, so that a process that starts between the two calls counts as an MPS client.
-        seen = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else seen
+        driver = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else driver
     except YunionError as error:
         errors.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in domains for client in _clients_json(one, seen, addresses, containers)]
+    clients = [client for one in domains for client in _clients_json(one, driver, addresses, containers)]
     known = {client["pid"] for client in clients}
     return {
         "servers": [
@@ -274,27 +274,27 @@ def _list(
 
 
 def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
-    """The processes that wait for another user's server, with their details from the kernel."""
-    found: list[answers.WaitingClient] = []
+    """List the processes that wait for another user's server, with details from the kernel."""
+    waiting: list[answers.WaitingClient] = []
     for one in waiting_clients(domain.plan, domain.servers):
-        about = _process_json(one.pid)
-        started, owner = about["started"], uid_of(one.server)
+        details = _process_json(one.pid)
+        started, owner = details["started"], uid_of(one.server)
         if owner is not None and started is not None and started < rfc3339(one.since_s + _START_TOLERANCE_S):
-            found.append(
+            waiting.append(
                 {
-                    **about,
+                    **details,
                     "since": rfc3339(one.since_s),
                     "server": one.server,
                     "server_user": user_name(owner),
                     "domain": domain.plan.name,
                 }
             )
-    return found
+    return waiting
 
 
 def _clients_json(
     domain: _DomainClients,
-    seen: _GpuProcesses,
+    driver: _GpuProcesses,
     addresses: Mapping[str | None, str],
     containers: Containers,
 ) -> list[answers.MpsClient]:
@@ -304,18 +304,18 @@ def _clients_json(
     """
     on_gpus: dict[int, dict[str, int | None]] = {}
     for uuid in domain.plan.gpu_uuids:
-        for pid, mib in seen.memory.get(uuid, {}).items():
+        for pid, mib in driver.memory.get(uuid, {}).items():
             if pid not in domain.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
     silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
     only = silent[0] if len(silent) == 1 else None
-    found: list[answers.MpsClient] = []
+    rows: list[answers.MpsClient] = []
     for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
         known = [mib for mib in memory.values() if mib is not None]
-        through_mps = _uses_mps(pid, domain, seen, memory)
+        through_mps = _uses_mps(pid, domain, driver, memory)
         inside = containers.of(pid)
-        found.append(
+        rows.append(
             {
                 **_process_json(pid),
                 "container": inside.name if inside else None,
@@ -327,21 +327,21 @@ def _clients_json(
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu_mib": list(memory.values()),
                 "memory_used_mib": sum(known) if known else None,
-                "sm_utilization_by_gpu": [seen.sm.get(uuid, {}).get(pid) for uuid in memory],
+                "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
             }
         )
-    return found
+    return rows
 
 
-def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Collection[str]) -> bool | None:
+def _uses_mps(pid: int, domain: _DomainClients, driver: _GpuProcesses, gpus: Collection[str]) -> bool | None:
     """Whether the process uses the GPUs through MPS; None if unknown.
 
     False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
     daemon nor the driver.
     """
-    if pid in domain.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
+    if pid in domain.clients or any(pid in driver.through_mps.get(uuid, ()) for uuid in gpus):
         return True
-    is_known = bool(gpus) and all(uuid in seen.through_mps for uuid in gpus)
+    is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)
     return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
 
 

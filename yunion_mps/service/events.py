@@ -30,32 +30,32 @@ class EventService(LongPolls):
     def find(self, wanted: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
         if wanted.after is None:
-            found = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
+            records = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
         else:
-            found = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
+            records = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
         return {
             "events": [
                 {
-                    "id": one.id,
-                    "time": rfc3339(one.time_s),
-                    "severity": one.event.severity,
-                    "kind": one.event.kind,
-                    "subject": one.event.subject,
-                    "what": one.event.what,
-                    "cause": one.event.cause,
-                    "consequence": one.event.consequence,
-                    "code": one.event.code,
+                    "id": record.id,
+                    "time": rfc3339(record.time_s),
+                    "severity": record.event.severity,
+                    "kind": record.event.kind,
+                    "subject": record.event.subject,
+                    "what": record.event.what,
+                    "cause": record.event.cause,
+                    "consequence": record.event.consequence,
+                    "code": record.event.code,
                 }
-                for one in found
+                for record in records
             ],
-            "last": found[-1].id if found else self._event_log.last_id(),
+            "last": records[-1].id if records else self._event_log.last_id(),
         }
 
     async def wait(self, wanted: EventFilter, wait_s: float) -> answers.EventList:
         """The events; if there are none, the first that come within `wait_s`."""
 
-        def is_complete(found: answers.EventList) -> bool:
-            is_beyond = found["last"] < (wanted.after or 0)  # a new event log may never reach this id
-            return bool(found["events"]) or is_beyond
+        def is_complete(answer: answers.EventList) -> bool:
+            is_beyond = answer["last"] < (wanted.after or 0)  # a new event log may never reach this id
+            return bool(answer["events"]) or is_beyond
 
         return await self.wait_for(lambda: self.find(wanted), is_complete, wait_s)

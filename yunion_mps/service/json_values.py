@@ -38,27 +38,27 @@ if TYPE_CHECKING:  # not needed before READY
 
 
 def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
-    """Every device of the snapshot, and those created for a lease, with Cloudpods' field names and ours.
+    """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased.
     """
     ledger = ledger or Ledger()
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
-    given = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
+    leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
-    made = [device for device in given.values() if device.id not in planned]
+    made = [device for device in leased.values() if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     why = unusable_reasons(snapshot)
-    served = [one for one in snapshot.plan.devices if not why.get(one.gpu_uuid, NO_DOMAIN)]
+    served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
-    shown: list[answers.Device] = []
+    rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
         state = UNAVAILABLE if reason else PENDING if device.id in pending else AVAILABLE
         why_not = reason or pending.get(device.id, NO_REASON)
-        now = given.get(device.id, device) if state == PENDING else device
-        shown.append(
+        now = leased.get(device.id, device) if state == PENDING else device
+        rows.append(
             {
                 "id": now.id,
                 "dev_type": DEV_TYPE,
@@ -83,7 +83,7 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
                 "free": device.id in free,
             }
         )
-    return shown
+    return rows
 
 
 def _plain(percentage: float) -> float | int:
@@ -179,7 +179,7 @@ def lease_json(
         "gpus": _gpus(lease.devices),
         "memory_mib": [device.memory_limit_mib for device in lease.devices],
         "memory_peak_mib": list(peaks_mib) or [None for _ in lease.devices],
-        "sm_utilization": [use[one.addr].sm if one.addr in use else None for one in lease.devices],
+        "sm_utilization": [use[device.addr].sm if device.addr in use else None for device in lease.devices],
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),

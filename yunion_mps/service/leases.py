@@ -84,9 +84,9 @@ class LeaseService:
 
         Raises HostError if they cannot be read; no lease may be granted then.
         """
-        found = self._storage.read()
-        lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in found})
-        for stored in found:
+        saved = self._storage.read()
+        lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in saved})
+        for stored in saved:
             lease = restored(stored, time.monotonic())
             try:
                 self.ledger.add(lease)
@@ -121,8 +121,8 @@ class LeaseService:
         if self._is_closed or not self.queue.requests:
             return
         self._refuse_infeasible()
-        while found := self.queue.next(self._candidates()):
-            queued, devices = found
+        while fitting := self.queue.next(self._candidates()):
+            queued, devices = fitting
             self.queue.requests.remove(queued)
             try:
                 lease = self._grant(queued, devices)
@@ -130,8 +130,8 @@ class LeaseService:
                 self._answers[queued.position].set_exception(error)
                 continue
             equal = self.queue.remove_answered(lease)
-            for one in (queued, *equal):
-                self._answers[one.position].set_result(Answer(lease, one is queued, bool(equal)))
+            for request in (queued, *equal):
+                self._answers[request.position].set_result(Answer(lease, request is queued, bool(equal)))
 
     # -- use cases
 
@@ -145,7 +145,7 @@ class LeaseService:
 
     def leases(self) -> LeaseList:
         leases = [self._json(lease) for lease in self.ledger.leases.values()]
-        queued = [queued_json(one, self._containers) for one in self.queue.requests]
+        queued = [queued_json(request, self._containers) for request in self.queue.requests]
         return {"leases": leases, "waiting": queued, "total": len(leases)}
 
     async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> Grant:
@@ -247,7 +247,7 @@ class LeaseService:
             raise
         finally:
             del self._answers[queued.position]
-            is_repeated = any(one.key == queued.key for one in self.queue.requests if one is not queued)
+            is_repeated = any(other.key == queued.key for other in self.queue.requests if other is not queued)
             if not is_repeated and not self._is_draining:
                 self._positions.delete(queued)
             if queued in self.queue.requests:
@@ -269,8 +269,8 @@ class LeaseService:
             raise HostError(notice, hint_of(DISABLED), DISABLED)
         devices, gpu = request.devices, request.gpu
         if devices and ALL not in devices:
-            found = [self._queries.device(one.removeprefix("0000:"))["addr"] for one in devices]
-            devices = tuple(dict.fromkeys(found))
+            addresses = [self._queries.device(name.removeprefix("0000:"))["addr"] for name in devices]
+            devices = tuple(dict.fromkeys(addresses))
         if gpu:
             gpus = self._supervisor.snapshot().inventory.gpus
             gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
@@ -314,7 +314,7 @@ class LeaseService:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
         same = queued.key  # a repeated request counts once
-        owners += [one.holder.owner for one in self.queue.requests if not same or one.key != same]
+        owners += [other.holder.owner for other in self.queue.requests if not same or other.key != same]
         config = self._supervisor.config
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)

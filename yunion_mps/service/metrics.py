@@ -145,7 +145,7 @@ class Facts(NamedTuple):
 
 
 def host_usage(seen: Observation, budgets: Mapping[str, Budget]) -> HostUsage:
-    """Compute the use from an observation; `budgets` are those of all devices, by address."""
+    """Compute the use from an observation; `budgets` has those of all devices, by address."""
     servers = {pid for domain in seen.domains for pid in domain.servers}
     outside_mps = {
         uuid: set(processes) - set(seen.through_mps[uuid]) - servers - seen.others
@@ -270,12 +270,12 @@ class MetricsCollector:
                 ServedDomain(plan.name, plan.gpu_uuids, servers, started_s(pid) if pid else None)
                 for plan, servers, pid in domains
             )
-            servers = {pid for one in served for pid in one.servers}
+            servers = {pid for domain in served for pid in domain.servers}
             pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
             others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
             jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
             devices = self._devices.of(jobs, known)
-            seen = Observation(time.time(), served, memory, through_mps, devices, others)
-            return host_usage(seen, known.budgets)
+            observation = Observation(time.time(), served, memory, through_mps, devices, others)
+            return host_usage(observation, known.budgets)
 
         return await on_thread(work)

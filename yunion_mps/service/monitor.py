@@ -74,7 +74,7 @@ class Monitor:
                 task.cancel()
 
     async def poll_processes(self) -> None:
-        """Poll only which processes use the GPUs, so that a stop names those that are new."""
+        """Poll only which processes use the GPUs, so that a stop can name new ones."""
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml:
             with contextlib.suppress(DriverError, ShortageError):
@@ -109,7 +109,7 @@ class Monitor:
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """Everything that a poll reads from the driver; thread-safe."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
-        busy = [uuid for uuid, those in processes.items() if those]
+        busy = [uuid for uuid, pids in processes.items() if pids]
         return inventory, processes, read_load(nvml, busy, time.time() - POLL_S)
 
     def _watch_events(self) -> None:

@@ -98,20 +98,20 @@ class _Cleanup:
         self._domains: list[Domain] = []
         self._orphans: list[OrphanedServers] = []
         running = our_processes()
-        for one in running:
-            if not one.is_server:
-                self._end(one, timeout_s, now_s)
-        for place in {one.pipe_directory for one in running}:
-            orphans = OrphanedServers(place, _ignore)
-            orphans.add(orphaned_servers(place), "", now_s + timeout_s, "its jobs did not end in time")
+        for process in running:
+            if not process.is_server:
+                self._end(process, timeout_s, now_s)
+        for directory in {process.pipe_directory for process in running}:
+            orphans = OrphanedServers(directory, _ignore)
+            orphans.add(orphaned_servers(directory), "", now_s + timeout_s, "its jobs did not end in time")
             self._orphans.append(orphans)
 
-    def _end(self, one: MpsProcess, timeout_s: int, now_s: float) -> None:
-        place = one.pipe_directory
-        log.info("ending the control daemon (PID %d) in %s; its jobs have %d s", one.pid, place, timeout_s)
-        plan = DomainPlan(place, place, place, tuple(map(PlannedGpu, one.gpu_uuids)), 100.0)
-        domain = Domain(plan, program_of(one.pid), _ignore, lambda: None)
-        domain.start(now_s, [one])  # which takes it over
+    def _end(self, process: MpsProcess, timeout_s: int, now_s: float) -> None:
+        path = process.pipe_directory
+        log.info("ending the control daemon (PID %d) in %s; its jobs have %d s", process.pid, path, timeout_s)
+        plan = DomainPlan(path, path, path, tuple(map(PlannedGpu, process.gpu_uuids)), 100.0)
+        domain = Domain(plan, program_of(process.pid), _ignore, lambda: None)
+        domain.start(now_s, [process])  # which adopts it
         domain.stop(now_s, timeout_s=timeout_s)
         self._domains.append(domain)
 
@@ -142,16 +142,16 @@ def adopt(paths: Paths, pid: int) -> int:
     preflight = run_preflight(paths)
     try:
         preflight.check()
-        found = _adoption_order(paths, pid, preflight)
+        order = _adoption_order(paths, pid, preflight)
     finally:
         preflight.close()
     if Store.exists(paths):
         store = Store(paths)
         try:
-            store.forget_limits(found.pipe_directory)  # they are of another control daemon
+            store.forget_limits(order.pipe_directory)  # they are of another control daemon
         finally:
             store.close()
-    record_order(found)
+    record_order(order)
     log.info("the control daemon (PID %d) was adopted: yunion-mps-daemon now manages it", pid)
     return 0
 

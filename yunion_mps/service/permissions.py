@@ -36,7 +36,7 @@ def is_privileged(uid: int) -> bool:
 def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
     """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
 
-    The lease of a process belongs to its owner. That of a container belongs to the engine that requests it,
+    A process's lease belongs to the process's owner, a container's lease to the engine that requests it,
     because a user of a container, even if mapped by a user namespace, is not a user of the host.
     """
     started, uid = (started_ticks(pid), uid_of(pid)) if pid else (None, None)

@@ -81,21 +81,21 @@ class Queries:
     def device(self, name: str) -> answers.DeviceDetails:
         """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
         devices = self._all()
-        found = [device for device in devices if name in (device["id"], device["addr"])]
-        found = found or [
+        matches = [device for device in devices if name in (device["id"], device["addr"])]
+        matches = matches or [
             device for device in devices if device["id"].startswith(name) or device["addr"].startswith(name)
         ]
-        if not found:
-            shown = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
-            raise NotFoundError(f"there is no device {shown}", "list the devices: yunion-mps list")
-        if len(found) > 1:
-            few = ", ".join(device["addr"] for device in found[:4])
-            more = ", …" if len(found) > 4 else ""
+        if not matches:
+            quoted = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
+            raise NotFoundError(f"there is no device {quoted}", "list the devices: yunion-mps list")
+        if len(matches) > 1:
+            few = ", ".join(device["addr"] for device in matches[:4])
+            more = ", …" if len(matches) > 4 else ""
             raise NotFoundError(
-                f"{name} matches {len(found)} devices ({few}{more})",
+                f"{name} matches {len(matches)} devices ({few}{more})",
                 "use a longer prefix of the id or address",
             )
-        return self._details(found[0])
+        return self._details(matches[0])
 
     def gpus(self) -> answers.GpuList:
         """Every GPU of the host as of the last poll; an unusable one has a reason."""
@@ -180,18 +180,18 @@ class Queries:
             self._cached_version = self.version
         return self._devices
 
-    def _details(self, shown: answers.Device) -> answers.DeviceDetails:
+    def _details(self, summary: answers.Device) -> answers.DeviceDetails:
         snapshot = self._snapshot()
         leases = self.ledger.leases.values() if self.ledger else ()
-        given = [device for lease in leases for device in lease.devices]
-        both = (*snapshot.plan.devices, *given)
-        if shown["state"] == PENDING:
-            both = (*given, *snapshot.plan.devices)
-        device = next(device for device in both if device.id == shown["id"])
+        leased = [device for lease in leases for device in lease.devices]
+        both = (*snapshot.plan.devices, *leased)
+        if summary["state"] == PENDING:
+            both = (*leased, *snapshot.plan.devices)
+        device = next(device for device in both if device.id == summary["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
         environment = client_environment([device], domain) if domain else {}
         return {
-            **shown,
+            **summary,
             "slot": device.slot,
             "domain": device.domain,
             "client_environment": environment,

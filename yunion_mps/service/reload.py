@@ -111,8 +111,8 @@ class Reloader:
             self._supervisor.refuse_if_unsafe()
             await self._check_new_program()
             self._supervisor.event_log.flush()
-        means = "control daemons and jobs continue"
-        event = Event("info", "daemon", "yunion-mps-daemon", "re-exec", "requested by a client", means)
+        consequence = "control daemons and jobs continue"
+        event = Event("info", "daemon", "yunion-mps-daemon", "re-exec", "requested by a client", consequence)
         self._supervisor.event_log.record(event)
         asyncio.get_running_loop().call_later(0.02, self._reexec)  # after the answer was sent
         return {"pid": os.getpid()}
@@ -141,9 +141,9 @@ class Reloader:
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("not reloaded: %s", problem)
-        means = "nothing was changed: the previous configuration stays in effect"
+        consequence = "nothing was changed: the previous configuration stays in effect"
         cause = f"{requester}: {error.message}"
-        event = Event("error", "configuration", "reload", "refused", cause, means, error.code)
+        event = Event("error", "configuration", "reload", "refused", cause, consequence, error.code)
         self._supervisor.event_log.record(event)
 
     async def _settle(self) -> None:
@@ -169,18 +169,18 @@ class Reloader:
             address = gpus.get(uuid, uuid)
             what = f"GPU {address}: {len(wait.pending)} of its devices wait for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
-        shown: list[answers.Change] = [
+        rows: list[answers.Change] = [
             {
-                "kind": one.kind,
-                "subject": one.subject,
-                "before": one.before,
-                "after": one.after,
-                "effect": one.effect,
-                "at_once": one.at_once,
+                "kind": change.kind,
+                "subject": change.subject,
+                "before": change.before,
+                "after": change.after,
+                "effect": change.effect,
+                "at_once": change.at_once,
             }
-            for one in changes
+            for change in changes
         ]
-        return {"changes": shown, "pending": pending}
+        return {"changes": rows, "pending": pending}
 
     async def _check_new_program(self) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""

@@ -89,10 +89,10 @@ def not_ready_reasons(snapshot: Snapshot) -> list[str]:
     """Why nothing can be leased although MPS is enabled, one line each; empty if something can."""
     if state_of(snapshot) != "failed":
         return []
-    found = [snapshot.notice, *(f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains)]
+    lines = [snapshot.notice, *(f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains)]
     gpus = ((gpu, gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus)
-    found += [f"GPU {gpu.address}: {reason}" for gpu, reason in gpus if reason]
-    return [line.replace("\n", "; ") for line in found if line] or ["no control daemon serves"]
+    lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in gpus if reason]
+    return [line.replace("\n", "; ") for line in lines if line] or ["no control daemon serves"]
 
 
 def one_line(status: answers.Status) -> str:

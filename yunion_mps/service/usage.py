@@ -59,16 +59,16 @@ class UsageHistory:
         It is in MiB and in percent of the time; the latter may be unknown.
         """
         self._advance(int(now_s) // STEP_S)
-        place = self._minute % MINUTES
-        self._polled[place] = 1
+        slot = self._minute % MINUTES
+        self._polled[slot] = 1
         for address, (mib, percent) in used.items():
             if not mib and not percent:
                 continue
             if address not in self._series:
                 self._series[address] = _Series(array("I", bytes(4 * MINUTES)), bytearray(MINUTES))
             series = self._series[address]
-            series.mib[place] = max(series.mib[place], mib)
-            series.busy[place] = max(series.busy[place], 0 if percent is None else percent + 1)
+            series.mib[slot] = max(series.mib[slot], mib)
+            series.busy[slot] = max(series.busy[slot], 0 if percent is None else percent + 1)
 
     def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.Usage:
         """The last hour of all GPUs or of this one; `wall_s` is `now_s` in s since 1970.
@@ -77,25 +77,25 @@ class UsageHistory:
         """
         self._advance(int(now_s) // STEP_S)
         first = self._minute - MINUTES + 1
-        places = [minute % MINUTES for minute in range(first, self._minute + 1)]
-        found: dict[bool, list[answers.MinuteUse]] = {True: [], False: []}
+        slots = [minute % MINUTES for minute in range(first, self._minute + 1)]
+        rows: dict[bool, list[answers.MinuteUse]] = {True: [], False: []}
         for address, series in self._series.items():
             device_of = address.rpartition("-")[0]
             if (device_of and not devices) or gpu not in (None, address, device_of):
                 continue
-            found[bool(device_of)].append(
+            rows[bool(device_of)].append(
                 {
                     "addr": address,
-                    "memory_used_mib": [series.mib[one] if self._polled[one] else None for one in places],
-                    "utilization": [series.busy[one] - 1 if series.busy[one] else None for one in places],
+                    "memory_used_mib": [series.mib[slot] if self._polled[slot] else None for slot in slots],
+                    "utilization": [series.busy[slot] - 1 if series.busy[slot] else None for slot in slots],
                 }
             )
         return {
             "begin": rfc3339(wall_s - now_s + first * STEP_S),
             "step_s": STEP_S,
-            "polled": [bool(self._polled[place]) for place in places],
-            "gpus": found[False],
-            "devices": found[True],
+            "polled": [bool(self._polled[slot]) for slot in slots],
+            "gpus": rows[False],
+            "devices": rows[True],
         }
 
     def _advance(self, minute: int) -> None:
@@ -103,19 +103,19 @@ class UsageHistory:
         past = min(minute - self._minute, MINUTES)
         if past <= 0:
             return
-        places = [one % MINUTES for one in range(minute - past + 1, minute + 1)]
+        slots = [past_minute % MINUTES for past_minute in range(minute - past + 1, minute + 1)]
         self._minute = minute
-        for place in places:
-            self._polled[place] = 0
+        for slot in slots:
+            self._polled[slot] = 0
         for address, series in list(self._series.items()):
-            for place in places:
-                series.mib[place] = series.busy[place] = 0
+            for slot in slots:
+                series.mib[slot] = series.busy[slot] = 0
             if not any(series.mib) and not any(series.busy):
                 del self._series[address]
 
 
 class Budget(NamedTuple):
-    """A device's GPU (its UUID), and how many MiB of it the device's clients may use in total."""
+    """The UUID of a device's GPU, and how much of its memory (MiB) the device's clients share."""
 
     gpu_uuid: str
     memory_mib: int
@@ -170,10 +170,10 @@ class ProcessDevices:
         `started` are the processes by PID, with their start in clock ticks. All others are forgotten.
         """
         before = self._named
-        now = {one: before[one] if one in before else _named_by(one[0]) for one in started.items()}
+        now = {key: before[key] if key in before else _named_by(key[0]) for key in started.items()}
         # Replaced as a whole: if two threads call this at once, some environments are read twice. Unreadable
         # environments, such as those of starting programs, are left out and read again at the next poll.
-        self._named = {one: names for one, names in now.items() if names is not None}
+        self._named = {key: names for key, names in now.items() if names is not None}
         return {pid: _known(names, known) or known.given.get(pid, ()) for (pid, _), names in now.items()}
 
 
@@ -244,16 +244,16 @@ class UsageSampler:
         if jobs:
             known = self._devices.known()
             of_jobs = {
-                uuid: {pid: mib for pid, mib in those.items() if pid in jobs}
-                for uuid, those in processes.items()
+                uuid: {pid: mib for pid, mib in by_pid.items() if pid in jobs}
+                for uuid, by_pid in processes.items()
             }
             devices = self._devices.of(jobs, known)
             by_device = usage_by_device(of_jobs, devices, known.budgets, load.processes)
         gpus = self._supervisor.snapshot().inventory.gpus
-        used = {name: (one.mib, one.sm) for name, one in by_device.items()}
+        used = {name: (usage.mib, usage.sm) for name, usage in by_device.items()}
         for gpu in gpus:
             mib = sum(mib or 0 for mib in of_jobs.get(gpu.uuid or "", {}).values())
             used[gpu.address] = mib, load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
         self._history.latest = LatestPoll(load, by_device)
         self._history.record(now_s, used)
-        self._peaks.note({name: one.mib for name, one in by_device.items()})
+        self._peaks.note({name: usage.mib for name, usage in by_device.items()})
