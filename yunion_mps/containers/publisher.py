@@ -176,7 +176,6 @@ class CdiPublisher:
         )
 
     def _leases_to_rewrite(self) -> list[Lease]:
-        """The leases whose files were removed or changed by another program."""
         return [
             lease for lease in self._leases.values() if not self._files.is_unchanged(lease_file(lease.id))
         ]

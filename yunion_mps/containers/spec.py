@@ -149,7 +149,6 @@ def _joined(ours: Json, theirs: Mapping[str, Any]) -> Json:
 
 
 def _with_nodes(edits: Json, nodes: Sequence[Node]) -> Json:
-    """The edits with these nodes beside their own."""
     own = list(edits.get("deviceNodes", ()))
     known = {node.get("path") for node in own}
     for node in nodes:

@@ -39,7 +39,6 @@ class _LoadError(Exception):
 
 
 def run(options: Options) -> int:
-    """Run until a signal requests a stop; returns the exit status."""
     logs.set_up(options.log_level)
     paths = Paths.from_environment()
     try:

@@ -187,7 +187,6 @@ def space(host: Host) -> Findings:
 
 @check("/dev/shm", SHM_SMALL)
 def shm(host: Host) -> Findings:
-    """The memory that servers and clients share."""
     directory = host.paths.under("/dev/shm")
     try:
         info, system = os.stat(directory), os.statvfs(directory)

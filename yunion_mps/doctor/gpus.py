@@ -281,7 +281,6 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
 
 @check("client limit", CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
-    """The number of clients of each GPU, compared with MPS's limit."""
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
     counts = []

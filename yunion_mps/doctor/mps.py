@@ -144,7 +144,6 @@ class _OtherControlDaemon(NamedTuple):
     in_container: bool
 
     def __str__(self) -> str:
-        """Return for example `PID 4711 (root, in a container, /tmp/nvidia-mps)`."""
         uid = uid_of(self.pid)
         details = [
             "" if uid is None else user_name(uid),
@@ -312,7 +311,6 @@ def _last_failure(path: str) -> str:
 
 @check("users", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
-    """Whether clients wait for the end of another user's jobs."""
     if host.config()[0].cuda_mps_multiuser:
         yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")
         return

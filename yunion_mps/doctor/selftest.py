@@ -65,7 +65,6 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 @check("selftest", SELFTEST_FAILED, timeout_factor=_TIMEOUT_FACTOR + 1)
 def selftest(host: Host) -> Findings:
-    """Test one device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
     if not devices:
         raise SkipError("no device is free", "see: yunion-mps list")

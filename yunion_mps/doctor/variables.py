@@ -212,7 +212,6 @@ def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
 
 
 def sharing_problems(words: Sequence[str]) -> list[Finding]:
-    """Find what client and server must share, and do not."""
     mounts = _mounts(words)
     found = []
     if "host" not in _option_values(words, "--ipc") and not any(source == _SHM for source, _ in mounts):

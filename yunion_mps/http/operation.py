@@ -64,8 +64,6 @@ class EncodedRequest(NamedTuple):
 
 
 class Operation(Generic[T]):
-    """One method of one path, whose answer is a T."""
-
     def __init__(
         self,
         name: str,

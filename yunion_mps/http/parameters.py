@@ -130,7 +130,6 @@ class Parameter(NamedTuple):
 
 
 def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
-    """The schema of an object with these members, all of them optional."""
     properties = {
         one.name: one.schema() if one.type == "object" else {"description": one.description, **one.schema()}
         for one in members

@@ -40,7 +40,6 @@ class LeaseRequest(NamedTuple):
         return not self.gpu or self.gpu in (device.gpu_uuid, device.gpu_address)
 
     def __str__(self) -> str:
-        """As text: `2 devices on different GPUs`."""
         if self.devices:
             few = f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
             return "all devices" if ALL in self.devices else few

@@ -81,7 +81,6 @@ class ControlDaemon:
 
     @property
     def process(self) -> Process:
-        """The process, while `has_process` is true."""
         assert self._process is not None
         return self._process
 
@@ -91,7 +90,6 @@ class ControlDaemon:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended and is to be reaped."""
         return self._process is not None and self._process.status() is not None
 
     @property

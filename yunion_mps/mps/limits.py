@@ -33,8 +33,6 @@ class LimitsInEffect(NamedTuple):
 
 
 class LimitsSetter(ControlTask):
-    """Brings limits into effect."""
-
     def __init__(self, control: ControlDaemon, known: LimitsInEffect, *, set_first: bool, idle: bool) -> None:
         """`known` is what is in effect as far as we know.
 

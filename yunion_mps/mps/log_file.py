@@ -149,8 +149,6 @@ class LogEntry(NamedTuple):
 
 
 class LogReader:
-    """Reports new entries of the log as events."""
-
     def __init__(
         self, plan: DomainPlan, emit: Callable[[Event], None], servers: Callable[[], Sequence[int]]
     ) -> None:

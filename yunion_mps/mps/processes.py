@@ -112,7 +112,6 @@ class MpsProcess(NamedTuple):
     plan: Any = None
 
     def __str__(self) -> str:
-        """`a control daemon (PID 12)`, `an MPS server (PID 13)`."""
         return f"{'an MPS server' if self.is_server else 'a control daemon'} (PID {self.pid})"
 
 
@@ -344,7 +343,6 @@ def signal_server(pid: int, number: signal.Signals) -> bool:
 
 
 def describe_servers(pids: Iterable[int]) -> str:
-    """`its MPS server (PID 12)`, `its MPS servers (PIDs 12, 13)`."""
     texts = [str(pid) for pid in pids]
     plural = "s" if len(texts) > 1 else ""
     return f"its MPS server{plural} (PID{plural} {', '.join(texts)})"

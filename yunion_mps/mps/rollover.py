@@ -44,8 +44,6 @@ _POLL_SOON_S = 0.05
 
 
 class Rollover:
-    """The servers of one domain; nothing here blocks."""
-
     def __init__(
         self,
         limits_in_effect: LimitsInEffect,

@@ -63,7 +63,6 @@ def version_mismatch(status: Status) -> str:
 
 
 def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
-    """Findings about the daemon, its domains and its GPUs."""
     if status["notice"]:
         yield _finding(NOTICE, status["notice_code"], status["notice"])
     for domain in status["domains"]:

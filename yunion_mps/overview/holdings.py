@@ -133,7 +133,6 @@ class Holding(NamedTuple):
 
     @property
     def named(self) -> str:
-        """For example `00:06.0-1`, `00:06.0-1,00:06.0-2`."""
         return ",".join(self.devices)
 
 

@@ -25,8 +25,6 @@ _MAX_WAITING = 5
 
 
 class Answers(NamedTuple):
-    """The daemon's answers at one moment."""
-
     status: Status
     gpus: Sequence[Gpu]
     devices: Sequence[Device]

@@ -194,7 +194,6 @@ def _gpu_name(gpu: Gpu) -> str:
 
 
 def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
-    """Return the domain's pools whose GPU is among `gpus`."""
     there = {gpu.uuid for gpu in gpus}
     return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in there]
 

@@ -38,8 +38,6 @@ from yunion_mps.planning.division import (
 
 
 class ModeChange(NamedTuple):
-    """A GPU whose compute mode has to change."""
-
     gpu_uuid: str
     before: str
     after: str
@@ -70,7 +68,6 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
-    """Return the compute modes that differ from the plan."""
     changes = []
     for gpu in gpus:
         desired = plan.compute_modes.get(gpu.uuid or "")

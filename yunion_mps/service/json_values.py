@@ -87,7 +87,6 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
 
 
 def _plain(percentage: float) -> float | int:
-    """A percentage as JSON has it: 25, 33.3."""
     return int(percentage) if percentage == int(percentage) else percentage
 
 
@@ -197,7 +196,6 @@ def queued_json(queued: QueuedRequest, containers: Containers) -> answers.Queued
 
 
 def holder_text(holder: Holder, containers: Containers) -> str:
-    """The holder as text, for an event."""
     who = user_name(holder.uid)
     if holder.binding == "name":
         return f"{holder.name} of {who}"

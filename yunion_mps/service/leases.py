@@ -53,8 +53,6 @@ class Grant(NamedTuple):
 
 
 class LeaseService:
-    """Grants leases, and releases them when their holders end."""
-
     def __init__(
         self, paths: Paths, supervisor: Supervisor, queries: Queries, publisher: CdiPublisher
     ) -> None:

@@ -121,7 +121,6 @@ class _Cleanup:
         return earliest([*times_s, *(orphans.tick(now_s, in_use=None) for orphans in self._orphans)])
 
     def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading until the next tick."""
         return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
 
     @property

@@ -63,7 +63,6 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
 
 
 def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
-    """What is wrong with a GPU, empty if nothing is."""
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, NO_REASON)
 
 

@@ -222,8 +222,6 @@ def usage_by_device(
 
 
 class UsageSampler:
-    """Adds each poll to the usage history, and to the peaks of leases."""
-
     def __init__(
         self, supervisor: Supervisor, devices: ProcessDevices, history: UsageHistory, peaks: MemoryPeaks
     ) -> None:

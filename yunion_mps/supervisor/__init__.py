@@ -35,8 +35,6 @@ _RESERVE_BYTES = 2 << 20
 
 
 class Supervisor:
-    """Brings the plan into effect, and reports the current state."""
-
     def __init__(self, paths: Paths, preflight: Preflight) -> None:
         """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used."""
         self._paths = paths

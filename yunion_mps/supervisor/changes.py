@@ -53,7 +53,6 @@ class LeaseWait(NamedTuple):
 
     @property
     def reason(self) -> Reason:
-        """Why the devices are pending."""
         what = f"the new division of its GPU waits for {self.description} to end"
         return Reason(what, reasons.LEASES_PENDING)
 

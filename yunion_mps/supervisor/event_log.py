@@ -240,7 +240,6 @@ class EventCopy:
                 os.replace(self.file, self._older)
 
     def read(self) -> list[EventRecord]:
-        """Return all readable events, ordered by id."""
         found: dict[int, EventRecord] = {}
         for name in (self._older, self.file):
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:

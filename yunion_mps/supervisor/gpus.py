@@ -168,7 +168,6 @@ def _read_faults(path: str) -> dict[str, Reason]:
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
-    """Return the PCI addresses of the GPUs that are divided into devices."""
     uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
 

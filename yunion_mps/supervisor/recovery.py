@@ -82,7 +82,6 @@ class LimitRecords:
 
 
 def to_json(value: LimitsInEffect) -> dict[str, Any]:
-    """Return the limits as recorded in the store."""
     return {"plan": value.plan._asdict(), "old_servers": list(value.old_servers)}
 
 
