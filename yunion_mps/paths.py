@@ -27,13 +27,10 @@ class Paths:
 
     #: Cloudpods' configuration of the host, with our keys.
     host_conf = _PathBelowRoot("/etc/yunion/host.conf")
-    #: machine-id(5).
     machine_id = _PathBelowRoot("/etc/machine-id")
-    #: Host names and addresses.
     hosts = _PathBelowRoot("/etc/hosts")
     #: Directory of the socket and the lock; emptied by a reboot.
     run_directory = _PathBelowRoot("/run/yunion-mps")
-    #: The API's socket.
     socket = _PathBelowRoot("/run/yunion-mps/yunion-mps.sock")
     #: Held by the host's only daemon, and contains its PID.
     lock = _PathBelowRoot("/run/yunion-mps/daemon.lock")
@@ -61,7 +58,6 @@ class Paths:
     served_gpus = _PathBelowRoot("/var/lib/yunion-mps/served-gpus.json")
     #: The kernel's log (dmesg(1)).
     kernel_log = _PathBelowRoot("/dev/kmsg")
-    #: PCI devices in sysfs.
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")
     #: Udev's links to render nodes, by PCI address.
     render_nodes = _PathBelowRoot("/dev/dri/by-path")

@@ -40,7 +40,6 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 #: Leased devices or an invalid request are no such reasons: the command would take others' memory.
 _NOT_SERVED = (DAEMON_UNREACHABLE, DISABLED, CONTROL_DAEMON_SILENT)
 
-#: The formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
 #: Output that makes its reader fail: a shell's false, and a line that docker and podman reject.
 _REFUSED = {"shell": "false", "docker": "=there is none"}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How long a request waits for the next event, in s.
 WAIT_S = 10
 #: How long a request waits for the answer to change, in s.
 _CHANGE_WAIT_S = 60

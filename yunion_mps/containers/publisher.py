@@ -43,7 +43,6 @@ class SpecDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        #: By name.
         self._written: dict[str, FileVersion] = {}
 
     def write(self, name: str, spec: Mapping[str, Any]) -> None:

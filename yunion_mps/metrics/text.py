@@ -19,7 +19,6 @@ from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, I
 from yunion_mps.service.metrics import Facts
 
 _NAME = "prometheus_client"
-#: The content types of both formats.
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -78,7 +78,6 @@ class Domain(StateMachine):
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, changed)
-        #: The current operation on the control daemon.
         self._task: ControlTask | None = None
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.

@@ -134,7 +134,6 @@ class Recovery(ControlTask):
         self._probe_at_s = now_s
         #: The servers because of which it is not replaced.
         self.spared_for: tuple[int, ...] = ()
-        #: Whether it is to be replaced.
         self.failed = False
         self._wake()
 

@@ -67,7 +67,6 @@ class StateMachine:
     def __init__(self, name: str, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.state = STOPPED
         self.reason = Reason("not started yet", reasons.DOMAIN_STOPPED)
-        #: The current error, None if there is none.
         self.error: YunionError | None = None
         self.since_s = 0.0
         #: How long it served the last time.

@@ -60,7 +60,6 @@ class EventLog:
         self._set_aside = ""
         #: Why events cannot be written; empty if they can.
         self.write_error = ""
-        #: Number of recorded events by kind and severity.
         self.counts: Counter[tuple[str, str]] = Counter()
         self._listeners: list[Callable[[], None]] = []
 
