@@ -25,7 +25,7 @@ Done = subprocess.CompletedProcess[str]
 
 UNIT = "yunion-mps-daemon.service"
 #: So long that only something that never comes is missed.
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 _LOOK_S = 0.05
 _GRACE_S = 10.0
 _ENVIRONMENT = {
