@@ -287,7 +287,7 @@ def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon
     assert refused(host, "--listen", "0.0.0.0:9435") == (1, [f"yunion-mps: {line}" for line in lines])
     status, lines = refused(host, "--listen", "gpu-01:80")
     assert (status, len(lines)) == (2, 2)
-    assert "gpu-01:80, whose host is not an IP address: write an IP address and a port" in lines[0]
+    assert "'gpu-01:80' is not an IP address and a port: write an IP address and a port" in lines[0]
 
 
 def test_without_a_daemon_it_does_not_begin(host: SimHost) -> None:

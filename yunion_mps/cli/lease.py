@@ -121,7 +121,8 @@ def request_options(function: F) -> F:
         click.option(
             "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
             metavar="[=DURATION]",
-            help="If no device is free, wait up to DURATION (90, 90s, 10m, 2h, 1d). Default: 30d.",
+            help="If no device is free, wait up to DURATION (90, 90s, 10m, 2h, 1d). "
+            "Without DURATION: 30d.",
         ),
     )  # fmt: skip
     for option in reversed(options):

@@ -250,7 +250,7 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
         from difflib import get_close_matches
 
         suggestions = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
-        message = f"{error.message}." + (f" Did you mean {suggestions[0]}?" if suggestions else "")
+        message = error.message + (f". Did you mean {suggestions[0]}?" if suggestions else "")
     else:
         message = error.format_message()
     found = YunionError(cell(" ".join(message.split())), f"see: {path} --help")

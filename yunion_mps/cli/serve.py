@@ -69,7 +69,7 @@ def _check_address(address: str, *, allow_public: bool) -> str:
         endpoint = normalise_endpoint(address)
     except ValueError as error:
         raise click.BadParameter(
-            f"{address}, {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
+            f"{address!r} is {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
         ) from None
     if is_public(endpoint) and not allow_public:
         hint = "use 127.0.0.1, or add --allow-public if this is intended"

@@ -211,7 +211,7 @@ def normalise_endpoint(value: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise ValueError("whose host is not an IP address") from None
+        raise ValueError("not an IP address and a port") from None
     if (address.version == 6) != bool(found[1]):
         raise ValueError("not an address with a port")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

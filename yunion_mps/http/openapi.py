@@ -89,7 +89,7 @@ def document() -> dict[str, object]:
         if operation.method == "GET":
             without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
             heads = {status: {**response, "content": {}} for status, response in answers.items()}
-            summary = f"{operation.summary}: headers only"
+            summary = f"{operation.summary} (headers only)"
             item["head"] = _operation(operation, "head" + name, summary, {**heads, **without_body})
     return {
         "openapi": "3.1.0",

@@ -153,7 +153,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     _flag("across", "Each device on a different GPU, instead of all on the same one."),
     _number("memory_mib", "This much memory for each device, of GPUs that have `memory_unit` or `slices`.",
             1, MAX_MIB),
-    _number("memory_units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
+    _number("memory_units", "Like `memory_mib`, in units of `gpu_memory_unit`.", 1, MAX_MIB),
     Parameter("devices", "Exactly these devices: ids, addresses, or unique prefixes of either; `all`: all "
               "devices of the host.", "array", minimum=1, maximum=MAX_DEVICES_PER_LEASE, pattern="^.+$",
               hint=_GIVE_ONE, example=("00:06.0-1",)),
@@ -199,7 +199,7 @@ GET_METRICS: Operation[str] = Operation(
     media_types=("text/plain", OPENMETRICS),
 )  # fmt: skip
 GET_HEALTH: Operation[str] = Operation(
-    "get_health", "GET", "/healthz", "Check whether the daemon answers: `ok`", "", media_types=("text/plain",)
+    "get_health", "GET", "/healthz", "Check whether the daemon answers `ok`", "", media_types=("text/plain",)
 )
 GET_READINESS: Operation[str] = Operation(
     "get_readiness", "GET", "/readyz",

@@ -138,7 +138,7 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["config", "chek"], "No such command 'chek'. Did you mean check?"),
         (["zzz"], "No such command 'zzz'."),
         ([CLOUDPODS, "--limt", "3"], "No such option: --limt. Did you mean --limit?"),
-        (["run", "--bogus"], "No such option: --bogus."),
+        (["run", "--bogus"], "No such option: --bogus"),
         (["clients"], "No such command 'clients'. Did you mean who --clients?"),
         (
             [CLOUDPODS, "--limit", "x"],

@@ -38,8 +38,8 @@ def test_an_address_with_a_port_is_read_and_normalised(files: Files, written: st
         ("127.0.0.1:65536", 'is "127.0.0.1:65536", not an address with a port'),
         ("'::1:9434'", 'is "::1:9434", not an address with a port'),
         ("'[127.0.0.1]:9434'", 'is "[127.0.0.1]:9434", not an address with a port'),
-        ("node7:9434", 'is "node7:9434", whose host is not an IP address'),
-        ("127.0.0.256:9434", 'is "127.0.0.256:9434", whose host is not an IP address'),
+        ("node7:9434", 'is "node7:9434", not an IP address and a port'),
+        ("127.0.0.256:9434", 'is "127.0.0.256:9434", not an IP address and a port'),
     ],
 )
 def test_what_is_no_address_with_a_port_is_refused(files: Files, written: str, what: str) -> None:
