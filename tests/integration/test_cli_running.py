@@ -153,6 +153,14 @@ def test_a_client_is_listed_with_its_device_and_ended_safely(
     assert "requested by root" in printed(ready.host, "events", "--kind", "client")
 
 
+def test_neither_the_daemon_nor_its_control_daemon_is_ended_as_a_job(ready: Daemon) -> None:
+    for pid, what in ((ready.pid, "this daemon"), (ready.control_pid(), "a control daemon")):
+        ready.host.gpus[0].add_process(pid, 30, "C")
+        code, err = failed(ready.host, "terminate", str(pid), "--yes")
+        assert (code, err.splitlines()[0]) == (4, f"yunion-mps: PID {pid} is {what}, not a job [not_allowed]")
+        assert is_running(pid)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 def test_a_client_that_waits_for_another_users_server_is_listed(
     ready: Daemon, job: Client, stand_ins: StandIns

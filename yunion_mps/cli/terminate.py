@@ -18,6 +18,8 @@ from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 def terminate(pid: int, force: bool, yes: bool) -> None:
     """End process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
 
+    A process outside MPS only gets SIGTERM.
+
     Killing an MPS client without disconnecting it first can take down the other clients of its server.
 
     \b
@@ -33,8 +35,12 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
     if client is None:
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"
-    confirm(f"End {who}?", yes)
+    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. End it?"
+    confirm(outside_mps if client.get("mps") is False else f"End {who}?", yes)
     ended = call(TERMINATE_CLIENT, pid=pid, force=force)
     if not ended["ended"]:
-        raise YunionError(f"{who}: {ended['how']}", "check whether it has ended: yunion-mps who --clients")
+        hint = "check whether it has ended: yunion-mps who --clients"
+        raise YunionError(
+            f"{who}: {ended['how']}", hint if force else f"kill it: yunion-mps terminate {pid} --force"
+        )
     click.echo(wrapped(f"{who}: {ended['how']}"), nl=False)

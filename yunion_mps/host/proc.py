@@ -20,6 +20,7 @@ from yunion_mps.escaping import decoded, printable
 _MAX_ENVIRONMENT = 6 << 20
 #: Kernel flag (include/linux/sched.h) in stat; also set for a zombie.
 _PF_EXITING = 0x4
+_PF_KTHREAD = 0x200000
 #: The uid of a client over TCP, which the kernel does not know.
 UNKNOWN_UID = -1
 
@@ -80,6 +81,11 @@ def is_exiting(pid: int, proc: str = "/proc") -> bool:
     """
     fields = _stat_fields(pid, proc)
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+
+
+def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
+    fields = _stat_fields(pid, proc)
+    return len(fields) > 6 and bool(int(fields[6]) & _PF_KTHREAD)
 
 
 def parent_of(pid: int, proc: str = "/proc") -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,7 @@ from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionE
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import (
     command_of,
+    is_kernel_thread,
     name_of,
     started_s,
     started_ticks,
@@ -28,7 +30,7 @@ from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_clients
-from yunion_mps.mps.processes import find_control_program, is_server, server_pids
+from yunion_mps.mps.processes import find_control_program, is_server, running_servers, server_pids
 from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.permissions import is_privileged
@@ -38,6 +40,7 @@ from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
+    from yunion_mps.mps.domain import Domain
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ _MAX_DEVICE = 1000
 #: The log's times are in whole seconds; a process that started this much later only reuses the PID.
 _START_TOLERANCE_S = 5.0
 _LIST_COMMAND = "yunion-mps who --clients"
+_LIST_JOBS = f"list the clients: {_LIST_COMMAND}"
 #: The kernel logs an XID, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
 
@@ -99,9 +103,9 @@ class ClientService:
     async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
         """Terminate a client for the user `uid`: its server disconnects it, then it gets SIGTERM.
 
-        With `force` SIGKILL follows if that does not end it. Raises BusyError during a stop, NotFoundError if
-        it is not a client, NotAllowedError if it is another user's, and without `force` ControlError if its
-        server does not disconnect it.
+        A process outside MPS only gets SIGTERM. With `force` SIGKILL follows if that does not end it. Raises
+        BusyError during a stop, NotFoundError if it is not a client, NotAllowedError if it is another user's
+        or not a job, and without `force` ControlError if its server does not disconnect it.
         """
         if self._supervisor.stopping:
             what = "the daemon is stopping; running jobs have time to end"
@@ -111,6 +115,7 @@ class ClientService:
         if uid != client["uid"] and not is_privileged(uid):
             what = f"PID {pid} is a job of {client['user']}"
             raise NotAllowedError(what, "only root and its owner may end it")
+        _refuse_unless_job(pid, self._supervisor.domains)
         process = Process.adopt(pid)
         if process is None:
             raise NotFoundError(f"PID {pid} has just ended", "")
@@ -147,7 +152,7 @@ class ClientService:
             process.signal(number)
             if await _has_ended(process):
                 return "; ".join([*steps, f"ended by {number.name}"]), True
-        return "; ".join([*steps, f"it is still running after {_GRACE_S:g} s: use --force"]), False
+        return "; ".join([*steps, f"it is still running after {_GRACE_S:g} s"]), False
 
 
 class XidAnalyzer:
@@ -210,7 +215,24 @@ def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.W
     for client in clients:
         if client["pid"] == pid:
             return client
-    raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
+    raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
+
+
+def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:
+    """Raise NotAllowedError for a process that is no job, although the driver may list it on a GPU."""
+    if pid == 1:
+        what = "is the host's first process"
+    elif is_kernel_thread(pid):
+        what = "is a kernel thread"
+    elif pid == os.getpid():
+        what = "is this daemon"
+    elif any(pid == domain.status().pid for domain in domains):
+        what = "is a control daemon"
+    elif any(pid in domain.server_pids() for domain in domains) or running_servers([pid]):
+        what = "is an MPS server"
+    else:
+        return
+    raise NotAllowedError(f"PID {pid} {what}, not a job", _LIST_JOBS)
 
 
 async def _has_ended(process: Process) -> bool:

@@ -6,6 +6,7 @@ import pytest
 from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
 from unit.cli.conftest import Cli
+from unit.cli.held import OUTSIDE_MPS
 from unit.http.by_hand import GONE, WAITING, clients
 
 WHO = "PID 4260 (python train.py) of alice"
@@ -45,9 +46,20 @@ def test_with_no_it_goes_on(own: Cli) -> None:
 
 def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
     own.host.clients.ended = False
-    own.host.clients.how = how = "it is still running after 5 s: use --force"
-    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: check whether it has ended: yunion-mps who --clients\n"
-    assert own("terminate", "4260", "--yes") == (1, "", told)
+    own.host.clients.how = how = "it is still running after 5 s"
+    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: "
+    force = "kill it: yunion-mps terminate 4260 --force\n"
+    assert own("terminate", "4260", "--yes") == (1, "", told + force)
+    check = "check whether it has ended: yunion-mps who --clients\n"
+    assert own("terminate", "4260", "--yes", "--force") == (1, "", told + check)
+
+
+def test_the_question_says_that_a_process_is_outside_mps(own: Cli) -> None:
+    own.host.clients.found = clients(OUTSIDE_MPS)
+    code, text = own.answered(b"n\n", "terminate", "4711")
+    assert code == 1
+    who = "PID 4711 (./old-job) of mallory"
+    assert text.startswith(f"{who} runs outside MPS, so no MPS server disconnects it first. End it? [y/N]: n")
 
 
 def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
