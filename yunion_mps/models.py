@@ -213,6 +213,13 @@ class PlannedGpu(NamedTuple):
     slices: tuple[Slice, ...] = ()
     pool: Pool | None = None
 
+    @property
+    def most_combined(self) -> int:
+        """How many of its equal devices one client may combine; 1 if it may not, or if they differ."""
+        if not self.slices or self.memory_limit_mib is None:
+            return 1
+        return self.memory_limit_mib // max(one.memory_limit_mib for one in self.slices)
+
 
 class DomainPlan(NamedTuple):
     """A control daemon: its GPUs in CUDA's order, and the default limits of its clients.

@@ -27,7 +27,6 @@ AT_ONCE = "at once"
 #: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
-    "container_device_config_file",
     "cuda_mps_pipe_directory",
     "cuda_mps_pipe_group",
     "cuda_mps_log_directory",
@@ -149,10 +148,12 @@ def changes_to(
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
     found = _control_daemons(plan, domains)
+    serving = [domain.in_effect for domain in domains]
     for gpu in gpus:
         domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
         effect = _when_servers_end(domain) if domain else AT_ONCE
-        old, new = describe_division(before, gpu.uuid), describe_division(plan, gpu.uuid)
+        old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
+        new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
             means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
             found.append(Change("budget", gpu.address, old, new, means))
@@ -162,6 +163,13 @@ def changes_to(
             shown = (old_mode or "original", new_mode or "original")
             found.append(Change("compute mode", gpu.address, *shown, when))
     return found
+
+
+def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | None) -> str:
+    """Describe the division in `plan`, and how many devices its GPU's first domain combines."""
+    planned = (gpu.most_combined for domain in domains for gpu in domain.gpus if gpu.uuid == gpu_uuid)
+    combined = next(planned, 1)
+    return describe_division(plan, gpu_uuid) + (f", up to {combined} combined" if combined > 1 else "")
 
 
 def _setting_changes(old: Config, new: Config) -> list[Change]:

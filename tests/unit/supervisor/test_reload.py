@@ -192,6 +192,14 @@ def test_what_would_change_is_told_and_not_done(begin: Begin) -> None:
     assert made.supervisor.domains[0].stop_timeout_s == 60
 
 
+def test_the_number_of_devices_that_may_be_combined_is_told(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], 2)
+    configure(host, cuda_mps_combine="2")
+    (change,) = made.reload()
+    assert change[:4] == ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "2 x 8192 MiB, 50 %, up to 2 combined")
+    assert made.reload() == []
+
+
 def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     (warning,) = warnings(made.snapshot)
