@@ -175,10 +175,17 @@ def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | 
 def _setting_changes(old: Config, new: Config) -> list[Change]:
     values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in PLANNED_KEYS]
     return [
-        Change("setting", name, str(before), str(after), AT_ONCE)
+        Change("setting", name, _as_written(before), _as_written(after), AT_ONCE)
         for name, before, after in values
         if before != after
     ]
+
+
+def _as_written(value: object) -> str:
+    """Format a value as in host.conf; empty if it is not set."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
 
 
 def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:

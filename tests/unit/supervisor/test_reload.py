@@ -200,6 +200,15 @@ def test_the_number_of_devices_that_may_be_combined_is_told(begin: Begin) -> Non
     assert made.reload() == []
 
 
+def test_settings_are_shown_as_they_are_written(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], 2)
+    configure(host, max_leases_per_user="2", metrics_allow_public="true")
+    assert [change[:4] for change in made.reload()] == [
+        ("setting", "max_leases_per_user", "", "2"),
+        ("setting", "metrics_allow_public", "false", "true"),
+    ]
+
+
 def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     (warning,) = warnings(made.snapshot)
