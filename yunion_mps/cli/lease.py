@@ -41,7 +41,6 @@ from yunion_mps.http.operations import (
     GET_LEASES,
     MAX_DEVICES_PER_LEASE,
     MAX_MIB,
-    MAX_TTL_S,
     MAX_WAIT_S,
     NAME,
     RENEW_LEASE,
@@ -250,7 +249,7 @@ def lease_group() -> None:
 @click.argument("name")
 @request_options
 @click.option(
-    "--ttl", type=Duration(1, MAX_TTL_S), required=True, metavar="DURATION",
+    "--ttl", type=Duration(), required=True, metavar="DURATION",
     help="End the lease if it is not renewed for this long (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option

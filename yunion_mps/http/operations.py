@@ -28,9 +28,10 @@ MAX_PID = 9_999_999
 MAX_DEVICES_PER_LEASE = 64
 #: More memory than any GPU has.
 MAX_MIB = 1 << 30
-#: How long a request may wait, and how long a lease taken by name may live without renewal, in s.
+#: How long a request may wait, in s.
 MAX_WAIT_S = 30 * 86_400
-MAX_TTL_S = 365 * 86_400
+#: What can be sent as a time to live, in s; host.conf says what is granted (`max_lease_ttl_s`).
+MAX_TTL_S = 9_999_999_999
 #: A holder's command line is cut to this many characters.
 COMMAND_LENGTH = 100
 #: The names of leases, and idempotency keys (regular expressions).

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
+from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, Gpu, Holder, Lease, Owner
 
@@ -139,14 +139,15 @@ def shortened(name: str) -> str:
 def refuse_over_quota(
     holder: Holder, owners: Iterable[Owner], max_leases: int | None, max_ttl_s: int
 ) -> None:
-    """Raise YunionError if the holder may not have another lease, or not one with this time to live.
+    """Raise NotAllowedError if the holder may not have another lease, or not one with this time to live.
 
     `owners` has the owner of each lease and of each queued request, because queued requests are not checked
     again when granted. Root is not limited, because its container engine takes leases for all users.
     """
     if holder.ttl_s > max_ttl_s:
         what = f"a time to live of {holder.ttl_s:.0f} s exceeds max_lease_ttl_s ({max_ttl_s} s)"
-        raise HostError(what, "request a shorter time, and renew the lease: yunion-mps lease renew")
+        hint = f"request at most {max_ttl_s} s and renew the lease, or raise max_lease_ttl_s in host.conf"
+        raise NotAllowedError(what, hint)
     if max_leases is None or holder.uid == 0:
         return
     number = sum(owner == holder.owner for owner in owners)

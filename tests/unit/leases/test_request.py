@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import NotFoundError
-from yunion_mps.leases.request import find_lease
+from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.http.operations import TAKE_LEASE
+from yunion_mps.leases.request import find_lease, refuse_over_quota
 from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
@@ -90,3 +91,15 @@ def test_a_name_never_finds_another_owner_s_lease(owner: Owner, name: str) -> No
     with pytest.raises(NotFoundError, match=f"there is no lease {name}") as caught:
         find_lease(name, THEIRS, owner)
     assert caught.value.hint == "refer to another owner's lease by its id: yunion-mps lease list"
+
+
+@pytest.mark.parametrize("ttl_s", [61, 99_999 * 86_400])
+def test_host_conf_alone_limits_the_time_to_live(ttl_s: int) -> None:
+    sent = TAKE_LEASE.encode({"holder": {"name": "job", "ttl_s": ttl_s}})
+    holder = TAKE_LEASE.arguments("", {"content-type": "application/json"}, sent.body)["holder"]
+    assert isinstance(holder, dict)
+    assert holder["ttl_s"] == ttl_s
+    with pytest.raises(NotAllowedError) as caught:
+        refuse_over_quota(Holder("name", 0, name="job", ttl_s=ttl_s), [], None, 60)
+    assert caught.value.message == f"a time to live of {ttl_s} s exceeds max_lease_ttl_s (60 s)"
+    assert caught.value.hint.startswith("request at most 60 s and renew")
