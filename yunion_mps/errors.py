@@ -112,10 +112,18 @@ class NotAllowedError(YunionError):
 
 
 class NothingFreeError(YunionError):
-    """No suitable device is free; the message says which ones exist."""
+    """No suitable device is free; the message says which ones exist.
+
+    Another code than `nothing_free` is the one reason that makes all of them unavailable until it is removed.
+    """
 
     exit_code = 5
     code = reasons.NOTHING_FREE
+
+    def __init__(self, message: str, hint: str = "", code: str = "") -> None:
+        super().__init__(message, hint, code)
+        if self.code != reasons.NOTHING_FREE:
+            self.exit_code = 1
 
 
 class InfeasibleError(NothingFreeError):

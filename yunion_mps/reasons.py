@@ -160,6 +160,8 @@ GPU_NOT_SERVED = _code(
     "The running control daemon does not serve the GPU; it is replaced once its jobs have ended.",
     f"wait for its jobs to end; {_CLIENTS}",
 )
+#: Why devices may be unavailable only until their control daemon has started or has been replaced.
+TEMPORARY = frozenset({DOMAIN_NOT_READY, GPU_NOT_SERVED})
 PROGRAM_MISSING = _code(
     "program_missing", "A required program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
 )

@@ -16,7 +16,7 @@ from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device, units_for
 from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, Reason, hint_of
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     """
 
     device: Device
-    reason: str = ""
+    reason: Reason = NO_REASON
     is_slice: bool = False
 
 
@@ -39,7 +39,7 @@ class PoolCandidate(NamedTuple):
     pool: Pool
     gpu: str  # its address
     make: Callable[[int, int], Device]
-    reason: str = ""
+    reason: Reason = NO_REASON
 
 
 class Candidates(NamedTuple):
@@ -84,7 +84,7 @@ class Reservation(NamedTuple):
 NO_RESERVATION = Reservation(set(), Counter())
 
 
-def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
+def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
     """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
     sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
@@ -136,7 +136,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     enforced budgets could satisfy it.
     """
     pools = _matching_pools(request, candidates)
-    if Allocator(Ledger()).from_pools(request, [one._replace(reason="") for one in pools], candidates):
+    if Allocator(Ledger()).from_pools(request, [one._replace(reason=NO_REASON) for one in pools], candidates):
         return
     _refuse_uncombinable(request, candidates)
     matching = _matching(request, candidates)
@@ -283,10 +283,12 @@ class Allocator:
         matching: Sequence[Candidate],
         by_gpu: Mapping[str, Sequence[Device]],
         reserved: Reservation,
-    ) -> tuple[str, str]:
+    ) -> tuple[str, str, str]:
+        """The message, hint and code of a NothingFreeError."""
         pools = _matching_pools(request, candidates)
         if not matching and not pools:
-            return f"{request} cannot be allocated: there are no such devices", "see: yunion-mps list"
+            what = f"{request} cannot be allocated: there are no such devices"
+            return what, "see: yunion-mps list", NOTHING_FREE
         ids = {one.device.id for one in matching}
         unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
         unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
@@ -308,10 +310,14 @@ class Allocator:
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
             parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
-        hint = "see who holds them: yunion-mps who"
+        hint, code = "see who holds them: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
-        return f"{request} cannot be allocated now: {'; '.join(parts)}", hint
+            codes = {reason.code for reason, _ in unavailable}
+            if len(codes) == 1 and not codes & TEMPORARY:
+                (code,) = codes
+                hint = hint_of(code, gpu=unavailable[0][1])
+        return f"{request} cannot be allocated now: {'; '.join(parts)}", hint, code
 
 
 def _is_suitable(request: LeaseRequest, one: Candidate) -> bool:

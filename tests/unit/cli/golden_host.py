@@ -19,7 +19,7 @@ from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.metrics.text import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
 from yunion_mps.service.metrics import ClockReadings, DomainUsage, GpuUsage, HostUsage, LeaseCounts
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
@@ -213,7 +213,7 @@ def golden_host() -> Iterator[Cli]:
             )
             for one in LEASES
         )
-        candidates = candidates_of(found, {str(gpu.uuid): "" for gpu in (*H100, P40)})
+        candidates = candidates_of(found, {str(gpu.uuid): NO_REASON for gpu in (*H100, P40)})
 
         def check(request: LeaseRequest) -> None:
             refuse_infeasible(request, candidates)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from yunion_mps.leases.allocator import Candidate, Candidates, PoolCandidate
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
+from yunion_mps.reasons import NO_REASON, Reason
 
 GPU_MIB = 1200
 HOLDER = Holder("process", 1000, 4260, 77)
@@ -28,7 +29,7 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
     )
 
 
-def candidates(gpus: int, number: int = 4, reason: str = "", **most_mib: int) -> Candidates:
+def candidates(gpus: int, number: int = 4, reason: Reason = NO_REASON, **most_mib: int) -> Candidates:
     """The devices of so many GPUs; `most_mib` is what one process may get of a GPU, where that is limited."""
     limited = tuple(PlannedGpu(f"GPU-{name[-1]}", mib) for name, mib in most_mib.items())
     return Candidates(

@@ -13,8 +13,12 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.leases.allocator import Allocator, Candidate, Candidates, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import SPREAD, LeaseRequest
+from yunion_mps.reasons import DOMAIN_NOT_READY, GPU_LOST, MIG_ENABLED, NO_REASON, Reason, hint_of
 
 from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, requests
+
+LOST = Reason("lost", GPU_LOST)
+NOT_READY = Reason("its domain is failed: no", DOMAIN_NOT_READY)
 
 
 def chosen(ledger: Ledger, request: LeaseRequest, found: Candidates) -> list[str]:
@@ -69,18 +73,26 @@ def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
 
 
 def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
-    message, hint = why_not(Ledger(), LeaseRequest(), candidates(1, reason="its domain is failed: no"))
+    message, hint = why_not(Ledger(), LeaseRequest(), candidates(1, reason=NOT_READY))
     assert (
         message == "1 device cannot be allocated now: 4 unavailable (GPU 00:00.0: its domain is failed: no)"
     )
     assert hint == "see: yunion-mps status"
 
 
+def test_devices_that_a_gpu_s_fault_makes_unavailable_have_its_code() -> None:
+    with pytest.raises(NothingFreeError) as caught:
+        Allocator(Ledger()).choose(LeaseRequest(gpu="GPU-1"), candidates(2, reason=LOST))
+    error = caught.value
+    assert (error.code, error.hint, error.exit_code) == (GPU_LOST, hint_of(GPU_LOST), 1)
+
+
 def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
-    reasons = {"GPU-0": "lost", "GPU-1": "in MIG mode", "GPU-2": "in MIG mode", "GPU-3": ""}
+    mig = Reason("in MIG mode", MIG_ENABLED)
+    reasons = {"GPU-0": LOST, "GPU-1": mig, "GPU-2": mig, "GPU-3": NO_REASON}
     devices = [one._replace(reason=reasons[one.device.gpu_uuid]) for one in candidates(4).devices]
     full = Ledger([lease("a", *(device(3, slot) for slot in range(4)))])
-    message, _ = why_not(full, LeaseRequest(), Candidates(devices, [pool(4)._replace(reason="lost")]))
+    message, _ = why_not(full, LeaseRequest(), Candidates(devices, [pool(4)._replace(reason=LOST)]))
     assert message == (
         "1 device cannot be allocated now: 4 of 16 in use; "
         "8 unavailable (GPU 01:00.0, 02:00.0: in MIG mode); 4 unavailable (GPU 00:00.0: lost)"
@@ -212,7 +224,7 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
 def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
         refuse_infeasible(wanted, candidates(1))
-    refuse_infeasible(LeaseRequest(4), candidates(1, reason="away"))
+    refuse_infeasible(LeaseRequest(4), candidates(1, reason=LOST))
 
 
 def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
@@ -355,5 +367,7 @@ def test_all_devices_are_had_together_or_not_at_all() -> None:
     assert message.startswith("all devices cannot be allocated now: 1 of 8 in use; 7 free")
     kept = Allocator(ledger).reserve(LeaseRequest(devices=("all",)), candidates(2))
     assert len(kept.devices) == 7, "a request for all of them is not starved"
-    message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason="lost"))
-    assert message == "all devices cannot be allocated now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"
+    message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason=NOT_READY))
+    assert message == (
+        "all devices cannot be allocated now: 8 unavailable (GPU 00:00.0, 01:00.0: its domain is failed: no)"
+    )
