@@ -15,7 +15,12 @@ from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device, units_for
-from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
+from yunion_mps.planning.environment import (
+    client_environment,
+    require_one_budget,
+    whole_environment,
+    why_not_honoured,
+)
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, Reason, hint_of
 
 #: The most GPUs, and the most reasons, that an error names.
@@ -46,12 +51,14 @@ class Candidates(NamedTuple):
     """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
+    `planned` are those that are configured, whose limits may wait for MPS servers to end.
     """
 
     devices: Sequence[Candidate] = ()
     pools: Sequence[PoolCandidate] = ()
     unenforced: Mapping[str, str] = {}
     domains: Mapping[str, DomainPlan] = {}
+    planned: Mapping[str, DomainPlan] = {}
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
         """Why devices of one domain cannot be combined into one budget, empty if they can."""
@@ -66,11 +73,7 @@ class Candidates(NamedTuple):
         domain = self.domains[devices[0].domain]
         if ALL in request.devices:
             return whole_environment(devices, domain)
-        why = self.why_not_combinable(devices)
-        if why:
-            more = f"cuda_mps_combine: {len(devices)}"
-            hint = f"request them on different GPUs (--across), or set {more} in host.conf"
-            raise InfeasibleError(f"{len(devices)} devices cannot form one budget: {why}", hint)
+        require_one_budget(devices, domain, self.planned.get(domain.name))
         return client_environment(devices, domain)
 
 
@@ -104,7 +107,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     }
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
-    return Candidates(devices, pools, unenforced, domains)
+    return Candidates(devices, pools, unenforced, domains, {domain.name: domain for domain in plan.domains})
 
 
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from yunion_mps.errors import InfeasibleError
 from yunion_mps.models import NORMAL, PRIORITIES, Device, DomainPlan
+from yunion_mps.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
@@ -71,6 +73,19 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
             instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(wanted)} %"
             return f"the control daemon limits each process to {instead}"
     return ""
+
+
+def require_one_budget(devices: Sequence[Device], domain: DomainPlan, planned: DomainPlan | None) -> None:
+    """Raise InfeasibleError if the devices cannot form one budget; the limits of `planned` are pending."""
+    why = why_not_honoured(devices, domain)
+    if not why:
+        return
+    what = f"{len(devices)} devices cannot form one budget"
+    if planned and not why_not_honoured(devices, planned):
+        pending = "the new limit takes effect once the MPS servers with the old one have ended"
+        raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
+    more = f"set cuda_mps_combine: {len(devices)} in host.conf"
+    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs (--across), or {more}")
 
 
 def decimal(percentage: float) -> str:

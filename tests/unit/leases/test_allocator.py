@@ -13,7 +13,15 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.leases.allocator import Allocator, Candidate, Candidates, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import SPREAD, LeaseRequest
-from yunion_mps.reasons import DOMAIN_NOT_READY, GPU_LOST, MIG_ENABLED, NO_REASON, Reason, hint_of
+from yunion_mps.reasons import (
+    DOMAIN_NOT_READY,
+    GPU_LOST,
+    LIMITS_PENDING,
+    MIG_ENABLED,
+    NO_REASON,
+    Reason,
+    hint_of,
+)
 
 from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, requests
 
@@ -180,6 +188,17 @@ def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
     assert Allocator(full).reserve(LeaseRequest(2), there).devices == {"id-1-4-3"}, (
         "nothing is kept that is of no use"
     )
+
+
+def test_a_limit_that_is_pending_is_not_asked_for_again() -> None:
+    there = candidates(1, gpu_0=300)
+    with pytest.raises(InfeasibleError, match=r"not 600 MiB$") as caught:
+        refuse_infeasible(LeaseRequest(2), there)
+    assert caught.value.hint.endswith("set cuda_mps_combine: 2 in host.conf")
+    there = there._replace(planned=candidates(1, gpu_0=600).domains)
+    with pytest.raises(InfeasibleError, match=r"yet: .* once the MPS servers with the old") as caught:
+        refuse_infeasible(LeaseRequest(2), there)
+    assert (caught.value.code, caught.value.hint) == (LIMITS_PENDING, hint_of(LIMITS_PENDING))
 
 
 @pytest.mark.parametrize("placement", ["binpack", "spread"])
