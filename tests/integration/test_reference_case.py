@@ -62,7 +62,7 @@ def test_every_cell_of_the_listing_is_as_designed(ready_daemon: Daemon) -> None:
 
 
 def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None:
-    done = ready_daemon.host.run(["yunion-mps", "list", "--output", "json"], check=True)
+    done = ready_daemon.host.run(["yunion-mps", "isolated-device-list", "--output", "json"], check=True)
     answer = json.loads(done.stdout)
     assert answer == {
         "isolated_devices": [

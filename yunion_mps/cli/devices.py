@@ -40,14 +40,15 @@ Json = dict[str, Any]
 #: Fields of a device in CSV.
 _DEVICE_FIELDS = (
     "addr", "model", "mps_memory_limit", "mps_memory_total", "mps_thread_percentage", "state", "reason",
-    "reason_code", "free", "lease", "budget_enforced", "gpu_uuid", "vendor_device_id", "numa_node", "id",
+    "reason_code", "free", "lease", "holder", "budget_enforced", "gpu_uuid",
+    "vendor_device_id", "numa_node", "id",
 )  # fmt: skip
 _DEVICES = (
     Column("ADDRESS", "addr"),
     Column("GPU", "model", least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["mps_memory_limit"]), numeric=True, drop=1),
     Column("SM %", "mps_thread_percentage", numeric=True, drop=3),
-    Column("STATE", lambda record: _state(record)),
+    Column("STATE", "state"),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
     Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
     Column("PCIE", lambda record: _link(record["pcie_info"]), wide=True, drop=7),
@@ -149,11 +150,11 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
         gpus = [gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]]
     shown = {record["addr"] for record in gpus}
-    devices = [
+    devices = _with_holders(
         record
         for record in listed_devices()
         if (record["free"] or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
-    ]
+    )
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     rows = [fields(record, _DEVICE_FIELDS) for record in devices]
     units = pools(gpus)
@@ -165,15 +166,30 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     )  # fmt: skip
 
 
-def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
-    """Format a table, followed by the reasons for unavailable devices, once for each GPU."""
-    leases = {record["id"]: record for record in call(GET_LEASES)["leases"]} if devices else {}
-    records: list[Json] = [
-        {**record, "holder": holder_of(leases[record["lease"]]) if record["lease"] in leases else None}
+def _with_holders(devices: Iterable[Device]) -> list[Json]:
+    """Return the devices with their holders, and with the states that people see."""
+    leases = {record["id"]: record for record in call(GET_LEASES)["leases"]}
+    return [
+        {
+            **record,
+            "state": _state(record),
+            "holder": holder_of(leases[record["lease"]]) if record["lease"] in leases else None,
+        }
         for record in devices
     ]
-    reasons = dict.fromkeys((gpu_of(record["addr"]), record["reason"]) for record in devices)
-    return table(_DEVICES, records, none=none, wide=wide) + notes(reasons)
+
+
+def _devices_text(devices: list[Json], none: str, *, wide: bool) -> str:
+    """Format a table, followed by what is wrong with devices, once for each GPU."""
+    found = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
+    return table(_DEVICES, devices, none=none, wide=wide) + notes(found)
+
+
+def _note(device: Json) -> str:
+    """Return why the device is unavailable or pending, or that it is leased only on request."""
+    if device["reason"] or device["budget_enforced"]:
+        return str(device["reason"])
+    return "budgets are not enforced: lease its devices with --allow-unlimited"
 
 
 def _state(device: Mapping[str, Any]) -> str:

@@ -48,8 +48,8 @@ def failure(code: int) -> Golden:
 
 
 GOLDENS = {
-    "list": answer("DeviceList"),
-    "list --free": answer("DeviceList"),
+    "list": JSON,
+    "list --free": JSON,
     "list -o wide": TEXT,
     "list --gpu 99": failure(1),
     "isolated-device-list": answer("DeviceList"),
