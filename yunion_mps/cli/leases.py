@@ -83,10 +83,11 @@ def lease_text(lease: LeaseRecord, state: str = "") -> str:
     }
     expires = lease["expires"] and f"at {date_and_time(lease['expires'])} ({_expires(lease)}), unless renewed"
     peak_mib = _sum(lease["memory_peak_mib"])
+    command = in_container(lease["container"], lease["command"] or "")
     lines = {
         "Lease": lease["id"],
         "Holder": holder_of(lease),
-        "Command": in_container(lease["container"], lease["command"] or ""),
+        **({"Command": command} if command else {}),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
         "Budget": f"{sum(lease['memory_mib'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
@@ -114,5 +115,11 @@ def _most(percent_by_device: Sequence[int | None]) -> int | None:
 
 
 def _expires(lease: Mapping[str, Any]) -> str | None:
-    """Return for example `in 50m` until the lease expires; None if it does not expire."""
-    return None if lease["expires"] is None else f"in {age(seconds(lease['expires']) - time.time())}"
+    """Return for example `in 50m` until the lease expires; None if it does not expire.
+
+    Rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m.
+    """
+    if lease["expires"] is None:
+        return None
+    left_s = seconds(lease["expires"]) - time.time()
+    return f"in {age(left_s + 30 if left_s >= 60 else left_s)}"

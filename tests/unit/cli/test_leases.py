@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from yunion_mps.cli import leases
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Holder, Lease
+from yunion_mps.units import rfc3339, seconds
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, TWO, hold
@@ -57,3 +60,15 @@ def test_a_lease_of_a_former_division_is_pending_until_it_ends(own: Cli) -> None
     assert (first["state"], second["state"], second["reason"]) == ("pending", "idle", "")
     waits = "the new division of its GPU waits for lease 7c1f0e7a of root to end"
     assert first["reason"] == f"GPU 00:06.0: {waits}"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "shown"), [(3599.5, "in 1h"), (3600, "in 1h"), (3000, "in 50m"), (59.5, "in 59s")]
+)
+def test_the_time_to_the_end_is_rounded_to_minutes(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, shown: str
+) -> None:
+    now = seconds("2026-11-20T13:45:00Z")
+    monkeypatch.setattr("time.time", lambda: now)
+    expires = rfc3339(now + left_s)
+    assert leases._expires({"expires": expires}) == shown
