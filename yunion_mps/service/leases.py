@@ -180,7 +180,8 @@ class LeaseService:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = self._own(name, caller)
         released = lease_json(lease, None, self._containers)
-        self._end(lease.id, f"{owner_name(caller)} released it")
+        name = owner_name(caller)
+        self._end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
 
     def renew(self, name: str, caller: Owner) -> LeaseRecord:
@@ -340,7 +341,7 @@ class LeaseService:
                 self._storage.delete(lease_id)
             raise
         self.ledger.add(lease)
-        self._record(lease, "granted to", "it was requested")
+        self._record(lease, "granted to", "")
         return lease
 
     def _renewed(self, lease: Lease) -> Lease:
