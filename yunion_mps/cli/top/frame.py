@@ -23,12 +23,12 @@ WHOLE = 1_000_000
 
 _HEADINGS = {
     "GPU": {
-        "used": "USED GiB", "of": "OF GiB", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
+        "used": "USED GiB", "of": "TOTAL", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
         "command": "NAME",
     },
     "DEVICE": {
-        "used": "USED GiB", "of": "OF GiB", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
-        "since": "SINCE", "command": "COMMAND",
+        "used": "USED GiB", "of": "BUDGET", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
+        "since": "AGE", "command": "COMMAND",
     },
 }  # fmt: skip
 _WIDTHS = {
