@@ -267,12 +267,11 @@ def _forget_output() -> None:
 def _fail(error: YunionError) -> int:
     """Print the error and its hint; return its exit status.
 
-    Each line of the error ends with its reason code, which docs/troubleshoot.md lists. `failed`, the general
-    code, is left out.
+    The error ends with its reason code, which docs/reason-codes.md lists. `failed`, the general code, is left
+    out.
     """
     reason_code = "" if error.code == FAILED else f" [{error.code}]"
-    message_lines, hint_lines = error.message.split("\n"), error.hint.split("\n") if error.hint else []
-    lines = [*(f"{line}{reason_code}" for line in message_lines), *hint_lines]
+    lines = f"{error.message}{reason_code}".split("\n") + (error.hint.split("\n") if error.hint else [])
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
             print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in lines), file=sys.stderr)

@@ -33,7 +33,7 @@ HINT = "List the jobs that delay it: yunion-mps who --clients; wait for them: --
 SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\
-yunion-mps: a.conf:3: x is 0: write 1 [invalid_configuration]
+yunion-mps: a.conf:3: x is 0: write 1
 yunion-mps: b.yml: y: z [invalid_configuration]
 yunion-mps: fix these lines, then run: yunion-mps config check
 """
