@@ -25,7 +25,7 @@ from yunion_mps.cli.who import ask_clients_soon
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import folded, with_hints
-from yunion_mps.overview.holdings import NO_CLIENTS
+from yunion_mps.overview.holdings import NO_CLIENTS, is_memory_unknown
 from yunion_mps.overview.host import Answers, HostOverview
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _gpu_table(host: HostOverview) -> str:
             sum(len(holding.devices) for holding in its_holdings if holding.in_use),
             sum(holding.is_spare for holding in its_holdings),
             host.memory_by_gpu.get(gpu["addr"], 0),
-            gpu["memory_mib"] or 0,
+            0 if is_memory_unknown(gpu) else gpu["memory_mib"] or 0,
         )
         key_fields = (gpu["addr"], gpu["name"] or "", gpu["state"])
         key = key_fields if len(gpus) <= _MAX_ROWS else key_fields[1:]

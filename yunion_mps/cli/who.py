@@ -198,7 +198,7 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
     """Format `512 / 5760 MiB`, or `512 MiB` without a budget; None if both are unknown."""
     known = [str(number) for number in (used_mib, budget_mib) if number is not None]
-    return f"{' / '.join(known if used_mib is not None else ['?', *known])} MiB" if known else None
+    return f"{' / '.join(known if used_mib is not None else ['-', *known])} MiB" if known else None
 
 
 def _abbreviate(use: Json) -> str | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.enums import UNAVAILABLE
+
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, LeaseRecord, MpsClient
+    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
 
 #: Key of a holding: a lease and a GPU, a device without a lease and its GPU, or a kind of use without a
 #: device and the GPU.
@@ -64,11 +66,18 @@ class Holding(NamedTuple):
             return self.processes
         command = self.lease["command"] or self.lease["name"]
         since, container = self.lease["since"], self.lease["container"]
-        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since, 0, container),)
+        unused_mib = 0 if self.available else None  # a lost GPU reports no processes
+        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since, unused_mib, container),)
 
     @property
     def used_mib(self) -> int:
         return sum(process.memory_mib or 0 for process in self.processes)
+
+    @property
+    def known_mib(self) -> int | None:
+        """Like `used_mib`, but None if it is unknown, as on a lost GPU."""
+        known = [process.memory_mib for process in self.holders if process.memory_mib is not None]
+        return sum(known) if known or not self.holders else None
 
     @property
     def sm(self) -> int | None:
@@ -254,3 +263,8 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
         for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
             used[gpu] = used.get(gpu, 0) + (mib or 0)
     return used
+
+
+def is_memory_unknown(gpu: Gpu) -> bool:
+    """Whether the driver does not report what processes use of the GPU, as for a lost one."""
+    return gpu["state"] == UNAVAILABLE and gpu["memory_used_mib"] is None

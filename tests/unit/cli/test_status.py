@@ -10,7 +10,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ControlError
 from yunion_mps.models import PlannedGpu, Snapshot
-from yunion_mps.reasons import LIMITS_PENDING, Reason
+from yunion_mps.reasons import GPU_LOST, LIMITS_PENDING, Reason
 
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import OUTSIDE_MPS, busy, hold
@@ -173,6 +173,22 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
     assert "Devices:  0 of 6 available, 1 used, 0 free" in lines
     assert "GPUs:     4, 4 unavailable" in lines
     assert sum(line.startswith("Warning:  GPU 0001:e1:00.0") for line in lines) == 1
+
+
+def test_the_memory_in_use_of_a_lost_gpu_is_unknown(serve: Serve) -> None:
+    reason = Reason("the GPU is lost", GPU_LOST)
+    found = snapshots.reference()
+    gpus = (snapshots.P40._replace(reason=reason),)
+    lost = serve(found._replace(inventory=found.inventory._replace(gpus=gpus)))
+    hold(lost.host, LEASE)
+    lost.host.clients.found = clients()
+    (gpu,) = (line.split() for line in lost.good("status").splitlines() if " unavailable  " in line)
+    assert gpu[-1] == "-"
+    assert " - / 5760 MiB " in lost.good("who")
+    answer, (header, row) = lost.read("who")
+    assert answer["uses"][0]["memory_used_mib"] is None
+    assert row[header.index("memory_used_mib")] == ""
+    assert " - " in next(line for line in lost.good("top", "--once").splitlines() if "of 4" in line)
 
 
 def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:

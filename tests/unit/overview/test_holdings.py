@@ -75,6 +75,14 @@ def test_a_process_without_memory_yet_is_at_its_device() -> None:
     assert used(found) == {"00:06.0-1": 0}
 
 
+def test_memory_is_unknown_on_a_gpu_that_reports_no_processes() -> None:
+    lost = [device(f"00:06.0-{slot}", state="unavailable") for slot in range(4)]
+    _, held, *_ = holdings(lost, [LEASE], [])
+    assert ([one.memory_mib for one in held.holders], held.known_mib) == ([None], None)
+    _, idle, *_ = holdings(DEVICES, [LEASE], [])
+    assert ([one.memory_mib for one in idle.holders], idle.known_mib) == ([0], 0)
+
+
 def test_a_process_that_has_just_ended_has_nothing() -> None:
     assert used(holdings(DEVICES, [], [GONE])) == {}
 

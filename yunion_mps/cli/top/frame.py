@@ -281,9 +281,9 @@ def bar(share: float, width: int, *, utf8: bool) -> str:
     return drawn + "░" * (width - len(drawn))
 
 
-def _gib(number_mib: int) -> str:
+def _gib(number_mib: int | None) -> str:
     """Format GiB, which are quicker to read; all other commands use MiB."""
-    return f"{number_mib / 1024:.1f}"
+    return "-" if number_mib is None else f"{number_mib / 1024:.1f}"
 
 
 def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Line]:

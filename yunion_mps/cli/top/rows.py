@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.overview.findings import HostFinding, folded
-from yunion_mps.overview.holdings import Holding
+from yunion_mps.overview.holdings import Holding, is_memory_unknown
 from yunion_mps.overview.host import FREE, Answers, HostOverview, state_of
 from yunion_mps.units import filled, seconds
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """
 
     address: str
-    used_mib: int
+    used_mib: int | None
     of_mib: int | None
     user: str
     pid: int | None
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        return self.used_mib / self.of_mib if self.of_mib else 0.0
+        return self.used_mib / self.of_mib if self.used_mib and self.of_mib else 0.0
 
 
 class Scene(NamedTuple):
@@ -105,7 +105,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
     return [
         Row(
             address,
-            host.memory_by_gpu.get(address, 0),
+            None if is_memory_unknown(gpu) else host.memory_by_gpu.get(address, 0),
             gpu["memory_mib"],
             f"{in_use[address]} of {devices[address]}",
             processes[address],
@@ -132,7 +132,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     more = len(holding.processes) - 1
     row = Row(
         holding.named or holding.gpu,
-        holding.used_mib,
+        holding.known_mib,
         holding.budget_mib,
         holding.user if holding.in_use else state_of(holding),
         first.pid if first else None,
@@ -147,6 +147,8 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     if len(holding.devices) < 2:
         return [row]
     return [
-        row._replace(address=address, used_mib=part, of_mib=budgets.get(address))
+        row._replace(
+            address=address, used_mib=None if row.used_mib is None else part, of_mib=budgets.get(address)
+        )
         for address, part in filled(holding.devices, holding.used_mib, budgets)
     ]
