@@ -185,7 +185,7 @@ class StatusWarning(TypedDict):
 
 
 class Status(TypedDict):
-    """The state of the daemon, the control daemons and the devices."""
+    """The state of the GPUs, control daemons and devices; jobs over budget or outside MPS do not count."""
 
     state: Annotated[
         str, Field("`degraded`: something is not ready; `failed`: nothing is.", enum=enums.HOST_STATES)

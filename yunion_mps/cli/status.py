@@ -61,7 +61,8 @@ def status(exit_code: bool, output: str) -> None:
     """Show the state of the daemon, the GPUs and the devices, with problems and hints first.
 
     The state is ready, degraded (there is a problem), failed (no control daemon is ready) or disabled
-    (enable_cuda_mps is false). Warnings do not change it.
+    (enable_cuda_mps is false). Warnings do not change it. Jobs over budget or outside MPS count as problems,
+    but not in the state of the API and the metrics, which is that of the GPUs and control daemons.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
     it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. Free

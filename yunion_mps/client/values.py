@@ -202,7 +202,7 @@ class StatusWarning(Value["answers.StatusWarning"]):
 
 @dataclass(frozen=True)
 class Status(Value["answers.Status"]):
-    """The state of the daemon, the control daemons and the devices."""
+    """The state of the GPUs, control daemons and devices; jobs over budget or outside MPS do not count."""
 
     state: str
     notice: str

@@ -170,7 +170,7 @@ CATALOGUE = (
     _host("yunion_mps_start_time_seconds", "Unix time at which the daemon started.",
           lambda facts: seconds(facts.status["started"])),
     _state("yunion_mps_state",
-           "State of the host as in /v1/status: 1 for the current state, 0 for all others.",
+           "State of the service as in /v1/status, without jobs: 1 for the current state, 0 for all others.",
            HOST_STATES, lambda facts: [(facts.status["state"],)]),
     Metric(GAUGE, "yunion_mps_warnings", "Number of warnings in yunion-mps status, by reason code.",
            ("reason",), lambda facts: (((code,), number) for code, number in
