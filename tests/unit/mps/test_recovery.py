@@ -130,7 +130,7 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
         bench.jobs.end(job)
         os.kill(server, signal.SIGKILL)
-        eventually(lambda: bench.jobs.servers() == [])
+        eventually(lambda: run.domain.server_pids() == [])
         run.turn(2).until(READY)
     assert run.pid != pid
 
