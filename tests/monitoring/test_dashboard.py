@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.metrics.text import text_of
+from yunion_mps.metrics.exporter import text_of
 from yunion_mps.mps.states import LEGAL_CHANGES
 
 from monitoring.tools import CHECKOUT, promtool

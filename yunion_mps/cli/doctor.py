@@ -55,7 +55,7 @@ def doctor(
       yunion-mps doctor --selftest
       yunion-mps doctor --output json
     """
-    from yunion_mps.doctor.host import Host
+    from yunion_mps.doctor.checks import Host
     from yunion_mps.doctor.report import checks, run
 
     host = Host(Paths.from_environment(), timeout)

@@ -16,7 +16,7 @@ import click
 
 from yunion_mps.cli.common import call
 from yunion_mps.cli.lease import BUDGET_VARIABLES, take, warn_of_limits
-from yunion_mps.client.acquire import refuse_unreachable
+from yunion_mps.client.retry import refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of

@@ -31,8 +31,8 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.client.acquire import preview
-from yunion_mps.client.acquire import take as take_from
+from yunion_mps.client.retry import preview
+from yunion_mps.client.retry import take as take_from
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (

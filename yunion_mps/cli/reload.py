@@ -12,7 +12,7 @@ import click
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
 from yunion_mps.cli.output import Column, fields, hint_text, notes, output_option, print_notice, show, table
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.acquire import Retrier
+from yunion_mps.client.retry import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operation import SLOW_S

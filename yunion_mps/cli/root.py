@@ -38,7 +38,7 @@ SECTIONS = {
         "top": ("top", "top"),
         "events": ("events", "show_events"),
         "doctor": ("doctor", "doctor"),
-        "terminate": ("terminate", "terminate"),
+        "terminate": ("who", "terminate"),
     },
     "Configure": {
         "config": ("config", "config_group"),

@@ -23,7 +23,7 @@ from yunion_mps.cli.lease import (
     warn_of_limits,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.client.acquire import preview, refuse_unreachable
+from yunion_mps.client.retry import preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 
-from yunion_mps.client.acquire import OnMessage
-from yunion_mps.client.lease import Lease, acquire
+from yunion_mps.client.lease import Lease, acquire, lease_request
 from yunion_mps.client.queries import ClientQueries
-from yunion_mps.client.request import lease_request
+from yunion_mps.client.retry import OnMessage
 from yunion_mps.client.transport import BlockingTransport, iterate_blocking, run_blocking
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
 from yunion_mps.http.client import DaemonClient

@@ -1,20 +1,28 @@
-"""Leases that this process holds until it releases them."""
+"""Leases that a program in Python asks for, and holds until it releases them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from yunion_mps.client.acquire import RECONNECT_TIMEOUT_S, OnMessage, Retrier, refuse_unreachable, take
-from yunion_mps.client.request import LeaseArguments
+from yunion_mps.client.retry import (
+    RECONNECT_TIMEOUT_S,
+    OnMessage,
+    RequestMembers,
+    Retrier,
+    refuse_unreachable,
+    take,
+)
 from yunion_mps.client.transport import Transport, run_blocking
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
-from yunion_mps.http.operations import END_LEASE, GET_DEVICES, GET_LEASES, RENEW_LEASE
-from yunion_mps.reasons import GPU_GONE, hint_of
+from yunion_mps.http.operations import END_LEASE, GET_DEVICES, GET_LEASES, MAX_WAIT_S, RENEW_LEASE
+from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
+from yunion_mps.units import mebibytes
 
 if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient
@@ -25,6 +33,74 @@ LeaseT = TypeVar("LeaseT", bound="BaseLease")
 _RENEWALS = 3
 #: How long to wait after a failed renewal, in s.
 _RETRY_S = 1.0
+#: The default time to live of a named lease, in s.
+TTL_S = 60
+
+
+class LeaseArguments(NamedTuple):
+    """The members of a request except `wait_s`, and the time to live of a named lease."""
+
+    members: RequestMembers
+    wait_s: int
+    ttl_s: int | None
+
+
+def lease_request(
+    *,
+    memory: str | None,
+    count: int,
+    across: bool,
+    devices: Sequence[str],
+    gpu: str | None,
+    placement: str,
+    allow_unlimited: bool,
+    wait_s: float,
+    name: str | None,
+    ttl_s: int | None,
+) -> LeaseArguments:
+    """The request for these arguments, without the API's defaults; raises YunionError."""
+    if ttl_s is not None and name is None:
+        raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
+    if isinstance(devices, str):
+        raise _invalid(
+            f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
+        )
+    if name is not None and ttl_s is None:
+        ttl_s = TTL_S
+    members = {
+        "memory_mib": None if memory is None else _memory(memory),
+        "count": count if count != 1 else None,
+        "across": across or None,
+        "devices": list(devices) or None,
+        "gpu": gpu,
+        "placement": placement if placement != "binpack" else None,
+        "allow_unlimited": allow_unlimited or None,
+        "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
+    }
+    arguments = {member: value for member, value in members.items() if value is not None}
+    return LeaseArguments(arguments, whole_seconds(wait_s), ttl_s)
+
+
+def _memory(amount: str) -> int:
+    mib = mebibytes(amount) if isinstance(amount, str) else None
+    if not mib:
+        raise _invalid(
+            f"memory: {amount!r} is not an amount of memory", "write a number of MiB or GiB, such as '6GiB'"
+        )
+    return mib
+
+
+def whole_seconds(wait_s: float) -> int:
+    """The time to wait in whole seconds, rounded up and at most the API's; raises YunionError."""
+    if not isinstance(wait_s, (int, float)) or math.isnan(wait_s):
+        raise _invalid(f"wait_s: {wait_s!r} is not a number", "write seconds, or math.inf")
+    if wait_s < 0:
+        raise _invalid(f"wait_s: {wait_s!r} is negative", "write seconds, or math.inf")
+    return MAX_WAIT_S if wait_s >= MAX_WAIT_S else math.ceil(wait_s)
+
+
+def _invalid(message: str, hint: str) -> YunionError:
+    return YunionError(message, hint, INVALID_REQUEST)
 
 
 class BaseLease:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
-from yunion_mps.client.acquire import OnMessage
-from yunion_mps.client.request import format_since
-from yunion_mps.client.streams import follow_events, watch
+from yunion_mps.client.retry import OnMessage, follow_events, watch
 from yunion_mps.client.transport import Transport
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
+from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_DEVICE,
     GET_DEVICES,
@@ -19,6 +18,9 @@ from yunion_mps.http.operations import (
     GET_STATUS,
     MAX_EVENTS,
 )
+from yunion_mps.http.parameters import LATEST_S
+from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.units import rfc3339
 
 
 class ClientQueries:
@@ -62,3 +64,15 @@ class ClientQueries:
             async for some in follow_events(self._transport, answer["last"], kind, self._on_message):
                 for event in some:
                     yield Event.of(event)
+
+
+def format_since(since: datetime | timedelta | None) -> str | None:
+    """The start time of a query for events, as the API takes it; raises YunionError."""
+    if since is None:
+        return None
+    moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since
+    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        what = f"since: {since!r} is not a time with a time zone"
+        hint = "write datetime.now(timezone.utc), or a timedelta that is subtracted from now"
+        raise YunionError(what, hint, INVALID_REQUEST)
+    return rfc3339(min(max(0.0, moment.timestamp()), LATEST_S))

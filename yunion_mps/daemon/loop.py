@@ -13,7 +13,7 @@ from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.process import Signals, program
 from yunion_mps.daemon.watchdog import Watchdog
 from yunion_mps.errors import YunionError
-from yunion_mps.gateway import addresses
+from yunion_mps.gateway import publish_addresses, remove_addresses
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
@@ -150,7 +150,7 @@ class _Loop:
             await (self._server.hand_over() if is_reexec else self._server.close())
             self._textfile.remove()
             if not is_reexec:
-                addresses.remove(self._paths)
+                remove_addresses(self._paths)
             self._leases.close()  # before the closed connections end their leases
             self._cdi.close()
         if not is_reexec:  # and not after a crash: then the next daemon takes the files as they are
@@ -237,7 +237,7 @@ class _Loop:
         if self._supervisor.config is not self._published_config:
             self._published_config = self._supervisor.config
             self._textfile.wake()
-            addresses.publish(self._paths, self._published_config)
+            publish_addresses(self._paths, self._published_config)
 
     def _lateness(self) -> str:
         """How overdue the next tick is, as text; empty if it is in time."""

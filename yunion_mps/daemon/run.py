@@ -14,9 +14,9 @@ from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
-from yunion_mps.gateway import addresses
+from yunion_mps.gateway import publish_addresses
 from yunion_mps.host import logs
-from yunion_mps.host.lock import take_lock
+from yunion_mps.host.files import take_lock
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
@@ -167,7 +167,7 @@ class _Daemon:
         for warning in warnings(supervisor.snapshot()):
             log.warning("%s", warning)
         self._record("info", f"ready, {__version__}", consequence=line)
-        addresses.publish(self._paths, supervisor.config)
+        publish_addresses(self._paths, supervisor.config)
         notifier.ready(line)
         try:
             serve = _load_event_loop()

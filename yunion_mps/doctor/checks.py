@@ -1,13 +1,33 @@
-"""What a check is: a function of the host that returns findings, each with a level, a text and a hint."""
+"""What a check is: a function of the host that returns findings, each with a level, a text and a hint.
+
+`Host` has the facts that checks use; each is read once, when a check first needs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from yunion_mps.doctor.host import Host, SkipError
-from yunion_mps.errors import YunionError
+from yunion_mps.config import load
+from yunion_mps.errors import Problem, YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.http.client import DaemonClient
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import machine_id, scan
+from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.paths import Paths
+from yunion_mps.planning.plan import make_plan
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, DeviceDetails, Status
+
+T = TypeVar("T")
+
+#: The share of a check's time that reading a fact may take, so that the fact's own error is reported.
+_FACT_TIME_SHARE = 0.8
 
 OK = "ok"
 SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
@@ -17,6 +37,145 @@ PROBLEM = "problem"
 #: Levels in the order of the report, the worst first, with the exit statuses of monitoring plugins (Nagios,
 #: Icinga, NRPE).
 NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
+
+
+class SkipError(YunionError):
+    """There is nothing to check, by default because no GPU is divided, or no permission to."""
+
+    def __init__(self, message: str = "no GPU is divided here", hint: str = "") -> None:
+        super().__init__(message, hint)
+
+
+class Lazy(Generic[T]):
+    """The result or error of `work`, called by the first thread that needs it; others wait for it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._result: list[T] = []
+        self._error: YunionError | None = None
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._error:
+                raise self._error
+            if not self._result:
+                try:
+                    self._result.append(self._work())
+                except YunionError as error:
+                    self._error = error
+                    raise
+            return self._result[0]
+
+
+class Host:
+    """The host as its files, NVML, the kernel and the daemon show it."""
+
+    def __init__(self, paths: Paths, timeout_s: float) -> None:
+        """`timeout_s` is the time for one check."""
+        self.paths = paths
+        self.timeout_s = timeout_s
+        client = DaemonClient(paths, timeout_s * _FACT_TIME_SHARE)
+        #: The configuration and the problems of both files.
+        self.config: Lazy[tuple[Config, list[Problem]]] = Lazy(lambda: load(paths))
+        #: Initialised NVML; raises DriverError.
+        self.nvml: Lazy[Nvml] = Lazy(lambda: _open_nvml(timeout_s * _FACT_TIME_SHARE))
+        #: The driver and the GPUs; raises DriverError.
+        self.inventory: Lazy[Inventory] = Lazy(lambda: scan(self.nvml(), paths))
+        #: The plan, and its problems that depend on the GPUs; raises DriverError and HostError.
+        self.plan: Lazy[tuple[Plan, list[Problem]]] = Lazy(
+            lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
+        )
+        #: The daemon's /v1/status; raises UnreachableError, NotAllowedError.
+        self.status: Lazy[Status] = Lazy(lambda: client.call(GET_STATUS))
+        #: The daemon's devices as in /v1/devices; raises like `status`.
+        self.devices: Lazy[list[Device]] = Lazy(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
+        #: Memory in MiB of the processes on GPUs, by GPU UUID and PID; raises DriverError.
+        self.users: Lazy[dict[str, dict[int, int | None]]] = Lazy(lambda: self.nvml().processes())
+        #: The running domains, or else the planned ones; their directories are below the root.
+        self.domains: Lazy[list[DomainPlan]] = Lazy(self._domains)
+        self._client = client
+
+    @property
+    def foreign_root(self) -> bool:
+        """Whether the root is not /; then processes that use directories outside it do not count."""
+        return self.paths.root != "/"
+
+    def device(self, name: str) -> DeviceDetails:
+        """Return the daemon's details of a device, with its environment; raises YunionError."""
+        return self._client.call(GET_DEVICE, id=name)
+
+    def known_status(self) -> Status | None:
+        """Return the daemon's /v1/status; None if it does not run or access is denied."""
+        try:
+            return self.status()
+        except YunionError:
+            return None
+
+    def known_pids(self) -> dict[str, int | None]:
+        """Return the control daemons' PIDs by domain, as the daemon reports them."""
+        status = self.known_status()
+        return {domain["name"]: domain["pid"] for domain in status["domains"]} if status else {}
+
+    def is_off(self) -> bool:
+        """Whether MPS is disabled and no domain runs, so that NVIDIA's software is not needed."""
+        config, problems = self.config()
+        return not config.enable_cuda_mps and not problems and not self.domains()
+
+    def our_gpus(self) -> list[Gpu]:
+        """Return the GPUs that are or would be divided into devices; raises SkipError if there are none."""
+        plan, _ = self.plan()
+        uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
+        gpus = self.inventory().gpus
+        ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
+        if not ours:
+            raise SkipError
+        return ours
+
+    def control_pid(self, domain: DomainPlan) -> int | None:
+        """Return the PID of the control daemon that listens in the domain's directory."""
+        peer = peer_of(domain.pipe_directory)
+        return peer.pid if peer else None
+
+    def control_pids(self) -> set[int]:
+        """Return the PIDs of the control daemons that listen in our domains' directories."""
+        return {pid for domain in self.domains() if (pid := self.control_pid(domain))}
+
+    def _domains(self) -> list[DomainPlan]:
+        status = self.known_status()
+        if status:
+            return [_plan_of(domain) for domain in status["domains"]]
+        try:
+            return [self._below_root(domain) for domain in self.plan()[0].domains]
+        except YunionError:
+            config = self.config()[0]
+            if not config.enable_cuda_mps:
+                return []
+            # The GPUs are unknown, and so are the directories of any but a host-wide domain.
+            pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
+            return [self._below_root(DomainPlan("host", pipe, log, (), 100.0))]
+
+    def _below_root(self, domain: DomainPlan) -> DomainPlan:
+        return domain._replace(
+            pipe_directory=self.paths.under(domain.pipe_directory),
+            log_directory=self.paths.under(domain.log_directory),
+        )
+
+
+def _open_nvml(timeout_s: float) -> Nvml:
+    nvml = Nvml(timeout_s)
+    nvml.keep_open()  # a thread may be waiting in it when the process ends
+    return nvml
+
+
+def _plan_of(domain: Mapping[str, Any]) -> DomainPlan:
+    return DomainPlan(
+        domain["name"],
+        domain["pipe_directory"],
+        domain["log_directory"],
+        tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits_mib"])),
+        domain["thread_percentage"],
+    )
 
 
 class Finding(NamedTuple):

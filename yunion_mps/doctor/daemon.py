@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from yunion_mps import __version__
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.checks import Finding, Findings, Host, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.doctor import variables
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.doctor.gpus import library_version
-from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of

@@ -10,8 +10,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, warning
-from yunion_mps.doctor.host import Host, SkipError
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records

@@ -8,8 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, warning
-from yunion_mps.doctor.host import Host, SkipError
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of

@@ -8,8 +8,7 @@ import re
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped, warning
-from yunion_mps.doctor.host import Host, SkipError
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name

@@ -10,8 +10,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
-from yunion_mps.doctor.checks import NAGIOS_CODES, PROBLEM, SKIPPED, UNKNOWN, Check, Finding, findings_of
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.checks import (
+    NAGIOS_CODES,
+    PROBLEM,
+    SKIPPED,
+    UNKNOWN,
+    Check,
+    Finding,
+    Host,
+    findings_of,
+)
 from yunion_mps.doctor.selftest import selftest
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads

@@ -9,9 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor import cuda_client
-from yunion_mps.doctor.checks import Finding, Findings, check, ok, problem, skipped
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, skipped
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids

@@ -1,6 +1,49 @@
 """Serves metrics and the web page over TCP, in an unprivileged process.
 
-The daemon runs as root and never speaks to a network. It writes the addresses to a file (`addresses`, a
-separate module because the daemon loads no other part of the gateway). The gateway listens there (`server`)
-and queries the daemon over the Unix socket (`client`).
+The daemon runs as root and never speaks to a network. It writes the addresses to a file, and loads no other
+part of the gateway. The gateway listens there (`server`) and queries the daemon over the Unix socket
+(`client`).
 """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+
+from yunion_mps.host.files import write_atomically
+from yunion_mps.models import Config
+from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
+
+#: Keys of host.conf that open a listener.
+KEYS = ("metrics_listen", "web_listen")
+
+
+def publish_addresses(paths: Paths, config: Config) -> None:
+    """Write the TCP addresses to serve; the file exists while there are any."""
+    addresses = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
+    if not addresses:
+        remove_addresses(paths)
+        return
+    try:
+        write_atomically(paths.gateway, json.dumps(addresses))
+    except OSError as error:
+        log.error("the addresses that the gateway serves cannot be written: %s", error)
+
+
+def remove_addresses(paths: Paths) -> None:
+    """Remove the file, which makes the gateway exit."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(paths.gateway)
+
+
+def read_addresses(paths: Paths) -> dict[str, str]:
+    try:
+        with open(paths.gateway, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return {key: str(found[key]) for key in KEYS if isinstance(found, dict) and found.get(key)}

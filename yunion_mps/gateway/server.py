@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
-from yunion_mps.gateway import addresses
+from yunion_mps.gateway import read_addresses
 from yunion_mps.gateway.client import Json, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
@@ -265,7 +265,7 @@ async def serve(paths: Paths) -> None:
     """Serve at the addresses that the daemon publishes, until there are none."""
     listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": WebPage(paths)})
     while True:
-        published = addresses.read(paths)
+        published = read_addresses(paths)
         await listeners.update(published)
         if not published:
             return

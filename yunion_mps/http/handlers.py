@@ -15,9 +15,8 @@ from yunion_mps.http.operations import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder
 from yunion_mps.service.clients import ClientService
-from yunion_mps.service.events import EventFilter, EventService
+from yunion_mps.service.events import EventFilter, EventService, LongPolls
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.service.permissions import Caller, process_holder
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import AVAILABLE, PENDING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
+from yunion_mps.fields import AVAILABLE, PENDING, UNAVAILABLE
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.service.events import LongPolls
 from yunion_mps.service.json_values import devices_json, domain_json, gpu_json
-from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.service.state import (
     domain_names,
     gpu_reason,

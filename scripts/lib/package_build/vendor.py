@@ -33,7 +33,7 @@ COMPONENTS = (
     Component("click", r"click/.+\.py", "BSD-3-Clause"),
     Component("h11", r"h11/.+\.py", "MIT"),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
-    # Only what makes metrics into text: yunion_mps/metrics/text.py says why.
+    # Only what makes metrics into text: yunion_mps/metrics/exporter.py says why.
     Component(
         "prometheus-client",
         r"prometheus_client/((metrics_core|process_collector|registry|samples|utils|validation)\.py"

@@ -16,7 +16,7 @@ from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, candidates_of, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.metrics.text import PLAIN_TYPE, text_of
+from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason

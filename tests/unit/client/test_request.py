@@ -7,7 +7,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from yunion_mps.client.request import _memory, format_since, whole_seconds
+from yunion_mps.client.lease import _memory, whole_seconds
+from yunion_mps.client.queries import format_since
 from yunion_mps.errors import YunionError
 
 

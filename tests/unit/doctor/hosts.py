@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.doctor.checks import Finding, findings_of
-from yunion_mps.doctor.host import Host, Lazy
+from yunion_mps.doctor.checks import Finding, Host, Lazy, findings_of
 from yunion_mps.doctor.report import HOST_CHECKS
 from yunion_mps.errors import DriverError, UnreachableError
 from yunion_mps.models import Gpu, Snapshot

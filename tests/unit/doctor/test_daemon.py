@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.checks import Host
 from yunion_mps.doctor.report import checks, run
 from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 

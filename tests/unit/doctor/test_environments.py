@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.doctor.checks import Finding
+from yunion_mps.doctor.checks import Finding, Host, Lazy
 from yunion_mps.doctor.environment import of_command, of_process
-from yunion_mps.doctor.host import Host, Lazy
 from yunion_mps.planning.environment import client_environment
 
 from unit.doctor.hosts import host_of, one, the

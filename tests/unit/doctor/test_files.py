@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.checks import Host
 
 from unit.doctor.hosts import found, host_of, one, write
 from unit.http.server_host import NOBODY, as_user, short_root

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.doctor.host import Host, Lazy
+from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import GPU_LOST, Reason
 

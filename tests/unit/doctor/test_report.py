@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.checks import Check, Finding, Findings, ok, problem, skipped, warning
-from yunion_mps.doctor.host import Host, Lazy
+from yunion_mps.doctor.checks import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
 from yunion_mps.doctor.report import HOST_CHECKS, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.gateway import addresses
+from yunion_mps.gateway import publish_addresses, read_addresses, remove_addresses
 from yunion_mps.paths import Paths
 
 from unit import builders
@@ -22,18 +22,18 @@ def paths() -> Iterator[Paths]:
 
 def test_what_is_written_is_read_and_all_may_read_it(paths: Paths) -> None:
     config = builders.config()._replace(metrics_listen="127.0.0.1:9434", web_listen="[::1]:9435")
-    addresses.publish(paths, config)
-    assert addresses.read(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
+    publish_addresses(paths, config)
+    assert read_addresses(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
     assert stat.S_IMODE(Path(paths.gateway).stat().st_mode) == 0o644
     assert [each.name for each in Path(paths.gateway).parent.iterdir()] == [Path(paths.gateway).name]
 
 
 def test_where_nothing_is_to_be_served_there_is_no_file(paths: Paths) -> None:
-    addresses.publish(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
-    addresses.publish(paths, builders.config())
+    publish_addresses(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
+    publish_addresses(paths, builders.config())
     assert not Path(paths.gateway).exists()
-    assert addresses.read(paths) == {}
-    addresses.remove(paths)  # again
+    assert read_addresses(paths) == {}
+    remove_addresses(paths)  # again
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_where_nothing_is_to_be_served_there_is_no_file(paths: Paths) -> None:
 )
 def test_a_file_that_makes_no_sense_opens_nothing(paths: Paths, text: str) -> None:
     Path(paths.gateway).write_text(text)
-    assert addresses.read(paths) == {}
+    assert read_addresses(paths) == {}

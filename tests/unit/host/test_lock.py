@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.host.lock import take_lock
+from yunion_mps.host.files import take_lock
 from yunion_mps.paths import Paths
 
 #: nobody: a user who is neither root nor us.

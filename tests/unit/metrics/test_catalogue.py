@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yunion_mps.escaping import printable
 from yunion_mps.metrics.catalogue import CATALOGUE
-from yunion_mps.metrics.text import text_of
+from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import (
@@ -281,9 +281,9 @@ def test_only_what_makes_text_is_loaded_and_only_when_it_is_needed() -> None:
     """prometheus_client as a whole brings HTTP servers and OpenSSL along."""
     code = """
 import sys
-from yunion_mps.metrics import text
+from yunion_mps.metrics import exporter
 print(any(name.startswith("prometheus_client") for name in sys.modules))
-text._load()
+exporter._load()
 print(sorted({"http.server", "urllib.request", "prometheus_client"} & set(sys.modules)))
 import prometheus_client
 print(prometheus_client.Counter.__name__)

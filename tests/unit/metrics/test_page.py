@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from yunion_mps.metrics.catalogue import CATALOGUE
-from yunion_mps.metrics.text import text_of
+from yunion_mps.metrics.exporter import text_of
 
 from unit.generated import CHECKOUT
 

@@ -1,11 +1,11 @@
-"""Acquire a lease; retry while the daemon restarts or is briefly busy."""
+"""Requests that outlast a restart of the daemon: for a lease, for new events, for a changed answer."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Transport
@@ -18,12 +18,12 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.http.operation import Operation
-from yunion_mps.http.operations import END_LEASE, TAKE_LEASE
+from yunion_mps.http.operations import END_LEASE, GET_EVENTS, MAX_EVENTS, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import Event, LeaseRecord
 
 T = TypeVar("T")
 #: Called with a line of text whenever a request starts or stops waiting.
@@ -35,6 +35,9 @@ RequestMembers = Mapping[str, Any]
 RECONNECT_TIMEOUT_S = 60.0
 _RETRY_INTERVAL_S = 0.2
 _A_DAY_S = 86_400
+#: How long requests for new events, and for a changed answer, wait.
+WAIT_S = 10
+_CHANGE_WAIT_S = 60
 #: How long an interrupted caller waits for each answer, in s.
 _UNDO_S = 2.0
 #: The directories that PrivateTmp= hides from other units (systemd.exec(5)).
@@ -160,3 +163,52 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
         if path.startswith(_PRIVATE_PLACES) and not os.path.exists(path):  # for the daemon it is there
             hint = f"in a unit with PrivateTmp=yes, set BindPaths={path}; otherwise {hint}"
         raise HostError(what, hint, CONTROL_DAEMON_SILENT)
+
+
+async def follow_events(
+    transport: Transport, last: int, kind: str | None, on_message: OnMessage
+) -> AsyncGenerator[list[Event], None]:
+    """Yield the events with ids above `last` forever; yield an empty list at each timeout.
+
+    An empty list lets the caller check whether its own reader still exists. Raises UnreachableError if the
+    daemon stays unreachable.
+    """
+    retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
+    while True:
+        try:
+            answer = await transport.call(GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait_s=WAIT_S)
+        except UnreachableError as error:
+            await retrier.wait(error)
+            yield []
+            continue
+        retrier.reset()
+        if answer["last"] < last:
+            on_message("the event log was restarted")
+            last = 0
+            continue
+        last = answer["last"]
+        yield answer["events"]
+
+
+async def watch(
+    transport: Transport, operation: Operation[T], on_message: OnMessage, **arguments: Value
+) -> AsyncGenerator[T, None]:
+    """Yield the answer of a watched operation, and the new answer whenever it changes, without end.
+
+    Raises UnreachableError if the daemon stays unreachable.
+    """
+    retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
+    condition: dict[str, Value] = {}
+    while True:
+        try:
+            result = await transport.call_if_changed(operation, **arguments, **condition)
+        except (UnreachableError, BusyError) as error:
+            if not condition:
+                raise
+            await retrier.wait(error)
+            continue
+        retrier.reset()
+        answer, etag = result
+        condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+        if answer is not None:
+            yield answer
