@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -15,8 +15,6 @@ from yunion_mps.paths import Paths
 if TYPE_CHECKING:
     from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
     from yunion_mps.supervisor.preflight import Preflight
-
-Json = dict[str, Any]
 
 _FIELDS = ("key", "value", "from")
 _COLUMNS = (
@@ -66,12 +64,11 @@ def show_config(output: str) -> None:
     config, problems = load(Paths.from_environment())
     if problems:
         raise ConfigError(problems)
-    answer = config_json(config)
-    rows = _config_rows(answer)
-    show(answer, output, _FIELDS, rows, lambda: table(_COLUMNS, rows))
+    rows = _config_rows(config)
+    show(config_json(config), output, _FIELDS, rows, lambda: table(_COLUMNS, rows))
 
 
-def config_json(config: Config) -> Json:
+def config_json(config: Config) -> dict[str, object]:
     """Return every key with its value and place, and the device entries as written in the file."""
     from yunion_mps.config import KEYS
 
@@ -86,8 +83,8 @@ def config_json(config: Config) -> Json:
     }
 
 
-def _entry_json(entry: DeviceEntry) -> Json:
-    shown: Json = {"path": entry.path}
+def _entry_json(entry: DeviceEntry) -> dict[str, object]:
+    shown: dict[str, object] = {"path": entry.path}
     if entry.slices:
         shown["slices"] = [
             {
@@ -111,12 +108,16 @@ def _source_text(source: Source) -> str:
     return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
-def _config_rows(configuration: Json) -> list[tuple[str, object, str]]:
-    rows = [(name, entry["value"], entry["from"]) for name, entry in configuration["keys"].items()]
-    unit = configuration["gpu_memory_unit"]
-    rows.append(("gpu_memory_unit", f"{unit['value']} MiB", unit["from"]))
-    entries = [(f"{d['path']}: {_entry_text(d)}", d["from"]) for d in configuration["devices"]]
-    return rows + [("devices", value, place) for value, place in entries]
+def _config_rows(config: Config) -> list[tuple[str, object, str]]:
+    from yunion_mps.config import KEYS
+
+    rows = [(name, getattr(config, name), _source_text(config.sources[name])) for name in KEYS]
+    unit, unit_at = f"{config.gpu_memory_unit_mib} MiB", _source_text(config.gpu_memory_unit_at)
+    entries = [
+        ("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at))
+        for entry in config.devices
+    ]
+    return [*rows, ("gpu_memory_unit", unit, unit_at), *entries]
 
 
 def _short(key: str, value: object) -> str:
@@ -127,12 +128,12 @@ def _short(key: str, value: object) -> str:
     return cell(f"{path.rpartition('/')[2][:_SHORT_PATH]}: {division}")
 
 
-def _entry_text(entry: Json) -> str:
-    if "slices" in entry:
-        return ", ".join(f"{item['memory_mib']} MiB" for item in entry["slices"])
-    if "memory_unit" in entry:
-        return f"units of {entry['memory_unit']} MiB"
-    return str(entry["virtual_number"])
+def _entry_text(entry: DeviceEntry) -> str:
+    if entry.slices:
+        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices)
+    if entry.memory_unit_mib:
+        return f"units of {entry.memory_unit_mib} MiB"
+    return str(entry.virtual_number)
 
 
 @config_group.command("check", short_help="Check both files, and show the resulting plan.")
@@ -152,21 +153,18 @@ def check_config(output: str) -> None:
     preflight = run_preflight(Paths.from_environment())
     try:
         preflight.check()
-        answer = plan_json(preflight)
+        show_pairs(plan_json(preflight), output, lambda: _plan_text(preflight))
     finally:
         preflight.close()
-    show_pairs(answer, output, lambda: _plan_text(answer))
 
 
-def plan_json(preflight: Preflight) -> Json:
-    plan, inventory = preflight.plan, preflight.inventory
-    is_off = not preflight.config.enable_cuda_mps
-    notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
+def plan_json(preflight: Preflight) -> dict[str, object]:
+    plan = preflight.plan
     return {
-        "notice": "; ".join([*notices, *preflight.warnings]),
-        "driver": inventory.driver.version or None,
+        "notice": _notice(preflight),
+        "driver": preflight.inventory.driver.version or None,
         "host_id": plan.host_id,
-        "gpus": [_gpu_json(gpu, plan) for gpu in inventory.gpus],
+        "gpus": gpu_records(preflight),
         "domains": [
             {
                 "name": domain.name,
@@ -181,7 +179,33 @@ def plan_json(preflight: Preflight) -> Json:
     }
 
 
-def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
+def _notice(preflight: Preflight) -> str:
+    is_off = not preflight.config.enable_cuda_mps
+    notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
+    return "; ".join([*notices, *preflight.warnings])
+
+
+class GpuRecord(TypedDict):
+    """A GPU and its devices in the plan; the limits are those of each device, null if they differ."""
+
+    addr: str
+    uuid: str | None
+    name: str | None
+    devices: int
+    division: str
+    memory_limit_mib: int | None
+    thread_percentage: float | None
+    compute_mode: str | None
+    domain: str | None
+    budget_enforced: bool
+    reason: str
+
+
+def gpu_records(preflight: Preflight) -> list[GpuRecord]:
+    return [_gpu_record(gpu, preflight.plan) for gpu in preflight.inventory.gpus]
+
+
+def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
     from yunion_mps.planning.division import describe_division, enforces_budgets
 
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
@@ -207,23 +231,24 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
     }
 
 
-def _plan_text(answer: Json) -> str:
-    text = "The configuration is valid:\n" + table(_COLUMNS, _config_rows(answer["configuration"]))
-    if answer["notice"]:
-        text += f"{answer['notice']}.\n"
-    if not answer["gpus"]:
+def _plan_text(preflight: Preflight) -> str:
+    text = "The configuration is valid:\n" + table(_COLUMNS, _config_rows(preflight.config))
+    notice, gpus = _notice(preflight), gpu_records(preflight)
+    if notice:
+        text += f"{notice}.\n"
+    if not gpus:
         return text
-    text += "The daemon would divide the GPUs as follows:\n" + table(_GPU_COLUMNS, answer["gpus"])
-    text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
-    for domain in answer["domains"]:
-        gpus = count(len(domain["gpus"]), "GPU")
-        text += f"Control daemon {domain['name']}: {gpus}, {domain['pipe_directory']}\n"
+    text += "The daemon would divide the GPUs as follows:\n" + table(_GPU_COLUMNS, gpus)
+    text += notes((gpu["addr"], _note(gpu)) for gpu in gpus)
+    for domain in preflight.plan.domains:
+        served = count(len(domain.gpu_uuids), "GPU")
+        text += f"Control daemon {domain.name}: {served}, {domain.pipe_directory}\n"
     return text
 
 
-def _note(gpu: Json) -> str:
+def _note(gpu: GpuRecord) -> str:
     if gpu["reason"]:
-        return str(gpu["reason"])
+        return gpu["reason"]
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
     unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: the GPU is older than Volta"
     return "; ".join(filter(None, (uneven, unenforced)))

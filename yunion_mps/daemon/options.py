@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import click
@@ -35,7 +35,7 @@ class Options(NamedTuple):
     check: bool = False
     restore: bool = False
     adopt: int | None = None
-    log_level: str = "info"
+    log_level: str = ""
 
     @property
     def is_offline(self) -> bool:
@@ -45,21 +45,21 @@ class Options(NamedTuple):
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
-    values = _given(arguments) if arguments else {}
-    level = values.pop("log_level", None) or os.environ.get(_LEVEL_VARIABLE) or Options().log_level
+    options = _given(arguments) if arguments else Options()
+    level = options.log_level or os.environ.get(_LEVEL_VARIABLE) or "info"
     if level not in LEVELS:
         _refuse(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}")
-    return Options(**values, log_level=level)
+    return options._replace(log_level=level)
 
 
-def _given(arguments: Sequence[str]) -> dict[str, Any]:
+def _given(arguments: Sequence[str]) -> Options:
     import click
 
     try:
-        values = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        options = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except click.ClickException as error:
         _refuse(error.format_message(), f"see: {PROGRAM} --help")
-    return values if isinstance(values, dict) else sys.exit(0)  # --help or --version
+    return options if isinstance(options, Options) else sys.exit(0)  # --help or --version
 
 
 def _refuse(*lines: str) -> NoReturn:
@@ -87,10 +87,10 @@ def command() -> click.Command:
             raise click.BadParameter(f"{text} is not a PID.")
         return int(text)
 
-    def checked(**values: Any) -> dict[str, Any]:
-        if values["check"] + values["restore"] + (values["adopt"] is not None) > 1:
+    def checked(*, check: bool, restore: bool, adopt: int | None, log_level: str | None) -> Options:
+        if check + restore + (adopt is not None) > 1:
             raise click.UsageError(_ONE_OF)
-        return values
+        return Options(check, restore, adopt, log_level or "")
 
     made = click.Command(
         PROGRAM,

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
 from yunion_mps.doctor.checks import (
@@ -73,7 +73,7 @@ class Report(NamedTuple):
         found = Counter(line.finding.level for line in self.lines)
         return {level: found[level] for level in NAGIOS_CODES}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Mapping[str, object]:
         lines = [{"check": line.check, **line.finding._asdict()} for line in self.lines]
         return {"state": self.state, "counts": self.counts, "checks": lines}
 

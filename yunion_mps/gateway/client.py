@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.errors import NotAllowedError, UnreachableError, YunionError
 from yunion_mps.http.asynchronous import answer_on
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 #: How long a cached overview is fresh.
 _MAX_AGE_S = 1.0
@@ -56,23 +55,31 @@ async def get_from_daemon(
     raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
 
 
+class Overview(NamedTuple):
+    """The contents of the web page at a time (RFC 3339), and a mark that changes with them."""
+
+    mark: str
+    taken: str
+    contents: Mapping[str, object]
+
+
 class OverviewCache:
     """Caches the page's overview for all clients; devices are queried again only after an event."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         #: None if the last query failed.
-        self._overview: Json | None = None
+        self._overview: Overview | None = None
         self._begun_s = self._taken_s = 0.0
         self._last_event = 0
         self._query: asyncio.Task[None] | None = None
-        self._devices_key: tuple[Any, ...] = ()
+        self._devices_key: tuple[object, ...] = ()
         self._listed_s = 0.0
         self._devices: list[Device] = []
         self._clients = NO_CLIENTS
         self._pending_clients: asyncio.Task[ClientList] | None = None
 
-    def current(self, event: int, arrived_s: float = math.inf) -> Json | None:
+    def current(self, event: int, arrived_s: float = math.inf) -> Overview | None:
         """Return the cached overview, if it is current for a client that arrived then, by default now.
 
         An overview from before the `event` (an id) is not current, unless it was queried after the client
@@ -81,8 +88,8 @@ class OverviewCache:
         is_fresh = time.monotonic() <= self._taken_s + _MAX_AGE_S and event <= self._last_event
         return self._overview if is_fresh or self._begun_s >= arrived_s else None
 
-    async def overview(self, event: int = 0) -> Json:
-        """Return the current overview, with a `mark` that changes with it; raises UnreachableError.
+    async def overview(self, event: int = 0) -> Overview:
+        """Return the current overview; raises UnreachableError.
 
         One query serves, or fails for, all clients that wait for it; it continues if one of them leaves.
         """
@@ -102,7 +109,7 @@ class OverviewCache:
             last: int = (await self._call(GET_EVENTS, limit=1))["last"]
             contents = page(HostOverview.of(await self._query_all(last)))
             mark = sha256(encode(contents)).hexdigest()[:16]
-            overview = {"mark": mark, "taken": rfc3339(time.time()), **contents}
+            overview = Overview(mark, rfc3339(time.time()), contents)
             self._last_event = last
         finally:
             self._overview, self._begun_s, self._taken_s = overview, begun_s, time.monotonic()

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import read_addresses
-from yunion_mps.gateway.client import Json, OverviewCache, get_from_daemon
+from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operation import Operation
@@ -225,13 +225,12 @@ class WebPage(ReadOnlyHandler):
     async def _next_overview(self, mark: str | None, event: int) -> Response:
         return self._overview_response(mark, await self._overview.overview(event))
 
-    def _overview_response(self, mark: str | None, overview: Json) -> Response:
+    def _overview_response(self, mark: str | None, overview: Overview) -> Response:
         """Return the overview, or only its time if the page already has the one with this mark."""
-        if mark == overview["mark"]:
-            overview = {"mark": mark, "taken": overview["taken"], "page": self._page}
-        else:
-            overview = {**overview, "host": os.uname().nodename, "page": self._page}
-        return response_of(overview)
+        shown: dict[str, object] = {"mark": overview.mark, "taken": overview.taken, "page": self._page}
+        if mark != overview.mark:
+            shown.update(overview.contents, host=os.uname().nodename)
+        return response_of(shown)
 
     def _relay(self, url: SplitResult, request: Request) -> Awaitable[Response]:
         operation, parameters = _RELAYED[url.path]

@@ -13,7 +13,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from yunion_mps.errors import HostError, ShortageError
@@ -135,7 +135,7 @@ class Store:
 
     # -- domains
 
-    def record_limits(self, pipe_directory: str, value: Any) -> None:
+    def record_limits(self, pipe_directory: str, value: Mapping[str, object]) -> None:
         """Record the limits in effect of a control daemon, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
         self.write("INSERT OR REPLACE INTO limits_in_effect VALUES (?, ?)", [row])

@@ -32,7 +32,7 @@ from yunion_mps.host.proc import (
     started_ticks,
 )
 from yunion_mps.host.processes import Process, find_program
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -108,8 +108,8 @@ class MpsProcess(NamedTuple):
     log_directory: str
     gpu_uuids: tuple[str, ...]
     is_server: bool = False
-    #: The fields of the plan that it was started for, None if not recorded.
-    plan: Any = None
+    #: The plan that it was started for, None if not recorded.
+    plan: DomainPlan | None = None
 
     def __str__(self) -> str:
         return f"{'an MPS server' if self.is_server else 'a control daemon'} (PID {self.pid})"
@@ -244,9 +244,9 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
     If that cannot be written, its mark still identifies it.
     """
     directories = (plan.pipe_directory, plan.log_directory)
-    process = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids, plan=plan._asdict())
+    process = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids)
     with contextlib.suppress(OSError):
-        write_atomically(_record_path(plan), json.dumps(process._asdict()))
+        write_atomically(_record_path(plan), json.dumps({**process._asdict(), "plan": plan._asdict()}))
 
 
 def forget(plan: DomainPlan) -> None:
@@ -266,9 +266,26 @@ def _records() -> list[MpsProcess]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(Paths.from_environment().control_daemons):
             with contextlib.suppress(TypeError, KeyError):
-                process = MpsProcess(**_read_record(entry.path))
-                recorded.append(process._replace(gpu_uuids=tuple(process.gpu_uuids)))
+                fields = {"plan": None, **_read_record(entry.path)}
+                typed = {"gpu_uuids": tuple(fields["gpu_uuids"]), "plan": plan_from_json(fields["plan"])}
+                recorded.append(MpsProcess(**{**fields, **typed}))
     return recorded
+
+
+def plan_from_json(fields: Any) -> DomainPlan | None:
+    """Parse the fields of a plan; None for anything else, such as another release's record."""
+    try:
+        gpus = tuple(_planned_gpu(*row) for row in fields["gpus"])
+        return DomainPlan(**{**fields, "gpus": gpus})
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None
+
+
+def _planned_gpu(
+    uuid: str, limit_mib: int | None, count: int, percentage: float, slices: Any, pool: Any
+) -> PlannedGpu:
+    rows = tuple(Slice(*row) for row in slices)
+    return PlannedGpu(uuid, limit_mib, count, percentage, rows, Pool(*pool) if pool else None)
 
 
 def _read_order() -> AdoptionOrder | None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
-from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
+from yunion_mps.models import DomainPlan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.processes import PROGRAM, MpsProcess, our_processes
+from yunion_mps.mps.processes import PROGRAM, MpsProcess, our_processes, plan_from_json
 from yunion_mps.mps.states import READY
 
 log = logging.getLogger(__name__)
@@ -81,25 +81,17 @@ class LimitRecords:
             log.warning("the limits in effect in %s cannot be recorded: %s", pipe_directory, error.message)
 
 
-def to_json(value: LimitsInEffect) -> dict[str, Any]:
+def to_json(value: LimitsInEffect) -> dict[str, object]:
     return {"plan": value.plan._asdict(), "old_servers": list(value.old_servers)}
 
 
 def from_json(value: Any) -> LimitsInEffect | None:
     """Parse the result of `to_json`; None for anything else, such as another release's record."""
     try:
-        gpus = tuple(_planned_gpu(*row) for row in value["plan"]["gpus"])
-        plan = DomainPlan(**{**value["plan"], "gpus": gpus})
-        return LimitsInEffect(plan, tuple(int(pid) for pid in value["old_servers"]))
-    except (TypeError, KeyError, AttributeError, ValueError):
+        plan, servers = plan_from_json(value["plan"]), tuple(int(pid) for pid in value["old_servers"])
+    except (TypeError, KeyError, ValueError):
         return None
-
-
-def _planned_gpu(
-    uuid: str, limit_mib: Any, count: int, percentage: float, slices: Any, pool: Any
-) -> PlannedGpu:
-    rows = tuple(Slice(*row) for row in slices)
-    return PlannedGpu(uuid, limit_mib, count, percentage, rows, Pool(*pool) if pool else None)
+    return LimitsInEffect(plan, servers) if plan else None
 
 
 class Leftovers(NamedTuple):
@@ -126,9 +118,9 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         directory = process.pipe_directory
         if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
             continue
-        recorded = (from_json(store.recorded_limits(directory)) if store else None) or from_json(
-            {"plan": process.plan, "old_servers": ()}  # its daemon ended before it served
-        )
+        recorded = from_json(store.recorded_limits(directory)) if store else None
+        if recorded is None and process.plan:  # its daemon ended before it served
+            recorded = LimitsInEffect(process.plan, ())
         if recorded and recorded.plan.gpu_uuids == process.gpu_uuids:
             found.known.append(recorded)
             continue

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from yunion_mps.cli.config import config_json, plan_json
+from yunion_mps.cli.config import config_json, gpu_records, plan_json
 from yunion_mps.config import KEYS
 from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
 from yunion_mps.planning.plan import make_plan
@@ -19,11 +20,12 @@ def preflight_of(settings: Config, found: Inventory) -> Preflight:
 
 def test_every_key_is_shown_with_its_value_and_where_it_stands() -> None:
     shown = config_json(config(cuda_mps_scope="gpu"))
-    assert list(shown["keys"]) == list(KEYS)
-    assert shown["keys"]["enable_cuda_mps"] == {"value": True, "from": f"{HOST}:9"}
-    assert shown["keys"]["cuda_mps_scope"] == {"value": "gpu", "from": f"{HOST}:9"}
-    assert shown["keys"]["cuda_mps_replicas"] == {"value": 10, "from": "default"}
-    assert shown["keys"]["cuda_mps_max_clients"] == {"value": None, "from": "default"}
+    keys: Any = shown["keys"]
+    assert list(keys) == list(KEYS)
+    assert keys["enable_cuda_mps"] == {"value": True, "from": f"{HOST}:9"}
+    assert keys["cuda_mps_scope"] == {"value": "gpu", "from": f"{HOST}:9"}
+    assert keys["cuda_mps_replicas"] == {"value": 10, "from": "default"}
+    assert keys["cuda_mps_max_clients"] == {"value": None, "from": "default"}
     assert shown["devices"] == []
 
 
@@ -55,7 +57,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         {"path": "02:00.0", "memory_unit": 128, "memory_reserve": 64, "from": f"{DEVICES}:5"},
     ]
     found = inventory(gpu(1), gpu(2, memory_mib=16384))
-    shown = plan_json(preflight_of(settings, found))["gpus"]
+    shown: list[Any] = gpu_records(preflight_of(settings, found))
     told = ("devices", "division", "memory_limit_mib", "thread_percentage", "domain", "reason")
     assert [[one[field] for field in told] for one in shown] == [
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
@@ -107,7 +109,7 @@ def test_a_gpu_without_devices_says_why() -> None:
         Gpu("0000:04:00.0", reason=Reason("GPU is lost", GPU_LOST)),
     )
     settings = config(entry("01:00.0", 2), entry("02:00.0", 2, 5), entry("04:00.0", 2, 8))
-    reasons = [shown["reason"] for shown in plan_json(preflight_of(settings, found))["gpus"]]
+    reasons = [shown["reason"] for shown in gpu_records(preflight_of(settings, found))]
     assert reasons == [
         "",
         "the GPU is in MIG mode, so MPS cannot serve it as a whole",
@@ -124,7 +126,7 @@ def test_a_compute_mode_that_stays_is_shown_alone() -> None:
         (config(entry("01:00.0", 2)), right, "Exclusive_Process"),
         (config(), inventory(gpu(1, mig_enabled=True)), "Default"),
     ):
-        assert plan_json(preflight_of(settings, found))["gpus"][0]["compute_mode"] == mode
+        assert gpu_records(preflight_of(settings, found))[0]["compute_mode"] == mode
 
 
 def test_a_host_without_mps_says_so_and_shows_no_gpu() -> None:

@@ -101,7 +101,7 @@ def test_each_check_of_the_host_has_a_code_of_the_table() -> None:
 
 def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
     found = report(host, problem("1", ""), warning("2", "", MIG_ENABLED), ok("3"))
-    assert [one["code"] for one in found.as_json()["checks"]] == [HOST_ERROR, MIG_ENABLED, ""]
+    assert [line.finding.code for line in found.lines] == [HOST_ERROR, MIG_ENABLED, ""]
 
 
 def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:

@@ -33,7 +33,7 @@ def killed(made: Supervised) -> int:
 
 def forget(made: Supervised) -> None:
     """Remove all that is written down of its control daemon."""
-    made.supervisor.store().record_limits(made.snapshot.domains[0].plan.pipe_directory, None)
+    made.supervisor.store().record_limits(made.snapshot.domains[0].plan.pipe_directory, {})
     shutil.rmtree(made.paths.control_daemons)
 
 
