@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -26,6 +25,8 @@ class LongPolls:
 
     async def wait_for(self, evaluate: Callable[[], T], is_complete: Callable[[T], bool], wait_s: float) -> T:
         """The result of `evaluate` once it is complete; after `wait_s` or a close, whatever it is then."""
+        import asyncio  # loaded by the daemon only once it is ready
+
         deadline_s = asyncio.get_running_loop().time() + wait_s
         while True:
             result = evaluate()

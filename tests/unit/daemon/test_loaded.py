@@ -1,4 +1,4 @@
-"""What the daemon has loaded once it serves."""
+"""What the daemon has loaded when it is READY, and once it serves."""
 
 from __future__ import annotations
 
@@ -23,14 +23,24 @@ ELSEWHERE = (
     "yunion_mps.service.offline",
 )
 
+#: What takes more than 20 ms to load, and is needed only after READY, or never.
+LATER = {"asyncio", "click", "h11", "hashlib", "http", "inspect", "pathlib", "ssl", "subprocess", "uuid"}
+
+
+def test_a_daemon_is_ready_before_it_loads_what_serves_requests() -> None:
+    assert LATER & _modules_after("from yunion_mps.daemon import options, run") == set()
+
 
 def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:
     """An upgrade puts other ones in their place; the daemon of before may go on for long."""
     package = Path(yunion_mps.__file__).parent
     parts = [path.relative_to(package.parent).with_suffix("").parts for path in package.rglob("*.py")]
     names = {".".join(part for part in one if part != "__init__") for one in parts}
-    code = "from yunion_mps.daemon import options, run; run._load_event_loop()"
-    command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
-    loaded = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-    missing = {name for name in names - set(loaded) if not name.endswith("__main__")}
+    loaded = _modules_after("from yunion_mps.daemon import options, run; run._load_event_loop()")
+    missing = {name for name in names - loaded if not name.endswith("__main__")}
     assert {name for name in missing if not name.startswith(ELSEWHERE)} == set()
+
+
+def _modules_after(code: str) -> set[str]:
+    command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
+    return set(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split())
