@@ -67,17 +67,24 @@ def doctor(
     os._exit(report.exit_code(nagios=nagios))
 
 
+def _summary(report: Report) -> str:
+    """Return for example `Found 2 problems and 1 warning (2 skipped, 19 ok)`."""
+    bad = [count(report.counts[level], level) for level in ("problem", "warning") if report.counts[level]]
+    others = [
+        f"{report.counts[level]} {level}" for level in ("unknown", "skipped", "ok") if report.counts[level]
+    ]
+    found = f"Found {' and '.join(bad)}" if bad else "No problems found"
+    if report.state == "unknown":
+        found = "The state of this host is unknown"
+    return f"{found} ({', '.join(others)})" if others else found
+
+
 def _text(report: Report) -> str:
-    """Format the state on one line, because monitoring shows only the first, and a line for each finding.
+    """Format a summary of one line, because monitoring shows only the first, and a line for each finding.
 
     Of similar findings of a check on many GPUs, only the first are shown.
     """
-    counts = [
-        count(number, level) if level in ("problem", "warning") else f"{number} {level}"
-        for level, number in report.counts.items()
-        if number
-    ]
-    text = f"{report.state}: {', '.join(counts)}\n"
+    text = f"{_summary(report)}\n"
     # Checks with the same finding, such as all skipped for one reason, share a line.
     checks: dict[Finding, list[str]] = {}
     for line in report.lines:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -44,6 +45,13 @@ class SkipError(YunionError):
 
     def __init__(self, message: str = "no GPU is divided here", hint: str = "") -> None:
         super().__init__(message, hint)
+
+
+def invisible(what: str) -> SkipError:
+    """Return the error for something that this user cannot see, such as another user's processes."""
+    if os.geteuid() != 0:
+        return SkipError(f"only root can see {what}", "run it as root")
+    return SkipError(f"even root cannot see {what} here", "run it outside containers, with all capabilities")
 
 
 class Lazy(Generic[T]):
@@ -240,7 +248,8 @@ def findings_of(check: Check, host: Host) -> list[Finding]:
     except YunionError as error:
         found = [skipped(f"not checked: {error.message}", error.hint)]
     except OSError as error:
-        found = [Finding(UNKNOWN, f"this could not be checked: {error}", "run it as root")]
+        hint = "run it as root" if os.geteuid() != 0 else "look for the cause: dmesg"
+        found = [Finding(UNKNOWN, f"this could not be checked: {error}", hint)]
     except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
         hint = "report this, with the output of: yunion-mps doctor -o json"
         found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from yunion_mps import __version__
-from yunion_mps.doctor.checks import Finding, Findings, Host, check, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, warning
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (
@@ -64,7 +64,7 @@ def daemon(host: Host) -> Findings:
 def configuration(host: Host) -> Findings:
     paths = host.paths
     if os.path.exists(paths.host_conf) and not os.access(paths.host_conf, os.R_OK):
-        return [skipped(f"no permission to read {paths.host_conf}", "run it as root")]
+        raise invisible(paths.host_conf)
     config, problems = host.config()
     if problems:
         return [_finding(error) for error in problems]

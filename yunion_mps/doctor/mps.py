@@ -8,7 +8,17 @@ import re
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import (
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    invisible,
+    ok,
+    problem,
+    warning,
+)
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
@@ -70,7 +80,7 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     if peer and known == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
-        return skipped(f"only root can see which control daemon serves {directory}", "run it as root")
+        raise invisible(f"which control daemon serves {directory}")
     try:
         found = find(domain)
     except HostError as error:
@@ -173,11 +183,13 @@ def others(host: Host) -> Findings:
                 f"{what}: programs that set no other directory get none of the configured limits", hint
             )
         elif shares is None:
-            what = (
-                f"another control daemon, {other}, is running, but only root can see whether it serves the "
-                "same GPUs"
-            )
-            yield warning(what, f"run it as root; {hint}")
+            if other.gpus is None:
+                error = invisible("whether it serves the same GPUs")
+                what = f"another control daemon, {other}, is running, but {error.message}"
+                yield warning(what, f"{error.hint}; {hint}")
+            else:
+                what = f"another control daemon, {other}, may serve the same GPUs"
+                yield warning(f"{what}: its CUDA_VISIBLE_DEVICES does not name them by UUID", hint)
         else:
             yield ok(f"another control daemon, {other}, serves other GPUs")
 
@@ -239,7 +251,7 @@ def _in_container(pid: int) -> bool:
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon and still occupy their GPUs."""
     if os.geteuid() != 0:
-        raise SkipError("only root can see which control daemon an MPS server belongs to", "run it as root")
+        raise invisible("which control daemon an MPS server belongs to")
     for domain in host.domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
@@ -266,7 +278,7 @@ def starts(host: Host) -> Findings:
         except FileNotFoundError:
             continue
         except PermissionError:
-            raise SkipError(f"no permission to read {path}", "run it as root") from None
+            raise invisible(f"the log {path}") from None
         is_logged = True
         failures = [text for text in lines if _FAILED.search(text) or _FAULT in text]
         if not failures:
@@ -314,7 +326,7 @@ def user_switching(host: Host) -> Findings:
         yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")
         return
     if os.geteuid() != 0:
-        raise SkipError("only root can see which clients are waiting", "run it as root")
+        raise invisible("which clients are waiting")
     servers = {
         domain: (pid, *pids)
         for domain in host.domains()

@@ -43,13 +43,13 @@ def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
 def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> None:
     done = ready.host.run(["yunion-mps", "doctor", *PATIENT])
     first, *lines = done.stdout.splitlines()
-    assert (done.returncode, first) == (0, f"ok: {len(lines)} ok")
+    assert (done.returncode, first) == (0, f"No problems found ({len(lines)} ok)")
     assert lines[0] == "ok       daemon: running; 8 of 8 devices available"
     ready.host.gpus[1].compute_mode = "default"
     (ready.host.root / "dev/shm").chmod(0o755)
     done = ready.host.run(["yunion-mps", "doctor", *PATIENT])
     lines = done.stdout.splitlines()
-    assert (done.returncode, lines[0]) == (1, "problem: 2 problems, 22 ok")
+    assert (done.returncode, lines[0]) == (1, "Found 2 problems (22 ok)")
     assert lines[1].startswith(
         "problem  compute mode: GPU 00:07.0 (Tesla T4) is Default, not Exclusive_Process"
     )
@@ -116,7 +116,7 @@ def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: Ex
     for gpu in scene.host.gpus[:5]:
         gpu.compute_mode = "default"
     lines = scene.host.run(["yunion-mps", "doctor", *PATIENT]).stdout.splitlines()
-    assert lines[0] == "problem: 5 problems, 23 ok"
+    assert lines[0] == "Found 5 problems (23 ok)"
     assert [line.split(" (")[0] for line in lines[1:8:2]] == [
         *(f"problem  compute mode: GPU 00:0{number}.0" for number in (6, 7, 8)),
         "problem  compute mode: 2 more of this kind",

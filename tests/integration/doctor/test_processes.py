@@ -50,7 +50,7 @@ def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene
         "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "serves the default pipe directory"),
         "run/ours": (ours, "problem", "serves the same GPUs: only one of the two can use them at a time"),
         "run/all": (None, "problem", "serves the same GPUs: only one of the two can use them at a time"),
-        "run/numbers": ("0", "warning", "but only root can see whether it serves the same GPUs"),
+        "run/numbers": ("0", "warning", "may serve the same GPUs: its CUDA_VISIBLE_DEVICES"),
         "run/theirs": ("GPU-ffffffff", "ok", "serves other GPUs"),
     }
     wanted = {}

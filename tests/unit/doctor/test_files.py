@@ -193,13 +193,19 @@ def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
 
 
 @needs_root
-def test_logs_that_only_root_can_read_are_said_to_be_so(
+def test_unreadable_logs_are_reported_differently_to_root(
     host: Host, root: Path, selinux: Callable[[str, str], None]
 ) -> None:
     selinux("1", "")
     (root / "var/log/audit").chmod(0o700)
     with as_user(NOBODY):
-        assert "only root can read" in one(host, "SELinux and AppArmor", "skipped").what
+        found = one(host, "SELinux and AppArmor", "skipped")
+    assert found.what == "only root can see the logs of denials (audit.log, dmesg)"
+    assert found.hint == "run it as root"
+    (root / "var/log/audit/audit.log").unlink()
+    found = one(host, "SELinux and AppArmor", "skipped")
+    assert found.what == "even root cannot see the logs of denials (audit.log, dmesg) here"
+    assert found.hint == "run it outside containers, with all capabilities"
 
 
 # -- what every user gets at login
