@@ -6,75 +6,19 @@ If a GPU's memory is handed out in units, it creates a device of the requested s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.leases.candidates import Candidate, Candidates, PoolCandidate
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
-from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
-from yunion_mps.planning.division import enforces_budgets, pool_device, units_for
-from yunion_mps.planning.environment import (
-    client_environment,
-    require_one_budget,
-    whole_environment,
-    why_not_honoured,
-)
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, Reason, hint_of
+from yunion_mps.models import Device
+from yunion_mps.planning.division import units_for
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
-
-
-class Candidate(NamedTuple):
-    """A device in its current state: `reason` says why it is not served, empty if it is.
-
-    `is_slice`: it is one of a GPU's unequal slices, so it can satisfy a request for memory.
-    """
-
-    device: Device
-    reason: Reason = NO_REASON
-    is_slice: bool = False
-
-
-class PoolCandidate(NamedTuple):
-    """A pool in its current state: `make` creates a device of a number of units in a slot."""
-
-    pool: Pool
-    gpu: str  # its address
-    make: Callable[[int, int], Device]
-    reason: Reason = NO_REASON
-
-
-class Candidates(NamedTuple):
-    """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
-
-    `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
-    `planned` are those that are configured, whose limits may wait for MPS servers to end.
-    """
-
-    devices: Sequence[Candidate] = ()
-    pools: Sequence[PoolCandidate] = ()
-    unenforced: Mapping[str, str] = {}
-    domains: Mapping[str, DomainPlan] = {}
-    planned: Mapping[str, DomainPlan] = {}
-
-    def why_not_combinable(self, devices: Sequence[Device]) -> str:
-        """Why devices of one domain cannot be combined into one budget, empty if they can."""
-        return why_not_honoured(devices, self.domains[devices[0].domain])
-
-    def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
-        """The environment for a process with the devices; raises InfeasibleError if MPS would ignore it."""
-        if len({device.domain for device in devices}) > 1:
-            hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
-            what = "these devices have different control daemons; a process can use only one"
-            raise InfeasibleError(what, hint)
-        domain = self.domains[devices[0].domain]
-        if ALL in request.devices:
-            return whole_environment(devices, domain)
-        require_one_budget(devices, domain, self.planned.get(domain.name))
-        return client_environment(devices, domain)
 
 
 class Reservation(NamedTuple):
@@ -85,29 +29,6 @@ class Reservation(NamedTuple):
 
 
 NO_RESERVATION = Reservation(set(), Counter())
-
-
-def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
-    """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
-    plan, gpus = snapshot.plan, snapshot.inventory.gpus
-    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
-    devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
-    addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    pools = [
-        PoolCandidate(
-            pool,
-            addresses[pool.gpu_uuid],
-            partial(pool_device, plan.host_id, pool, gpus=gpus),
-            reasons[pool.gpu_uuid],
-        )
-        for pool in plan.pools
-    ]
-    unenforced = {
-        gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
-    }
-    serving = (status.plan for status in snapshot.domains)
-    domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
-    return Candidates(devices, pools, unenforced, domains, {domain.name: domain for domain in plan.domains})
 
 
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
@@ -158,9 +79,23 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         hint = "request memory instead of devices: --gpu-mem 2GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
-        there = ", ".join(sizes) or "no GPUs whose memory is leased in units, and no slices of that size"
-        hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
+        there = ", ".join(sizes) or "no GPU whose memory is leased in units, and no slice of that size"
+        hint = _hint_for_memory(request, candidates, has_pools=bool(pools))
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
+
+
+def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools: bool) -> str:
+    """Say what would satisfy an infeasible request for memory: equal devices, or another configuration."""
+    divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
+    fits = sorted(
+        (not one.device.budget_enforced, one.device.memory_limit_mib, one.device.addr)
+        for one in candidates.devices
+        if request.matches(one.device)
+    )
+    if len(fits) >= request.number:
+        _, mib, address = fits[0]
+        return f"omit --gpu-mem to lease a device, such as {address} with {mib} MiB; or {divide}"
+    return "request less memory" if has_pools else divide
 
 
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:

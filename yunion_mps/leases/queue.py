@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import Allocator, Candidates, Reservation
+from yunion_mps.leases.allocator import Allocator, Reservation
+from yunion_mps.leases.candidates import Candidates
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from yunion_mps.inventory.load import GpuLoad, Load
-from yunion_mps.leases.allocator import Allocator, candidates_of, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.candidates import candidates_of
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.allocator import Allocator, Candidate, Candidates, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.candidates import Candidate, Candidates
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.reasons import (
@@ -166,7 +167,7 @@ def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
 
 def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
     equal = candidates(1)
-    with pytest.raises(NothingFreeError, match="no GPUs whose memory is leased in units"):
+    with pytest.raises(NothingFreeError, match="no GPU whose memory is leased in units"):
         refuse_infeasible(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
     slices = Candidates([Candidate(large, is_slice=True), Candidate(small, is_slice=True)])
@@ -230,63 +231,6 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
         NothingFreeError, match="1300 MiB can never be allocated: the host has at most 1200 MiB"
     ):
         refuse_infeasible(LeaseRequest(memory_mib=1300), one)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "there"),
-    [
-        (LeaseRequest(5), "4 such devices on 1 GPU"),
-        (LeaseRequest(2, across=True), "4 such devices on 1 GPU"),
-        (LeaseRequest(devices=("nosuch",)), "no such devices"),
-    ],
-)
-def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
-    with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
-        refuse_infeasible(wanted, candidates(1))
-    refuse_infeasible(LeaseRequest(4), candidates(1, reason=LOST))
-
-
-def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
-    wanted, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
-    with pytest.raises(NothingFreeError, match="can never be allocated") as caught:
-        refuse_infeasible(wanted, handed_out)
-    assert "--gpu-mem" in caught.value.hint
-
-
-def test_devices_that_no_process_gets_together_are_infeasible() -> None:
-    there = candidates(2, gpu_0=300, gpu_1=300)
-    with pytest.raises(InfeasibleError) as caught:
-        refuse_infeasible(LeaseRequest(2), there)
-    most = "the control daemon limits each process to 300 MiB of GPU 01:00.0, not 600 MiB"
-    assert caught.value.message == f"2 devices cannot form one budget: {most}"
-    for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(devices=("all",))):
-        refuse_infeasible(request, there)
-    refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
-
-
-def test_devices_of_several_control_daemons_are_infeasible() -> None:
-    there = candidates(1)
-    other = Candidate(device(1, 0)._replace(domain="other"))
-    both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
-    with pytest.raises(InfeasibleError, match="these devices have different control daemons"):
-        refuse_infeasible(
-            LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both)
-        )
-
-
-def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
-    there = candidates(1, gpu_0=600)
-    devices = [one.device for one in there.devices]
-    limit = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-    assert there.environment(LeaseRequest(devices=("all",)), devices)[limit] == "0=600M"
-    assert there.environment(LeaseRequest(2), devices[:2])[limit] == "0=600M"
-    assert there.environment(LeaseRequest(), devices[:1])[limit] == "0=300M"
-
-
-def test_on_a_host_without_devices_the_hint_names_status() -> None:
-    with pytest.raises(NothingFreeError, match="the host has no such devices") as caught:
-        refuse_infeasible(LeaseRequest(), Candidates())
-    assert caught.value.hint == "see why: yunion-mps status"
 
 
 GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])

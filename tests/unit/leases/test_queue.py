@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Candidates, Reservation
+from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation
+from yunion_mps.leases.candidates import Candidates
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest

@@ -1,0 +1,88 @@
+"""Requests that could not be satisfied if everything were free: refused at once, with what would do."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.errors import InfeasibleError, NothingFreeError
+from yunion_mps.leases.allocator import refuse_infeasible
+from yunion_mps.leases.candidates import Candidate, Candidates, PoolCandidate
+from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.reasons import GPU_LOST, Reason
+
+from unit.leases.shares import candidates, device, pool
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there"),
+    [
+        (LeaseRequest(5), "4 such devices on 1 GPU"),
+        (LeaseRequest(2, across=True), "4 such devices on 1 GPU"),
+        (LeaseRequest(devices=("nosuch",)), "no such devices"),
+    ],
+)
+def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
+    with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
+        refuse_infeasible(wanted, candidates(1))
+    refuse_infeasible(LeaseRequest(4), candidates(1, reason=Reason("lost", GPU_LOST)))
+
+
+@pytest.mark.parametrize(
+    ("mib", "pools", "hint"),
+    [
+        (300, [], "omit --gpu-mem to lease a device, such as 01:00.0-0 with 300 MiB; or divide a GPU by"),
+        (90_000, [], "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"),
+        (90_000, [pool(0)], "request less memory"),
+    ],
+)
+def test_the_hint_for_infeasible_memory_names_what_would_do(
+    mib: int, pools: list[PoolCandidate], hint: str
+) -> None:
+    found = candidates(2)
+    old = [one._replace(device=one.device._replace(budget_enforced=False)) for one in found.devices[:4]]
+    there = found._replace(devices=[*old, *found.devices[4:]], pools=pools)
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(LeaseRequest(memory_mib=mib), there)
+    assert hint in caught.value.hint
+
+
+def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
+    wanted, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
+    with pytest.raises(NothingFreeError, match="can never be allocated") as caught:
+        refuse_infeasible(wanted, handed_out)
+    assert "--gpu-mem" in caught.value.hint
+
+
+def test_devices_that_no_process_gets_together_are_infeasible() -> None:
+    there = candidates(2, gpu_0=300, gpu_1=300)
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(LeaseRequest(2), there)
+    most = "the control daemon limits each process to 300 MiB of GPU 01:00.0, not 600 MiB"
+    assert caught.value.message == f"2 devices cannot form one budget: {most}"
+    for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(devices=("all",))):
+        refuse_infeasible(request, there)
+    refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
+
+
+def test_devices_of_several_control_daemons_are_infeasible() -> None:
+    there = candidates(1)
+    other = Candidate(device(1, 0)._replace(domain="other"))
+    both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
+    with pytest.raises(InfeasibleError, match="these devices have different control daemons"):
+        refuse_infeasible(
+            LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both)
+        )
+
+
+def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
+    there = candidates(1, gpu_0=600)
+    devices = [one.device for one in there.devices]
+    limit = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    assert there.environment(LeaseRequest(devices=("all",)), devices)[limit] == "0=600M"
+    assert there.environment(LeaseRequest(2), devices[:2])[limit] == "0=600M"
+    assert there.environment(LeaseRequest(), devices[:1])[limit] == "0=300M"
+
+
+def test_on_a_host_without_devices_the_hint_names_status() -> None:
+    with pytest.raises(NothingFreeError, match="the host has no such devices") as caught:
+        refuse_infeasible(LeaseRequest(), Candidates())
+    assert caught.value.hint == "see why: yunion-mps status"
