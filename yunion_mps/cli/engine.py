@@ -10,19 +10,22 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from yunion_mps.cli.common import call
 from yunion_mps.cli.lease import BUDGET_VARIABLES, take, warn_of_limits
-from yunion_mps.client.retry import refuse_unreachable
+from yunion_mps.client.retry import RequestMembers, refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
 
 #: All variables that a device's environment may set.
 _VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
@@ -44,7 +47,7 @@ _PLAIN_LETTERS = frozenset("diPqt")
 
 
 def run_container(
-    engine: str, wanted: Mapping[str, Any], wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
+    engine: str, wanted: RequestMembers, wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
     """Take a lease and become `ENGINE run`; raises YunionError if either fails.
 
@@ -86,7 +89,7 @@ def _supports_cdi(engine: str, program: str) -> bool:
     return directories.startswith('["')
 
 
-def _options_without_cdi(lease: Mapping[str, Any]) -> list[str]:
+def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     """Return options with the same effect as CDI, except for the driver's libraries."""
     paths = Paths.from_environment()
     words = ["--ipc=host", *mount_words(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,7 +25,7 @@ from yunion_mps.fields import EVENT_KINDS
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Event
+    from yunion_mps.answers import Event, EventList
 
 FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence", "code")
 
@@ -103,7 +103,7 @@ def _row(event: Event) -> list[object]:
     return [event["time"], *texts]
 
 
-def _follow(answer: Any, kind: str | None, output: str) -> None:
+def _follow(answer: EventList, kind: str | None, output: str) -> None:
     """Print existing and new events until interrupted."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()

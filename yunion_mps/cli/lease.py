@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.client.retry import preview
+from yunion_mps.client.retry import RequestMembers, preview
 from yunion_mps.client.retry import take as take_from
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import YunionError
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
-Json = dict[str, Any]
 
 #: Variables that only a device's environment sets.
 BUDGET_VARIABLES = (
@@ -154,7 +153,7 @@ class RequestCommand(click.Command):
 def _request(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
     gpu_mem: str | None, gpu_mem_units: int | None, allow_unlimited: bool,
-) -> Json:  # fmt: skip
+) -> RequestMembers:  # fmt: skip
     """Return the lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
         raise click.UsageError("--device and --gpu must not be empty.")
@@ -190,14 +189,14 @@ def _memory(text: str) -> int:
     return mib
 
 
-def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
+def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     with hints_of_options(wanted, wait_s):
         return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager
-def hints_of_options(wanted: Mapping[str, Any], wait_s: int = 0) -> Iterator[None]:
+def hints_of_options(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
     """Add options that would help to a refusal's hint, because the daemon does not know them."""
     try:
         yield
@@ -213,7 +212,7 @@ def hints_of_options(wanted: Mapping[str, Any], wait_s: int = 0) -> Iterator[Non
         raise
 
 
-def _is_free(wanted: Mapping[str, Any]) -> bool:
+def _is_free(wanted: RequestMembers) -> bool:
     with contextlib.suppress(YunionError):
         return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
     return False
@@ -253,7 +252,7 @@ def lease_group() -> None:
     help="End the lease if it is not renewed for this long (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option
-def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
+def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output: str) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
     As with yunion-mps run, a GPU that does not enforce budgets is used only with --allow-unlimited.

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -23,15 +23,17 @@ from yunion_mps.cli.lease import (
     warn_of_limits,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.client.retry import preview, refuse_unreachable
+from yunion_mps.client.retry import RequestMembers, preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_DEVICE
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
 F = TypeVar("F", bound=Callable[..., Any])
-Json = dict[str, Any]
 
 #: Exit statuses of env(1) and shells for commands that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -91,7 +93,7 @@ class EngineCommand(RequestCommand):
     "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
 )
 def run(
-    ctx: click.Context, wanted: Json, wait_s: int, podman: bool, docker: bool, dry_run: bool,
+    ctx: click.Context, wanted: RequestMembers, wait_s: int, podman: bool, docker: bool, dry_run: bool,
     print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
@@ -146,7 +148,7 @@ def run(
     _become(argv, environment)
 
 
-def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str, str]:
+def _environment_of_lease(wanted: RequestMembers, wait_s: int) -> Mapping[str, str]:
     """Take a lease and return its environment; if this user cannot reach its devices, end it and raise."""
     lease = take(wanted, wait_s)
     try:
@@ -159,7 +161,7 @@ def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str
     return lease["environment"]
 
 
-def _show(wanted: Mapping[str, Any], output: str) -> None:
+def _show(wanted: RequestMembers, output: str) -> None:
     """Print the environment of COMMAND in the format `output`, or a summary if that is empty."""
     refuse_closed_output()
     with _failing_reader(output), hints_of_options(wanted):
@@ -180,7 +182,7 @@ def _inherited() -> dict[str, str]:
     return inherited
 
 
-def _budget(lease: Mapping[str, Any]) -> str:
+def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
     from yunion_mps.overview.holdings import gpu_of  # not needed to run a command
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -49,15 +49,31 @@ if TYPE_CHECKING:
         WaitingClient,
     )
 
-Json = dict[str, Any]
-
 #: If asking for clients takes longer, the host has another problem, which should be shown soon.
 _CLIENTS_S = 6.0
 
-_FIELDS = (
-    "devices", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used_mib",
-    "memory_budget_mib", "thread_percentage", "state", "memory_peak_mib", "sm_utilization",
-)  # fmt: skip
+
+class Use(TypedDict):
+    """A process that uses devices, or a lease without processes."""
+
+    devices: list[str]
+    gpu: str | None
+    lease: str | None
+    name: str | None
+    user: str | None
+    pid: int | None
+    command: str | None
+    container: str | None
+    since: str | None
+    memory_used_mib: int | None
+    memory_budget_mib: int | None
+    thread_percentage: float | None
+    state: str
+    memory_peak_mib: int | None
+    sm_utilization: int | None
+
+
+_FIELDS = tuple(Use.__annotations__)
 _COLUMNS = (
     Column("DEVICE", lambda use: use["devices"] or use["gpu"], short=lambda use: _abbreviate(use)),
     Column("USER", "user"),
@@ -145,7 +161,8 @@ def who(clients_only: bool, output: str) -> None:
     reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
     show(
         answer, output, _FIELDS, rows,
-        lambda: _who_text(answer, wrong, wide=output == "wide") + notes(reasons),
+        lambda: _who_text(uses, leases["waiting"], wrong, clients["errors"], wide=output == "wide")
+        + notes(reasons),
     )  # fmt: skip
 
 
@@ -154,8 +171,7 @@ def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
     return dict.fromkeys((gpu_of(d["addr"]), d["reason"]) for d in devices if d["reason"])
 
 
-def _uses(holding: Holding) -> list[Json]:
-    """Return an entry for each process, or one for a lease without processes."""
+def _uses(holding: Holding) -> list[Use]:
     lease = holding.lease
     return [
         {
@@ -179,13 +195,20 @@ def _uses(holding: Holding) -> list[Json]:
     ]
 
 
-def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
+def _who_text(
+    uses: Sequence[Use],
+    waiting: Sequence[QueuedRequest],
+    wrong: Sequence[HostFinding],
+    errors: Sequence[str],
+    *,
+    wide: bool,
+) -> str:
     """Format a table, then queued requests, problems with hints, and errors."""
-    text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
-    text += waiting_text(answer["waiting"])
+    text = table(_COLUMNS, uses, none="No devices are in use.", wide=wide)
+    text += waiting_text(waiting)
     for finding, hint in with_hints(folded(wrong)):
         text += wrapped(f"{finding.kind}: {finding.what}") + hint_text(hint)
-    return text + notes(("Incomplete", error) for error in answer["errors"])
+    return text + notes(("Incomplete", error) for error in errors)
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
@@ -202,7 +225,7 @@ def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
     return f"{' / '.join(known if used_mib is not None else ['-', *known])} MiB" if known else None
 
 
-def _abbreviate(use: Json) -> str | None:
+def _abbreviate(use: Use) -> str | None:
     return folded_addresses(use["devices"]) or use["gpu"]
 
 

@@ -65,9 +65,7 @@ def lease_request(
         raise _invalid(
             f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
         )
-    if name is not None and ttl_s is None:
-        ttl_s = TTL_S
-    members = {
+    members: RequestMembers = {
         "memory_mib": None if memory is None else _memory(memory),
         "count": count if count != 1 else None,
         "across": across or None,
@@ -75,10 +73,11 @@ def lease_request(
         "gpu": gpu,
         "placement": placement if placement != "binpack" else None,
         "allow_unlimited": allow_unlimited or None,
-        "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
     }
-    arguments = {member: value for member, value in members.items() if value is not None}
-    return LeaseArguments(arguments, whole_seconds(wait_s), ttl_s)
+    if name is not None:
+        ttl_s = TTL_S if ttl_s is None else ttl_s
+        members["holder"] = {"name": name, "ttl_s": ttl_s}
+    return LeaseArguments(members, whole_seconds(wait_s), ttl_s)
 
 
 def _memory(amount: str) -> int:

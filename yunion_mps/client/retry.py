@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from yunion_mps.client.transport import Transport
 from yunion_mps.errors import (
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Called with a line of text whenever a request starts or stops waiting.
 OnMessage = Callable[[str], None]
-#: Members of a lease request; values of None are left out.
-RequestMembers = Mapping[str, Any]
-
 #: How long to retry while the daemon is unreachable, if the caller is willing to wait.
 RECONNECT_TIMEOUT_S = 60.0
 _RETRY_INTERVAL_S = 0.2
@@ -42,6 +39,29 @@ _CHANGE_WAIT_S = 60
 _UNDO_S = 2.0
 #: The directories that PrivateTmp= hides from other units (systemd.exec(5)).
 _PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
+
+
+class HolderMembers(TypedDict, total=False):
+    name: str
+    ttl_s: int
+    pid: int
+    command: str
+
+
+class RequestMembers(TypedDict, total=False):
+    """The body of a lease request; values of None are left out."""
+
+    count: int | None
+    across: bool | None
+    memory_mib: int | None
+    memory_units: int | None
+    devices: list[str] | None
+    gpu: str | None
+    placement: str | None
+    allow_unlimited: bool | None
+    cdi: bool
+    holder: HolderMembers
+    idempotency_key: str
 
 
 class Retrier:
@@ -110,7 +130,7 @@ async def take(
                 if reason and not is_announced:
                     on_message(f"waiting: {reason}")
                     is_announced = True
-            lease = await transport.call(TAKE_LEASE, **{**request, "wait_s": left_s or None})
+            lease = await transport.call(TAKE_LEASE, **request, wait_s=left_s or None)
         except (UnreachableError, BusyError) as error:
             if time.monotonic() >= end_s:
                 raise
@@ -130,7 +150,7 @@ async def _release_unconfirmed(transport: Transport, request: RequestMembers) ->
 
     A named lease is left to expire, because it may have existed before this request.
     """
-    if "name" in (request.get("holder") or {}):
+    if "name" in request.get("holder", {}):
         return
     with contextlib.suppress(YunionError):
         lease = await transport.call(TAKE_LEASE, _UNDO_S, **request)
@@ -139,7 +159,7 @@ async def _release_unconfirmed(transport: Transport, request: RequestMembers) ->
 
 async def preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
     """The lease that the request would get now, without taking it; raises as `take` does."""
-    return await transport.call(TAKE_LEASE, **{**request, "dry_run": True})
+    return await transport.call(TAKE_LEASE, **request, dry_run=True)
 
 
 async def _wait_reason(transport: Transport, request: RequestMembers) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
@@ -23,7 +23,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, DeviceDetails, Status
+    from yunion_mps.answers import Device, DeviceDetails, Domain, Status
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def _open_nvml(timeout_s: float) -> Nvml:
     return nvml
 
 
-def _plan_of(domain: Mapping[str, Any]) -> DomainPlan:
+def _plan_of(domain: Domain) -> DomainPlan:
     return DomainPlan(
         domain["name"],
         domain["pipe_directory"],
