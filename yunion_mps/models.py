@@ -93,10 +93,10 @@ class Config(NamedTuple):
     cuda_mps_pipe_group: str | None
     max_leases_per_user: int | None
     max_lease_ttl_s: int
-    devices: tuple[DeviceEntry, ...]
-    sources: Mapping[str, Source]
-    gpu_memory_unit_mib: int
-    gpu_memory_unit_at: Source
+    devices: tuple[DeviceEntry, ...] = ()
+    sources: Mapping[str, Source] = {}
+    gpu_memory_unit_mib: int = 1024
+    gpu_memory_unit_at: Source = Source("default", None)
 
 
 class PcieLink(NamedTuple):

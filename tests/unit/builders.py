@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.config import KEYS
-from yunion_mps.config.devices import DeviceFile
 from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Plan, Source
 from yunion_mps.planning.plan import make_plan
 
@@ -62,14 +61,7 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
     written = {"enable_cuda_mps", *given}
     sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in KEYS}
     values = {**{name: key.default for name, key in KEYS.items()}, "enable_cuda_mps": True, **given}
-    unit = DeviceFile()
-    return Config(
-        **values,
-        devices=entries,
-        sources=sources,
-        gpu_memory_unit_mib=unit.memory_unit_mib,
-        gpu_memory_unit_at=unit.memory_unit_at,
-    )
+    return Config(**values, devices=entries, sources=sources)
 
 
 def planned(settings: Config, found: Inventory) -> Plan:

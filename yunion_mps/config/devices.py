@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -24,6 +24,7 @@ from yunion_mps.config.values import (
     MAX_OVERRIDE,
     InvalidValueError,
     Kind,
+    max_devices,
     memory,
     number,
     one_of,
@@ -31,7 +32,8 @@ from yunion_mps.config.values import (
     whole_number,
 )
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE, PRIORITIES, DeviceEntry, SliceEntry, Source
+from yunion_mps.models import DEV_TYPE, PRIORITIES, Config, DeviceEntry, SliceEntry, Source
+from yunion_mps.paths import Paths
 
 #: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
 MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}
@@ -55,27 +57,21 @@ _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 Nodes = dict[str, tuple[Node, Node]]
 
 
-class DeviceFile(NamedTuple):
-    """Our part of the file: the entries in file order, and the unit of requests for memory in units."""
+def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
+    """Add our part of the device file that host.conf names, and return its problems.
 
-    entries: tuple[DeviceEntry, ...] = ()
-    memory_unit_mib: int = MEMORY_UNITS["1GiB"]
-    memory_unit_at: Source = Source("default", None)
-
-
-def read_devices(file: str, *, must_exist: bool, max_devices: int) -> tuple[DeviceFile, list[Problem]]:
-    """Return our part of the file and its problems; `max_devices` is the most devices of an entry.
-
-    As with Cloudpods, a file that host.conf does not name (`must_exist` False) may be missing: then
-    `cuda_mps_replicas` applies to every GPU.
+    As with Cloudpods, a file that host.conf does not name may be missing: then `cuda_mps_replicas` applies to
+    every GPU.
     """
-    if not must_exist and not os.path.lexists(file):
-        return DeviceFile(), []
-    reader = _Reader(file, max_devices)
+    file = paths.under(config.container_device_config_file)
+    is_named = config.sources["container_device_config_file"].line is not None
+    if not is_named and not os.path.lexists(file):
+        return config, []
+    reader = _Reader(file, max_devices(config.cuda_mps_max_clients))
     try:
-        found = reader.read()
+        found = reader.read(config)
     except FileProblemError as error:
-        return DeviceFile(), [*reader.problems, error.problem]
+        return config, [*reader.problems, error.problem]
     return found, sorted(reader.problems, key=lambda problem: problem.line or 0)
 
 
@@ -85,16 +81,16 @@ class _Reader:
         self._max_devices = max_devices
         self.problems: list[Problem] = []
 
-    def read(self) -> DeviceFile:
+    def read(self, config: Config) -> Config:
         nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
         items = self._items(nodes)
-        found = DeviceFile()
         if "gpu_memory_unit" in nodes:
             unit = self._optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
             at = Source(self._file, line_of(nodes["gpu_memory_unit"][0]))
-            found = DeviceFile((), MEMORY_UNITS[unit or "1GiB"], at)
+            unit_mib = MEMORY_UNITS[unit] if unit else config.gpu_memory_unit_mib
+            config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
         entries = [self._entry(item) for item in items]
-        return found._replace(entries=tuple(entry for entry in entries if entry))
+        return config._replace(devices=tuple(entry for entry in entries if entry))
 
     def _report(self, node: Node, what: str, hint: str = "") -> None:
         self.problems.append(self._problem(node, what, hint))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -36,7 +35,7 @@ from yunion_mps.config.values import (
     whole_number,
 )
 from yunion_mps.errors import Problem
-from yunion_mps.models import Source
+from yunion_mps.models import Config, Source
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 
 KEYS: dict[str, Key] = {
@@ -113,16 +112,16 @@ _MINOR = ("metrics_", "web_")
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Problem]]:
-    """Return each key's value and place, and the problems; invalid values are replaced by defaults."""
+def read_host(paths: Paths) -> tuple[Config, list[Problem]]:
+    """Return the keys' values and places, and the problems; invalid values are replaced by defaults."""
     file = paths.host_conf
-    values: dict[str, Any] = {name: key.default for name, key in KEYS.items()}
     sources = {name: Source("default", None) for name in KEYS}
+    config = Config(**{name: key.default for name, key in KEYS.items()}, sources=sources)
     problems: list[Problem] = []
     try:
         root = _require_mapping(file, read_document(file, "host.conf"))
     except FileProblemError as error:
-        return values, sources, [error.problem]
+        return config, [error.problem]
     # `cuda_mps_max_clients` comes first, because it bounds another key.
     for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
         line = line_of(key_node)
@@ -137,20 +136,20 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
         else:
             sources[name] = Source(file, line)
             try:
-                values[name] = _kind(name, values)(name, node)
+                config = config._replace(**{name: _kind(name, config)(name, node)})
             except InvalidValueError as error:
                 minor = name.startswith(_MINOR)
                 problems.append(Problem(file, line_of(node), error.what, error.hint, minor))
-    problems += _check_pipe_directory(paths, values, sources)
-    invalid = [*_check_public(values, sources), *_check_ports(values, sources)]
-    values.update({name: KEYS[name].default for name, _ in invalid})
+    problems += _check_pipe_directory(paths, config)
+    invalid = [*_check_public(config), *_check_ports(config)]
+    config = config._replace(**{name: KEYS[name].default for name, _ in invalid})
     problems += [problem._replace(is_minor=True) for _, problem in invalid]
-    return values, sources, sorted(problems, key=lambda problem: problem.line or 0)
+    return config, sorted(problems, key=lambda problem: problem.line or 0)
 
 
-def _kind(name: str, values: dict[str, Any]) -> Kind:
+def _kind(name: str, config: Config) -> Kind:
     if name == "cuda_mps_replicas":
-        return whole_number(1, max_devices(values["cuda_mps_max_clients"]))
+        return whole_number(1, max_devices(config.cuda_mps_max_clients))
     return KEYS[name].kind
 
 
@@ -188,37 +187,36 @@ def _merged_keys(node: Node) -> Iterator[str]:
                 yield from _merged_keys(inner)
 
 
-def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
+def _check_public(config: Config) -> list[tuple[str, Problem]]:
     """Return the keys whose address other hosts can reach, although that is not allowed."""
     found = []
-    for what in ("metrics", "web"):
-        listen, allow = f"{what}_listen", f"{what}_allow_public"
-        if values[listen] and is_public(values[listen]) and not values[allow]:
-            hint = (
-                f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if this is intended"
-            )
-            problem = f"{listen} is {values[listen]}, which other hosts can reach"
-            found.append((listen, Problem(sources[listen].file, sources[listen].line, problem, hint)))
+    for listen, address, allow, is_allowed in (
+        ("metrics_listen", config.metrics_listen, "metrics_allow_public", config.metrics_allow_public),
+        ("web_listen", config.web_listen, "web_allow_public", config.web_allow_public),
+    ):
+        if address and is_public(address) and not is_allowed:
+            port, at = address.rpartition(":")[2], config.sources[listen]
+            hint = f"write 127.0.0.1:{port}, or {allow}: true if this is intended"
+            problem = f"{listen} is {address}, which other hosts can reach"
+            found.append((listen, Problem(at.file, at.line, problem, hint)))
     return found
 
 
-def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
+def _check_ports(config: Config) -> list[tuple[str, Problem]]:
     """Return the key whose address another listener uses already, so that it would never be served."""
-    if not (values["web_listen"] and values["metrics_listen"]):
+    web, metrics, at = config.web_listen, config.metrics_listen, config.sources["web_listen"]
+    if not (web and metrics and overlap(web, metrics)):
         return []
-    if not overlap(values["web_listen"], values["metrics_listen"]):
-        return []
-    at = sources["web_listen"]
-    problem = f"web_listen is {values['web_listen']}, which metrics_listen already uses"
+    problem = f"web_listen is {web}, which metrics_listen already uses"
     return [("web_listen", Problem(at.file, at.line, problem, "use a different port for each"))]
 
 
-def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
+def _check_pipe_directory(paths: Paths, config: Config) -> list[Problem]:
     """Check that the paths of the control daemon's sockets fit a socket's address."""
-    at = sources["cuda_mps_pipe_directory"]
-    extra = _SOCKET if values["cuda_mps_scope"] == "host" else _GPU_DIRECTORY + _SOCKET
+    at = config.sources["cuda_mps_pipe_directory"]
+    extra = _SOCKET if config.cuda_mps_scope == "host" else _GPU_DIRECTORY + _SOCKET
     room = MAX_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1
-    length = len(values["cuda_mps_pipe_directory"].encode())
+    length = len(config.cuda_mps_pipe_directory.encode())
     if length <= room:
         return []
     what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket address"
