@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from yunion_mps.config.document import (
     NO_MERGE,
     FileProblemError,
+    MappingNode,
     Node,
+    SequenceNode,
     line_of,
     nearest,
     nearest_key,
@@ -104,7 +104,7 @@ class _Reader:
             hint = "write devices: [] to divide every GPU into cuda_mps_replicas devices"
             hint += ", or enable_cuda_mps: false in host.conf to divide none"
             raise FileProblemError(self._problem(None, "is empty", hint))
-        if not isinstance(root, yaml.MappingNode):
+        if not isinstance(root, MappingNode):
             what = f"contains {written(root)}, not a mapping"
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
         nodes: Nodes = {}
@@ -125,7 +125,7 @@ class _Reader:
         if "devices" not in nodes:
             return []
         found = nodes["devices"][1]
-        if not isinstance(found, yaml.SequenceNode):
+        if not isinstance(found, SequenceNode):
             what = f"devices is {written(found)}, not a list"
             raise FileProblemError(self._problem(found, what, "write each entry after a dash: - path: …"))
         return list(found.value)
@@ -136,7 +136,7 @@ class _Reader:
         An entry with another problem is returned, too, so that its path is still checked; if its division is
         invalid, it has one device.
         """
-        if not isinstance(item, yaml.MappingNode):
+        if not isinstance(item, MappingNode):
             what = f"an entry of devices is {written(item)}, not a mapping"
             self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
@@ -201,8 +201,8 @@ class _Reader:
 
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
         """Return the slices; none if any of them has a problem."""
-        if not isinstance(node, yaml.SequenceNode) or not node.value:
-            shown = "an empty list" if isinstance(node, yaml.SequenceNode) else f"{written(node)}, not a list"
+        if not isinstance(node, SequenceNode) or not node.value:
+            shown = "an empty list" if isinstance(node, SequenceNode) else f"{written(node)}, not a list"
             self._report(node, f"slices is {shown}", f"write each device after a dash: - {_SLICE_EXAMPLE}")
             return ()
         before = len(self.problems)
@@ -213,7 +213,7 @@ class _Reader:
         return slices if len(self.problems) == before else ()
 
     def _slice(self, item: Node) -> SliceEntry:
-        if not isinstance(item, yaml.MappingNode):
+        if not isinstance(item, MappingNode):
             self._report(item, f"a slice is {written(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
             return SliceEntry(0)
         nodes, duplicates = self._nodes_of(item)
@@ -252,8 +252,8 @@ class _Reader:
 
     def _check_merge(self, key: Node, node: Node) -> None:
         """Refuse an entry that gets our type by a merge; one with another type is other software's."""
-        merged = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        mappings = [mapping for mapping in merged if isinstance(mapping, yaml.MappingNode)]
+        merged = node.value if isinstance(node, SequenceNode) else [node]
+        mappings = [mapping for mapping in merged if isinstance(mapping, MappingNode)]
         types = [
             value_of(value) for mapping in mappings for name, _, value in pairs_of(mapping) if name == "type"
         ]

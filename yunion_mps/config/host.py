@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import yaml
-
 from yunion_mps.config.document import (
     NO_MERGE,
     FileProblemError,
+    MappingNode,
     Node,
+    SequenceNode,
     line_of,
     nearest_key,
     pairs_of,
@@ -157,7 +157,7 @@ def _require_mapping(file: str, root: Node | None) -> Node:
     if root is None:
         hint = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
         raise FileProblemError(Problem(file, None, "is empty", hint))
-    if not isinstance(root, yaml.MappingNode):
+    if not isinstance(root, MappingNode):
         hint = "write one key: value per line, as in the example"
         raise FileProblemError(Problem(file, line_of(root), f"contains {written(root)}, not a mapping", hint))
     return root
@@ -177,10 +177,10 @@ def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
 
 
 def _merged_keys(node: Node) -> Iterator[str]:
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, SequenceNode):
         for inner in node.value:
             yield from _merged_keys(inner)
-    elif isinstance(node, yaml.MappingNode):
+    elif isinstance(node, MappingNode):
         for name, key, inner in pairs_of(node):
             yield name
             if key.tag == _MERGE:

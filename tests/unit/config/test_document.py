@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -283,3 +285,13 @@ def test_a_mebibyte_of_number_is_refused_quickly(files: Files, number: str) -> N
         )
     ]
     assert time.process_time() - begin < QUICK_S
+
+
+def test_pyyaml_compiles_a_regular_expression_when_it_is_first_used() -> None:
+    code = """
+import re, yunion_mps.config, yaml
+compiled = [isinstance(one, re.Pattern) for one in (yaml.reader.Reader.NON_PRINTABLE, re.compile("a"))]
+print(compiled, yaml.load("[1.5, yes, ~, 2026-11-23]", yaml.SafeLoader))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert printed.stdout == "[False, True] [1.5, True, None, datetime.date(2026, 11, 23)]\n"
