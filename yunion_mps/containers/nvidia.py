@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from yunion_mps.containers.spec import VERSION, Node, Nvidia
+from yunion_mps.containers.spec import VERSION, Edits, Entry, Node, Nvidia
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
@@ -25,6 +25,9 @@ _MAX_BYTES = 8 << 20
 
 #: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
+
+#: The reader of each field of an entry.
+_Fields = Mapping[str, Callable[[Any], object]]
 
 
 def driver_nodes(paths: Paths) -> tuple[Node, ...]:
@@ -88,43 +91,46 @@ def parse(spec: Any, gpus: Iterable[Gpu]) -> Nvidia:
     }
     by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
     common = _edits(spec.get("containerEdits"))
-    has_groups = any("additionalGids" in edits for edits in (common, *by_gpu.values()))
+    has_groups = any(edits.additional_gids for edits in (common, *by_gpu.values()))
     return Nvidia(_WITH_GROUPS if has_groups else VERSION, common, by_gpu)
 
 
-def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _of(gpu: Gpu, devices: Mapping[str, Edits]) -> Edits | None:
     """The GPU's edits: of the device with its UUID, or otherwise of the one with only its node."""
     if gpu.uuid and gpu.uuid in devices:
         return devices[gpu.uuid]
     node = f"/dev/nvidia{gpu.minor}"
     for edits in devices.values():
-        nodes = [one["path"] for one in edits.get("deviceNodes", ())]
+        nodes = [str(one["path"]) for one in edits.device_nodes]
         if [one for one in nodes if one.startswith("/dev/nvidia") and one[11:].isdigit()] == [node]:
             return edits
     return None
 
 
-def _edits(value: Any) -> Mapping[str, Any]:
+def _edits(value: Any) -> Edits:
     """The edits, without unknown parts and fields; raises ValueError."""
-    edits = {} if value is None else value
-    if not isinstance(edits, dict):
+    parts = {} if value is None else value
+    if not isinstance(parts, dict):
         raise _not_understood()
-    known: dict[str, Any] = {name: _entries(edits.get(name), fields) for name, fields in _FIELDS.items()}
-    known["env"] = _variables(edits.get("env"))
-    known["additionalGids"] = [_number(gid) for gid in _list(edits.get("additionalGids"))]
-    known = {name: entries for name, entries in known.items() if entries}
-    _refuse_too_large(known)
-    return known
+    edits = Edits(
+        tuple(_variables(parts.get("env"))),
+        _entries(parts.get("mounts"), _MOUNT),
+        _entries(parts.get("hooks"), _HOOK),
+        _entries(parts.get("deviceNodes"), _DEVICE_NODE),
+        tuple(_number(gid) for gid in _list(parts.get("additionalGids"))),
+    )
+    _refuse_too_large(edits)
+    return edits
 
 
-def _entries(value: Any, fields: Mapping[str, Callable[[Any], Any]]) -> list[dict[str, Any]]:
+def _entries(value: Any, fields: _Fields) -> tuple[Entry, ...]:
     entries = []
     for entry in _list(value):
         if not isinstance(entry, dict):
             raise _not_understood()
         present = [name for name, read in fields.items() if entry.get(name) is not None or read in _NEEDED]
         entries.append({name: fields[name](entry.get(name)) for name in present})
-    return entries
+    return tuple(entries)
 
 
 def _text(value: Any, pattern: str = ".*") -> str:
@@ -162,22 +168,26 @@ _hook_name = partial(_text, pattern="prestart|create(Runtime|Container)|startCon
 _node_type, _permissions = partial(_text, pattern="[bcup]?"), partial(_text, pattern="[rwm]*")
 #: Readers of required fields: they refuse a missing value.
 _NEEDED = (_needed, _hook_name)
-#: The reader of each field of a part's entries (pkg/cdi/container-edits.go of the format's library); other
+#: The fields of each part's entries (pkg/cdi/container-edits.go of the format's library); other
 #: fields do not exist. Engines that cannot read a field refuse the whole file, and so all our devices.
-_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "mounts": {"hostPath": _needed, "containerPath": _needed, "type": _text, "options": _texts},
-    "hooks": {"hookName": _hook_name, "path": _needed, "args": _texts, "env": _variables, "timeout": _number},
-    "deviceNodes": {
-        "path": _needed,
-        "hostPath": _text,
-        "type": _node_type,
-        "permissions": _permissions,
-        **dict.fromkeys(("major", "minor", "fileMode", "uid", "gid"), _number),
-    },
+_MOUNT: _Fields = {"hostPath": _needed, "containerPath": _needed, "type": _text, "options": _texts}
+_HOOK: _Fields = {
+    "hookName": _hook_name,
+    "path": _needed,
+    "args": _texts,
+    "env": _variables,
+    "timeout": _number,
+}
+_DEVICE_NODE: _Fields = {
+    "path": _needed,
+    "hostPath": _text,
+    "type": _node_type,
+    "permissions": _permissions,
+    **dict.fromkeys(("major", "minor", "fileMode", "uid", "gid"), _number),
 }
 
 
-def _refuse_too_large(edits: Mapping[str, Any]) -> None:
+def _refuse_too_large(edits: Edits) -> None:
     """Raise ValueError if the edits are too large: a small YAML file can expand to fill all memory."""
     size = 0
     for piece in json.JSONEncoder().iterencode(edits):

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.containers import nvidia
@@ -45,7 +45,7 @@ class SpecDirectory:
         self.path = path
         self._written: dict[str, FileVersion] = {}
 
-    def write(self, name: str, spec: Mapping[str, Any]) -> None:
+    def write(self, name: str, spec: Mapping[str, object]) -> None:
         text = json.dumps(spec, separators=(",", ":"))
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.containers import nvidia
-from yunion_mps.containers.spec import VERSION, Nvidia
+from yunion_mps.containers.spec import VERSION, Edits, Nvidia
 from yunion_mps.paths import Paths
 
 from unit.http.snapshots import H100, P40
@@ -58,15 +58,15 @@ def read(folder: Path, text: str, name: str = "nvidia.yaml") -> Nvidia:
     return nvidia.read(str(folder / name), [P40, H100])
 
 
-def paths_of(edits: Any) -> list[str]:
-    return [node["path"] for node in edits["deviceNodes"]]
+def paths_of(edits: Edits) -> list[object]:
+    return [node["path"] for node in edits.device_nodes]
 
 
 def test_a_gpu_s_part_is_found_by_its_uuid_or_else_by_its_node(tmp_path: Path) -> None:
     found = read(tmp_path, YAML)
     assert found.version == (0, 5, 0)
     assert paths_of(found.common) == ["/dev/nvidiactl"]
-    assert [mount["containerPath"][:12] for mount in found.common["mounts"]] == ["/usr/lib64/l"]
+    assert [str(mount["containerPath"])[:12] for mount in found.common.mounts] == ["/usr/lib64/l"]
     assert paths_of(found.by_gpu[str(P40.uuid)]) == ["/dev/nvidia0", "/dev/dri/renderD128"]
     assert paths_of(found.by_gpu[str(H100.uuid)]) == ["/dev/nvidia5"], "they know better"
 
@@ -174,7 +174,8 @@ def test_all_that_the_format_has_is_kept(tmp_path: Path) -> None:
         "additionalGids": [44],
     }  # fmt: skip
     spec = {"kind": "nvidia.com/gpu", "devices": [{"name": H100.uuid, "containerEdits": edits}]}
-    assert read(tmp_path, json.dumps(spec), "nvidia.json").by_gpu == {H100.uuid: edits}
+    found = read(tmp_path, json.dumps(spec), "nvidia.json").by_gpu
+    assert {uuid: parts.as_json() for uuid, parts in found.items()} == {H100.uuid: edits}
 
 
 def test_a_small_file_whose_parts_are_there_many_times_is_refused(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_whatever_version_it_says_ours_is_what_its_parts_need(version: str) -> None:
     """Engines refuse a file of a version that they do not know, and with it every device of ours."""
     said: Any = {"kind": "nvidia.com/gpu", "cdiVersion": version, "containerEdits": {"env": ["A=b"]}}
-    assert nvidia.parse(said, [P40]) == Nvidia(VERSION, {"env": ["A=b"]}, {})
+    assert nvidia.parse(said, [P40]) == Nvidia(VERSION, Edits(env=("A=b",)))
     said["devices"] = [{"name": P40.uuid, "containerEdits": {"additionalGids": [44]}}]
     assert nvidia.parse(said, [P40]).version == (0, 7, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.spec import HostFiles, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import Edits, HostFiles, Node, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
@@ -115,23 +115,23 @@ def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
 
 
 def test_what_nvidia_s_own_specification_says_comes_along() -> None:
-    theirs = {
-        "env": ["NVIDIA_VISIBLE_DEVICES=void"],
-        "mounts": [{"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}],
-        "deviceNodes": [{"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia-modeset"}],
-        "hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["hook"]}],
-    }  # fmt: skip
-    gpu = {"deviceNodes": [{"path": "/dev/nvidia0"}, {"path": "/dev/dri/card0"}]}
+    theirs = Edits(
+        ("NVIDIA_VISIBLE_DEVICES=void",),
+        ({"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"},),
+        ({"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["hook"]},),
+        ({"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia-modeset"}),
+    )
+    gpu = Edits(device_nodes=({"path": "/dev/nvidia0"}, {"path": "/dev/dri/card0"}))
     host = HOST._replace(nvidia=Nvidia((0, 7, 0), theirs, {str(P40.uuid): gpu}))
     spec = spec_of(snapshot(P40, H100), host)
     assert spec["cdiVersion"] == "0.7.0", "theirs may need what came with it"
     common = spec["containerEdits"]
     assert [mount["containerPath"] for mount in common["mounts"]] == ["/usr/lib/libcuda.so.1", "/dev/shm"]
-    assert common["hooks"] == theirs["hooks"]
+    assert common["hooks"] == list(theirs.hooks)
     assert [node["path"] for node in common["deviceNodes"]] == [
         "/dev/nvidiactl", "/dev/nvidia-modeset", "/dev/nvidia-uvm",
     ]  # fmt: skip
-    assert common["env"] == theirs["env"]
+    assert common["env"] == list(theirs.env)
     on_p40 = edits_of(spec, "00:06.0-0")["deviceNodes"]
     assert [node["path"] for node in on_p40] == ["/dev/nvidia0", "/dev/dri/card0"]
     assert edits_of(spec, "0001:e1:00.0-0")["deviceNodes"] == [{"path": "/dev/nvidia1"}]
