@@ -135,7 +135,10 @@ def test_config_show_says_where_every_value_stands(make_host: MakeHost) -> None:
     assert shown["enable_cuda_mps"] == ("true", f"{files}/host.conf:3")
     assert shown["cuda_mps_scope"] == ("gpu", f"{files}/host.conf:2")
     assert shown["cuda_mps_replicas"] == ("10", "default")
-    assert shown["devices"] == ("/dev/dri/renderD128: 4", f"{files}/host_container_device.yml:2")
+    assert shown["devices"] == (
+        "/dev/dri/renderD128: 4 equal devices",
+        f"{files}/host_container_device.yml:2",
+    )
 
 
 def test_config_check_tells_every_problem_of_both_files_and_exits_with_6(make_host: MakeHost) -> None:

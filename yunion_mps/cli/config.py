@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 _FIELDS = ("key", "value", "from")
 _COLUMNS = (
     Column("KEY", 0),
-    # As in the file: true, not yes.
-    Column("VALUE", lambda row: cell(row[1]), least=20, short=lambda row: _short(*row[:2])),
+    Column("VALUE", lambda row: cell(row[1])),  # as in the file: true, not yes
     Column("FROM", 2, short=lambda row: row[2].rpartition("/")[2]),
 )
-#: Enough of a UUID to distinguish GPUs (`GPU-76aef7ff`), and a whole PCI address.
-_SHORT_PATH = 12
+_ENTRY_COLUMNS = (
+    Column("DEVICE PATH", lambda entry: entry.path),
+    Column("DIVISION", lambda entry: _entry_text(entry)),
+    Column(
+        "FROM",
+        lambda entry: _source_text(entry.path_at),
+        short=lambda entry: _source_text(entry.path_at).rpartition("/")[2],
+    ),
+)
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
     Column("NAME", "name", least=9, drop=5),
@@ -64,8 +70,12 @@ def show_config(output: str) -> None:
     config, problems = load(Paths.from_environment())
     if problems:
         raise ConfigError(problems)
-    rows = _config_rows(config)
-    show(config_json(config), output, _FIELDS, rows, lambda: table(_COLUMNS, rows))
+    entries = [
+        ("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at))
+        for entry in config.devices
+    ]
+    rows = [*_setting_rows(config), *entries]
+    show(config_json(config), output, _FIELDS, rows, lambda: _config_text(config))
 
 
 def config_json(config: Config) -> dict[str, object]:
@@ -108,24 +118,18 @@ def _source_text(source: Source) -> str:
     return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
-def _config_rows(config: Config) -> list[tuple[str, object, str]]:
+def _config_text(config: Config) -> str:
+    """Format a table of the settings and one of the device entries; values are never cut."""
+    entries = table(_ENTRY_COLUMNS, config.devices, none="No devices are configured.")
+    return table(_COLUMNS, _setting_rows(config)) + entries
+
+
+def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
     from yunion_mps.config import KEYS
 
     rows = [(name, getattr(config, name), _source_text(config.sources[name])) for name in KEYS]
     unit, unit_at = f"{config.gpu_memory_unit_mib} MiB", _source_text(config.gpu_memory_unit_at)
-    entries = [
-        ("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at))
-        for entry in config.devices
-    ]
-    return [*rows, ("gpu_memory_unit", unit, unit_at), *entries]
-
-
-def _short(key: str, value: object) -> str:
-    """Shorten a device entry to part of its path and the division; other values are unchanged."""
-    if key != "devices":
-        return cell(value)
-    path, _, division = str(value).partition(": ")
-    return cell(f"{path.rpartition('/')[2][:_SHORT_PATH]}: {division}")
+    return [*rows, ("gpu_memory_unit", unit, unit_at)]
 
 
 def _entry_text(entry: DeviceEntry) -> str:
@@ -133,7 +137,7 @@ def _entry_text(entry: DeviceEntry) -> str:
         return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices)
     if entry.memory_unit_mib:
         return f"units of {entry.memory_unit_mib} MiB"
-    return str(entry.virtual_number)
+    return count(entry.virtual_number, "equal device")
 
 
 @config_group.command("check", short_help="Check both files, and show the resulting plan.")
@@ -232,7 +236,7 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
 
 
 def _plan_text(preflight: Preflight) -> str:
-    text = "The configuration is valid:\n" + table(_COLUMNS, _config_rows(preflight.config))
+    text = "The configuration is valid:\n" + _config_text(preflight.config)
     notice, gpus = _notice(preflight), gpu_records(preflight)
     if notice:
         text += f"{notice}.\n"

@@ -74,10 +74,11 @@ COLUMNS = {
 }
 #: Columns that a narrow terminal omits, the least useful first.
 _DROP = (
-    "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "PCIE_Info", "Dev_type",
-    "Device_path", "Model",
+    "PCIE_Info", "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "Dev_type",
+    "Device_path", "Model", "ID",
 )  # fmt: skip
-_CUT = ("ID", "Model", "Host_id", "Device_path", "PCIE_Info")
+#: Columns that are still useful if they are cut, unlike an id that is to be copied, or JSON.
+_CUT = ("Model", "Host_id", "Device_path")
 _CLOUDPODS = [
     Column(
         header, field,

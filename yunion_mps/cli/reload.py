@@ -124,6 +124,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
       yunion-mps reload --drain --timeout 1h
       yunion-mps reload --now
     """
+    if drain and now:
+        raise click.UsageError("--drain and --now are mutually exclusive: use one of them.")
     if timeout and not (drain or now):
         raise click.UsageError("--timeout requires --drain or --now.")
     if yes and not now:

@@ -92,6 +92,7 @@ GOLDENS = {
     "plan": answer("ChangeList"),
     "reload": answer("ChangeList"),
     "reload --now --yes": TEXT,
+    "reload --drain --now": failure(2),
     "top --once": TEXT,
     "metrics": TEXT,
     "completion bash": TEXT,

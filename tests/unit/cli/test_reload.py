@@ -173,7 +173,7 @@ def test_now_leaves_processes_outside_mps_alone(own: Cli) -> None:
 def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
     own.host.snapshot = pending()
     own.host.clients.found = by_hand.clients()
-    done = own("reload", "--drain", "--now", "--yes", "--timeout", "1")
+    done = own("reload", "--now", "--yes", "--timeout", "1")
     assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
     assert f"still pending after 1 s: host: {WAITS} [limits_pending]\n" in done.err
 
