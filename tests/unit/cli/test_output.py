@@ -47,11 +47,11 @@ def test_a_table_fits_the_terminal_and_keeps_its_names(troubled: Cli, command: s
 
 def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> None:
     lines = cli.on_terminal(80, LIST)
-    columns = ["ID", "Model", "Addr"]
+    columns = ["ID", "Model", "Addr", "Device_path"]
     assert lines[1].replace(" ", "").strip("|").split("|") == columns
     assert [line.split("|")[3].strip() for line in lines[3:7]] == [f"00:06.0-{slot}" for slot in range(4)]
     assert [len(line.split("|")[1].strip()) for line in lines[3:7]] == [36] * 4, "whole, to be copied"
-    assert lines[-2] == "(no room for 8 columns: use -o csv)"
+    assert lines[-2] == "(no room for 7 columns: use -o csv)"
     assert lines[-1] == "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***"
 
 
