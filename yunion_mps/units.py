@@ -1,4 +1,4 @@
-"""Times and amounts of memory: as text, and distributed over devices.
+"""Times, numbers and amounts of memory: as text, and distributed over devices.
 
 The API writes times as RFC 3339 strings in UTC with milliseconds, which also sort as text.
 """
@@ -28,6 +28,11 @@ def seconds(text: str) -> float:
     date, clock, fraction, zone = found.groups()
     zone = "+00:00" if zone in "Zz" else zone
     return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
+
+
+def count(number: int, name: str, names: str = "") -> str:
+    """Return `1 GPU`, `2 GPUs`; `names` is the plural if it does not end in s."""
+    return f"{number} {name if number == 1 else names or name + 's'}"
 
 
 def filled(

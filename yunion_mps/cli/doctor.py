@@ -10,8 +10,8 @@ import click
 
 from yunion_mps.cli.common import PID, Duration, complete_pid
 from yunion_mps.cli.output import hint_text, output_option, show, wrapped
-from yunion_mps.overview import count
 from yunion_mps.paths import Paths
+from yunion_mps.units import count
 
 if TYPE_CHECKING:
     from yunion_mps.doctor.checks import Finding

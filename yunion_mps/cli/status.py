@@ -23,10 +23,10 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.cli.who import ask_clients_soon
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import count
 from yunion_mps.overview.findings import folded, with_hints
 from yunion_mps.overview.holdings import NO_CLIENTS, is_memory_unknown
 from yunion_mps.overview.host import Answers, HostOverview
+from yunion_mps.units import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Domain

@@ -18,6 +18,7 @@ from yunion_mps.reasons import (
     VERSION_DIFFERS,
     hint_of,
 )
+from yunion_mps.units import count
 
 #: Warnings about single GPUs, which the checks of the GPUs report in more detail.
 _ABOUT_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
@@ -82,9 +83,9 @@ def configuration(host: Host) -> Findings:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
         return [problem("both files are valid, but no GPU on this host can be divided", hint)]
     gpus = len({device.gpu_uuid for device in plan.devices})
-    parts = [f"{len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
+    parts = [f"{count(len(plan.devices), 'device')} on {count(gpus, 'GPU')}"] if gpus else []
     if plan.pools:
-        parts.append(f"memory in units on {len(plan.pools)} GPU{'s' if len(plan.pools) > 1 else ''}")
+        parts.append(f"memory in units on {count(len(plan.pools), 'GPU')}")
     return [ok(f"both files are valid; {', '.join(parts)}")]
 
 

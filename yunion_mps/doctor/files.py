@@ -25,6 +25,7 @@ from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
+from yunion_mps.units import count
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -253,7 +254,8 @@ def _summarise_denials(lines: list[str], *, permissive: bool) -> Finding:
     operation = next(word for word in _DENIED.search(last).groups() if word)  # type: ignore[union-attr]
     details = ", ".join(f"{key} {value}" for key, value in _DETAIL.findall(last))
     module = "AppArmor" if "apparmor=" in last else "SELinux"
-    what = f"{module} denied MPS {operation.strip()!r} ({len(lines)} times within the last day; {details})"
+    times = count(len(lines), "time")
+    what = f"{module} denied MPS {operation.strip()!r} ({times} within the last day; {details})"
     if permissive:
         return warning(f"{what}: it would be denied in enforcing mode", _HINTS[module])
     return problem(what, _HINTS[module])

@@ -27,6 +27,7 @@ from yunion_mps.reasons import (
     PROGRAM_MISSING,
     VGPU,
 )
+from yunion_mps.units import count
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
@@ -319,9 +320,9 @@ def _virtual_machines(host: Host, gpu: Gpu) -> str:
     folder = os.path.join(host.paths.pci_devices, gpu.pci_address)
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:
-        return f"{len(mediated)} vGPU{'s' if len(mediated) > 1 else ''}"
+        return count(len(mediated), "vGPU")
     number = read_text(os.path.join(folder, "sriov_numvfs")).strip()
-    return f"{number} virtual functions" if number.isdigit() and int(number) else ""
+    return count(int(number), "virtual function") if number.isdigit() and int(number) else ""
 
 
 def _gpu_name(gpu: Gpu) -> str:

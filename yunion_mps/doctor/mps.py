@@ -45,6 +45,7 @@ from yunion_mps.reasons import (
     SERVERS_ORPHANED,
     hint_of,
 )
+from yunion_mps.units import count
 
 #: A control daemon greets immediately; our daemon waits 5 s before it acts.
 _GREETING_S = 2.0
@@ -286,7 +287,7 @@ def starts(host: Host) -> Findings:
         last = [text for text in lines if text in failures or _STARTED.search(text)][-1]
         times = sum(bool(_FAILED.search(text)) for text in failures) or len(failures)
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
-        what = f"MPS servers of domain {domain.name} failed {times} times within the last hour"
+        what = f"MPS servers of domain {domain.name} failed {count(times, 'time')} within the last hour"
         level = problem if last in failures else warning
         found.append(
             level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")

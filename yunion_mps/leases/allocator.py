@@ -16,6 +16,7 @@ from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import Device
 from yunion_mps.planning.division import units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
+from yunion_mps.units import count
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
@@ -73,7 +74,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         hint = "to use it anyway, set allow_unlimited"
         raise HostError(_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
-    there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
+    there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and _usable_pools(request, candidates):
         hint = "request memory instead of devices: --gpu-mem 2GiB"
@@ -244,10 +245,10 @@ class Allocator:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
-        for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
+        for reason, number in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
-            parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
+            parts.append(f"{number} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
         hint, code = "see who holds them: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, Gpu, Holder, Lease, Owner
+from yunion_mps.units import count
 
 BINPACK = "binpack"
 SPREAD = "spread"
@@ -44,7 +45,7 @@ class LeaseRequest(NamedTuple):
             few = f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
             return "all devices" if ALL in self.devices else few
         where = f" of GPU {self.gpu}" if self.gpu else ""
-        what = "1 device" if self.number == 1 else f"{self.number} devices"
+        what = count(self.number, "device")
         if self.memory_mib:
             what = f"{what} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
         together = " on different GPUs" if self.across else " on one GPU"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__, reasons
 from yunion_mps.fields import SERVER_FAULT
-from yunion_mps.overview import count
 from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, gpu_of
 from yunion_mps.reasons import hint_of
+from yunion_mps.units import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, Status

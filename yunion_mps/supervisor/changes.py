@@ -20,6 +20,7 @@ from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
 from yunion_mps.supervisor.status import in_effect
+from yunion_mps.units import count
 
 log = logging.getLogger(__name__)
 
@@ -211,10 +212,9 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
 
 
 def _shown(plan: DomainPlan) -> str:
-    count = len(plan.gpu_uuids)
     users = ", one server for all users" if plan.multiuser else ""
     group = f", accessible to the group {plan.pipe_group} only" if plan.pipe_group else ""
-    return f"{count} GPU{'s' if count > 1 else ''} in {plan.pipe_directory}{users}{group}"
+    return f"{count(len(plan.gpu_uuids), 'GPU')} in {plan.pipe_directory}{users}{group}"
 
 
 def _when_servers_end(domain: Domain) -> str:

@@ -168,7 +168,7 @@ def test_what_selinux_refused_is_found_with_what_allows_it(
 ) -> None:
     selinux("1", AVC.format(at=NOW - 60))
     finding = one(host, "SELinux and AppArmor", "problem")
-    assert "SELinux denied MPS 'connectto' (1 times" in finding.what
+    assert "SELinux denied MPS 'connectto' (1 time within" in finding.what
     assert "path /tmp/nvidia-mps/pipe/control" in finding.what
     assert finding.hint.startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
     selinux("0", AVC.format(at=NOW - 60))

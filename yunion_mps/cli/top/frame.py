@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
-from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
-from yunion_mps.units import seconds
+from yunion_mps.units import count, seconds
 
 #: Text with a style; "" is the terminal's own style.
 Line = list[tuple[str, str]]
