@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.fields import PENDING, UNAVAILABLE
 from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded, with_hints
-from yunion_mps.overview.holdings import ID_LENGTH, Holding, holdings, in_container, memory_by_gpu
+from yunion_mps.overview.holdings import (
+    ID_LENGTH,
+    Holding,
+    holdings,
+    in_container,
+    is_memory_unknown,
+    memory_by_gpu,
+)
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status
@@ -102,7 +109,8 @@ def _gpu(gpu: Gpu, used_mib: int) -> Json:
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
     name = (gpu["name"] or "").removeprefix("NVIDIA ")
-    return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": used_mib}
+    known_mib = None if is_memory_unknown(gpu) else used_mib
+    return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": known_mib}
 
 
 def _part(holding: Holding) -> Json:
@@ -115,7 +123,7 @@ def _part(holding: Holding) -> Json:
     if not holding.in_use:
         return part
     part.update(
-        used=holding.used_mib,
+        used=holding.known_mib,
         peak=holding.peak_mib,
         sm=holding.sm,
         user=holding.user,

@@ -10,6 +10,7 @@ import pytest
 from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
 from yunion_mps.overview.host import Answers, HostOverview, page
+from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Filters, Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
@@ -79,6 +80,14 @@ def test_a_holder_has_its_name_and_the_command_it_was_leased_for(
 def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:
     broken = page_of(P40, leases=(LEASE,), state=FAILED, reason="it does not start")
     assert parts(broken)["00:06.0-1"]["unavailable"] is True
+
+
+def test_the_memory_used_of_a_lost_gpu_is_unknown_and_not_0() -> None:
+    lost = page_of(P40._replace(reason=Reason("the GPU is lost", GPU_LOST)))
+    assert [gpu["memory_used_mib"] for gpu in lost["gpus"]] == [None]
+    unavailable = page_of(P40, leases=(LEASE,), state=FAILED, reason="the GPU is lost")
+    assert "used" not in parts(unavailable)["00:06.0-1"]
+    assert parts(page_of(P40, leases=(LEASE,)))["00:06.0-1"]["used"] == 0
 
 
 def test_findings_troubles_and_counts_are_those_of_status() -> None:

@@ -8,8 +8,6 @@ import { count, memory, memoryOf } from "./words.js";
 const NAMED = 10;
 /** With more GPUs in use, they are tiles beside each other. */
 const MANY = 8;
-/** Up to so many idle GPUs are listed from the start. */
-const LISTED = 4;
 
 const LOOKS = { "in use": "used", "over budget": "over", idle: "idle", free: "free", "no room": "out", unavailable: "out" };
 
@@ -20,7 +18,6 @@ export class Gpus {
     const [summary, list] = byId("idle").children;
     this.summary = summary;
     this.idle = new Keyed(list, makeIdle, showIdle);
-    this.isShown = false;
     byId("busy").addEventListener("click", (event) => {
       const address = event.target.closest("[data-address]")?.dataset.address;
       if (address) choose(address);
@@ -41,10 +38,11 @@ export class Gpus {
     className(byId("busy"), many ? "tiles" : "box");
     this.rows.show(busy.map(([key, item]) => [key, { ...item, many }]));
     this.idle.show(idle);
-    const free = idle.reduce((sum, [, item]) => sum + item.parts.length, 0);
-    text(this.summary, count(idle.length, "idle GPU") + (free ? `, ${count(free, "device")} free` : ""));
-    if (!this.isShown) byId("idle").open = idle.length <= LISTED;
-    this.isShown = true; // from now on, the user opens and closes it
+    const sum = (number) => idle.reduce((total, [, item]) => total + number(item), 0);
+    const devices = sum(({ parts }) => parts.length);
+    const pools = sum(({ gpu }) => gpu.memory_free_mib ?? 0);
+    const free = [devices ? `${count(devices, "device")} free` : "", pools ? `${memory(pools)} free in units` : ""];
+    text(this.summary, [count(idle.length, "idle GPU"), ...free].filter(Boolean).join(", "));
   }
 
   showUsage(usage) {
@@ -126,7 +124,7 @@ function labelOf(part) {
 
 /** One part in words: 00:06.0-1: alice, in use, 512 of 5760 MiB. */
 function about({ devices, user, state, used, budget }) {
-  const words = [user, state, `${user ? `${used} of ` : ""}${budget} MiB`].filter(Boolean).join(", ");
+  const words = [user, state, `${user ? `${used ?? "?"} of ` : ""}${budget} MiB`].filter(Boolean).join(", ");
   return devices.length ? `${devices.join(", ")}: ${words}` : words;
 }
 

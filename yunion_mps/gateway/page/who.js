@@ -77,7 +77,8 @@ export class Who {
     attribute(command, "title", part.command);
     text(pid, part.pids.length > 1 ? `${part.pids[0]} +${part.pids.length - 1}` : String(part.pids[0] ?? "–"));
     attribute(pid, "title", part.pids.join(", "));
-    text(row.amount, part.budget === undefined ? String(part.used) : `${part.used} of ${part.budget}`);
+    const used = part.used ?? "?"; // unknown on a lost GPU
+    text(row.amount, part.budget === undefined ? String(used) : `${used} of ${part.budget}`);
     hide(row.meter, part.budget === undefined);
     style(row.fill, "width", `${share(part)}%`);
     text(peak, String(part.peak ?? ""));

@@ -6,11 +6,13 @@ function gib(mib) {
   return String(number < 100 ? +number.toFixed(1) : Math.round(number));
 }
 
-/** MiB as people say it: 5.6 GiB. */
-export const memory = (mib) => (mib === null || mib === undefined ? "?" : `${gib(mib)} GiB`);
+/** MiB as people say it: 5.6 GiB; "?" if it is unknown. */
+export const memory = (mib) => (isKnown(mib) ? `${gib(mib)} GiB` : "?");
 
 /** What is used of something, both in MiB: 2.8 of 80 GiB. */
-export const memoryOf = (used, total) => `${gib(used)} of ${memory(total)}`;
+export const memoryOf = (used, total) => `${isKnown(used) ? gib(used) : "?"} of ${memory(total)}`;
+
+const isKnown = (number) => number !== null && number !== undefined;
 
 /** Seconds as the command line writes ages: 42s, 5m, 2h10m, 4d2h. */
 export function duration(seconds) {
