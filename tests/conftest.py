@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,24 @@ set_hypothesis_home_dir(Path(__file__).resolve().parent.parent / ".cache/hypothe
 
 #: What a test does that starts a process or can be reached from another one, as sys.addaudithook names it.
 _NOT_QUICK = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "socket.bind", "socket.connect"}
+
+
+#: Tests whose processes are measured, too, which costs 0.1 s for each process. What the processes of other
+#: tests run is covered by these, or by a test that runs it in its own process.
+_MEASURED = (
+    "tests/integration/test_cli_running.py",
+    "tests/integration/test_daemon_",
+    "tests/integration/test_leases.py",
+    "tests/integration/test_leases_owners.py",
+    "tests/integration/test_metrics.py",
+    "tests/integration/test_restore.py",
+    "tests/integration/test_screens.py",
+    "tests/integration/test_web.py",
+    "tests/packaging/test_purge.py",
+    "tests/unit/cli/test_common.py",
+    "tests/unit/cli/test_events.py",
+    "tests/unit/cli/test_run.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +60,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("processes")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def coverage_variables() -> dict[str, str]:
+    """Remove the variables that make each process of this Python measure its coverage; return them."""
+    return {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("COVERAGE_")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured(request: pytest.FixtureRequest, coverage_variables: dict[str, str]) -> Iterator[None]:
+    if request.node.nodeid.startswith(_MEASURED):
+        os.environ.update(coverage_variables)
+    yield
+    for name in coverage_variables:
+        os.environ.pop(name, None)
 
 
 def _interrupt(number: int, _: object, pid: int = os.getpid()) -> None:

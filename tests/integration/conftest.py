@@ -53,13 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def without_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the coverage of what the test starts unmeasured: it would be most of what that does."""
-    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
 def host(make_host: MakeHost, request: pytest.FixtureRequest) -> SimHost:
     """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`."""
     mark = request.node.get_closest_marker("gpus")

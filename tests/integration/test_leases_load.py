@@ -111,7 +111,6 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         after = answer["events"][-1]["id"]
 
 
-@pytest.mark.usefixtures("without_coverage")
 def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:

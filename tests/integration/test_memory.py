@@ -80,7 +80,6 @@ def server(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Server]:
         yield Server(pid, connect)
 
 
-@pytest.mark.usefixtures("without_coverage")
 @pytest.mark.parametrize("server", _TARGETS, indirect=True)
 def test_a_server_does_not_grow_with_its_requests(server: Server, request: pytest.FixtureRequest) -> None:
     targets = _TARGETS[request.node.callspec.params["server"]]

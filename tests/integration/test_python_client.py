@@ -117,7 +117,6 @@ def test_a_package_that_is_only_imported_loads_nothing_of_the_client() -> None:
         yunion_mps.Cliemt  # type: ignore[attr-defined] # noqa: B018
 
 
-@pytest.mark.usefixtures("without_coverage")  # which loads some of them
 def test_the_blocking_client_loads_nothing_that_only_others_need() -> None:
     code = "import sys; from yunion_mps import Client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

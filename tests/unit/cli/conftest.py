@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import yaml
+from yunion_mps.cli.output import is_utf8
+from yunion_mps.cli.root import run
 from yunion_mps.models import Snapshot
 
 from unit.http import snapshots
@@ -29,6 +32,10 @@ from waiting import readable
 PROGRAM = str(Path(sys.executable).with_name("yunion-mps"))
 
 Serve = Callable[[Snapshot], "Cli"]
+
+# The result is cached, and this process may have another locale than `Cli.env`.
+with mock.patch("yunion_mps.host.proc.environment_of", return_value={"LC_ALL": "C.UTF-8"}):
+    assert is_utf8()
 
 
 class Done(NamedTuple):
@@ -42,11 +49,11 @@ class Done(NamedTuple):
 class Cli:
     """Runs yunion-mps on a host with this root, and perhaps a server."""
 
-    def __init__(
-        self, root: str, host: ServerHost | None = None, program: Sequence[str] = (PROGRAM,)
-    ) -> None:
+    #: What is run as a process.
+    program: Sequence[str] = (PROGRAM,)
+
+    def __init__(self, root: str, host: ServerHost | None = None) -> None:
         self.root = root
-        self._program = program
         self._host = host
         self.env = {**os.environ, "YUNION_MPS_ROOT": root, "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
         self.env.pop("YUNION_MPS_DEVICE", None)
@@ -60,10 +67,25 @@ class Cli:
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": self.env}
         return subprocess.Popen(
-            [*self._program, *arguments], text=True, encoding="utf-8", **{**settings, **options}
+            [*self.program, *arguments], text=True, encoding="utf-8", **{**settings, **options}
         )
 
-    def __call__(self, *arguments: str, **options: Any) -> Done:
+    def __call__(self, *arguments: str) -> Done:
+        """How a command ends. It runs in this process: starting another one takes many times as long."""
+        with ExitStack() as stack:
+            out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            stack.enter_context(mock.patch.dict(os.environ, self.env, clear=True))
+            # A command that executes another program needs `process`: here that would end the tests.
+            stack.enter_context(mock.patch.multiple(os, execve=None, execvpe=None))
+            stack.enter_context(mock.patch.object(sys, "argv", ["yunion-mps", *arguments]))
+            stack.enter_context(mock.patch.object(sys, "stdin", stack.enter_context(open(os.devnull))))
+            code = run()
+            return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+    def process(self, *arguments: str, **options: Any) -> Done:
+        """How a command ends that runs in a process of its own, as users run it."""
         with self.start(*arguments, **options) as process:
             out, err = process.communicate(timeout=PATIENCE_S)
         assert "Traceback" not in (err or "")

@@ -199,6 +199,12 @@ _ON_HOST = (
 )
 
 
+class ProgramAtThatMoment(Cli):
+    """Always runs in a process of its own."""
+
+    __call__ = Cli.process
+
+
 @contextmanager
 def golden_host() -> Iterator[Cli]:
     """The command line on that host."""
@@ -239,8 +245,9 @@ def golden_host() -> Iterator[Cli]:
         )
         for ago_s, event in _EVENTS:
             host.record(event, NOW_S - ago_s)
-        program = ["unshare", "--mount", "sh", "-c", _ON_HOST, str(sim.root), sys.executable, "-c", PROGRAM]
-        cli = Cli("/mnt", host, program)
+        cli = ProgramAtThatMoment("/mnt", host)
+        python = (sys.executable, "-c", PROGRAM)
+        cli.program = ("unshare", "--mount", "sh", "-c", _ON_HOST, str(sim.root), *python)
         cli.env.update(TZ="UTC", LD_LIBRARY_PATH="/mnt/lib", PATH="/usr/sbin:/usr/bin:/sbin:/bin")
         yield cli
 

@@ -125,7 +125,7 @@ def test_the_other_shells_are_offered_devices_too(cli: Cli, shell: str) -> None:
         "COMP_WORDS": "yunion-mps show 00:06.0-3",
         "COMP_CWORD": "00:06.0-3" if shell == "fish" else "2",
     }
-    done = cli(env=env)
+    done = cli.process(env=env)
     assert (done.code, done.err) == (0, "")
     expected = "plain,00:06.0-3\n" if shell == "fish" else "plain\n00:06.0-3\n_\n"
     assert done.out == expected

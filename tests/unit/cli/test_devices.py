@@ -232,8 +232,8 @@ def test_a_device_is_shown_by_address_id_or_a_unique_beginning(cli: Cli, name: s
 
 def test_within_a_job_its_own_device_is_shown(cli: Cli) -> None:
     env = {**cli.env, "YUNION_MPS_DEVICE": "00:06.0-1"}
-    assert cli("show", env=env) == (0, cli.good("show", "00:06.0-1"), "")
-    assert cli("show", "00:06.0-2", env=env) == (0, cli.good("show", "00:06.0-2"), "")
+    assert cli.process("show", env=env) == (0, cli.good("show", "00:06.0-1"), "")
+    assert cli.process("show", "00:06.0-2", env=env) == (0, cli.good("show", "00:06.0-2"), "")
 
 
 def test_programs_read_a_device_with_what_belongs_together_or_in_lines(cli: Cli) -> None:

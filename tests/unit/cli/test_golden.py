@@ -142,7 +142,7 @@ def test_a_command_asks_what_was_reviewed(host: Cli, command: str) -> None:
     for answer in ("n", "y"):
         code, printed = host.answered(f"{answer}\n".encode(), *words, columns=80)
         text += f"==> {command} (answered {answer}) <==\n{shown(Done(code, printed, ''))}\n"
-    text += f"==> {command} (without a terminal) <==\n{shown(host(*words, stdin=subprocess.DEVNULL))}"
+    text += f"==> {command} (without a terminal) <==\n{shown(host.process(*words, stdin=subprocess.DEVNULL))}"
     compare(f"{name_of(command)}.txt", text)
 
 

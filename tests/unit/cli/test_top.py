@@ -228,7 +228,7 @@ def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
     ours, theirs = pty.openpty()
     stdin, stdout = theirs if keys else subprocess.DEVNULL, theirs if screen else subprocess.PIPE
     try:
-        done = own("top", stdin=stdin, stdout=stdout, env={**own.env, "TERM": term})
+        done = own.process("top", stdin=stdin, stdout=stdout, env={**own.env, "TERM": term})
     finally:
         os.close(ours)
         os.close(theirs)

@@ -206,7 +206,7 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
     for name in arguments:
         path += f" {name}" if name in (*COMMANDS, "check", "take", "terminate") else ""
     told = f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n"
-    assert alone(*arguments, stdin=subprocess.DEVNULL) == (2, "", told)
+    assert alone.process(*arguments, stdin=subprocess.DEVNULL) == (2, "", told)
 
 
 @pytest.mark.parametrize("command", [*ASKING, ["list", "-o", "json"], *TELLING], ids=" ".join)
@@ -255,11 +255,11 @@ def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("command", WRITING, ids=" ".join)
 def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str], stream: str) -> None:
     if stream == "closed":
-        done = cli(*command, stdout=None, preexec_fn=lambda: os.close(1))
+        done = cli.process(*command, stdout=None, preexec_fn=lambda: os.close(1))
         why = "standard output is closed"
     else:
         with open(stream, "w") as full:
-            done = cli(*command, stdout=full)
+            done = cli.process(*command, stdout=full)
         why = "No space left on device"
     wrong = f"yunion-mps: the output cannot be written: {why}\nyunion-mps: check its destination: df\n"
     assert (done.code, done.err) == (1, wrong)
@@ -272,10 +272,10 @@ def test_the_exit_status_is_right_even_if_errors_cannot_be_written(
 ) -> None:
     expected = 1 if arguments[0] == "show" else 2
     if stream == "closed":
-        done = cli(*arguments, stderr=None, preexec_fn=lambda: os.close(2))
+        done = cli.process(*arguments, stderr=None, preexec_fn=lambda: os.close(2))
     else:
         with open(stream, "w") as full:
-            done = cli(*arguments, stderr=full)
+            done = cli.process(*arguments, stderr=full)
     assert done.code == expected
 
 
@@ -284,7 +284,7 @@ def test_a_reader_that_has_enough_is_no_error(cli: Cli, command: list[str]) -> N
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        done = cli(*command, stdout=pipe)
+        done = cli.process(*command, stdout=pipe)
     assert (done.code, done.err) == (0, "")
 
 
