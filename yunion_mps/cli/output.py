@@ -30,12 +30,11 @@ _COMMAND = re.compile(
 #: Stands for a space at which no line is broken; no text has it once it is printable.
 _KEPT_SPACE = "\0"
 
-Row = Sequence[object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 #: A record's value in a column: its key in the record, or a function of the record.
-Value = Union[str, int, Callable[[Any], object]]
+ColumnValue = Union[str, int, Callable[[Any], object]]
 
 
 class Column(NamedTuple):
@@ -47,12 +46,12 @@ class Column(NamedTuple):
     """
 
     header: str
-    value: Value
+    value: ColumnValue
     numeric: bool = False
     least: int = 0
     drop: int = 0
     wide: bool = False
-    short: Value | None = None
+    short: ColumnValue | None = None
 
 
 def output_option(function: F, formats: Sequence[str] = FORMATS) -> F:
@@ -73,7 +72,7 @@ def fields(answer: Mapping[str, object], names: Iterable[str]) -> list[object]:
 
 
 def show(
-    value: Any, output: str, header: Sequence[str], rows: Sequence[Row], table: Callable[[], str]
+    value: Any, output: str, header: Sequence[str], rows: Sequence[Sequence[object]], table: Callable[[], str]
 ) -> None:
     """Print `value` as JSON or YAML, the rows with their header as CSV, or the output of `table`."""
     if output == "json":
@@ -108,7 +107,7 @@ def _is_printable(text: str) -> bool:
     return text.replace("\n", "").isprintable()
 
 
-def csv_rows(rows: Iterable[Row]) -> str:
+def csv_rows(rows: Iterable[Sequence[object]]) -> str:
     """Format the rows as CSV, without a header."""
     import csv
     import io
@@ -196,7 +195,7 @@ def table(
     return "\n".join(lines) + "\n"
 
 
-def _cell_text(value: Value, record: Any) -> str:
+def _cell_text(value: ColumnValue, record: Any) -> str:
     found = value(record) if callable(value) else record[value]
     return ("yes" if found else "no") if isinstance(found, bool) else cell(found)
 

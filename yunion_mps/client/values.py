@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from yunion_mps import answers  # noqa: F401 - the types in quotes, whose import takes 3 ms
 
 AnswerT = TypeVar("AnswerT")
-ValueT = TypeVar("ValueT", bound="Value[Any]")
+ValueT = TypeVar("ValueT", bound="AnswerValue[Any]")
 
 
-class Value(Generic[AnswerT]):
+class AnswerValue(Generic[AnswerT]):
     """A frozen value, made from an answer of the daemon."""
 
     @classmethod
@@ -52,7 +52,7 @@ def _maker(kind: Any) -> Callable[[Any], Any]:
         return lambda json: tuple(map(make, json))
     if kind is datetime:
         return lambda json: datetime.fromtimestamp(seconds(json), timezone.utc)
-    if not issubclass(get_origin(kind) or kind, Value):
+    if not issubclass(get_origin(kind) or kind, AnswerValue):
         return lambda json: json
     parts = [(name, member, _maker(type_)) for name, (member, type_) in members(kind).items()]
     return lambda json: kind(**{name: _made(make, json, member) for name, member, make in parts})
@@ -69,7 +69,7 @@ def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) ->
 
 
 @dataclass(frozen=True)
-class PcieLink(Value["answers.PcieLink"]):
+class PcieLink(AnswerValue["answers.PcieLink"]):
     """The best PCI Express link that a GPU supports."""
 
     lane_width: int
@@ -79,7 +79,7 @@ class PcieLink(Value["answers.PcieLink"]):
 
 
 @dataclass(frozen=True)
-class Device(Value["answers.Device"]):
+class Device(AnswerValue["answers.Device"]):
     """One MPS device: a share of a GPU. `memory_mib` is its budget, `lease` its lease's id."""
 
     id: str
@@ -111,7 +111,7 @@ class DeviceDetails(Device):
 
 
 @dataclass(frozen=True)
-class Gpu(Value["answers.Gpu"]):
+class Gpu(AnswerValue["answers.Gpu"]):
     """One physical GPU. `memory_free_mib` is None unless its memory is handed out in units.
 
     `utilization` is the percentage of the time in which kernels ran.
@@ -145,7 +145,7 @@ class Gpu(Value["answers.Gpu"]):
 
 
 @dataclass(frozen=True)
-class Domain(Value["answers.Domain"]):
+class Domain(AnswerValue["answers.Domain"]):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
     name: str
@@ -164,7 +164,7 @@ class Domain(Value["answers.Domain"]):
 
 
 @dataclass(frozen=True)
-class Driver(Value["answers.Driver"]):
+class Driver(AnswerValue["answers.Driver"]):
     """The NVIDIA driver; None if it was not read."""
 
     version: Optional[str]
@@ -172,7 +172,7 @@ class Driver(Value["answers.Driver"]):
 
 
 @dataclass(frozen=True)
-class DeviceCounts(Value["answers.DeviceCounts"]):
+class DeviceCounts(AnswerValue["answers.DeviceCounts"]):
     """How many devices there are; a used one is leased, or a process uses it without a lease."""
 
     total: int
@@ -184,7 +184,7 @@ class DeviceCounts(Value["answers.DeviceCounts"]):
 
 
 @dataclass(frozen=True)
-class GpuCounts(Value["answers.GpuCounts"]):
+class GpuCounts(AnswerValue["answers.GpuCounts"]):
     """How many GPUs there are."""
 
     total: int
@@ -192,7 +192,7 @@ class GpuCounts(Value["answers.GpuCounts"]):
 
 
 @dataclass(frozen=True)
-class StatusWarning(Value["answers.StatusWarning"]):
+class StatusWarning(AnswerValue["answers.StatusWarning"]):
     """Something that an operator must know although everything runs."""
 
     code: str
@@ -201,7 +201,7 @@ class StatusWarning(Value["answers.StatusWarning"]):
 
 
 @dataclass(frozen=True)
-class Status(Value["answers.Status"]):
+class Status(AnswerValue["answers.Status"]):
     """The state of the GPUs, control daemons and devices; jobs over budget or outside MPS do not count."""
 
     state: str
@@ -219,7 +219,7 @@ class Status(Value["answers.Status"]):
 
 
 @dataclass(frozen=True)
-class Event(Value["answers.Event"]):
+class Event(AnswerValue["answers.Event"]):
     """Something that changed, why, and what that means for devices and jobs."""
 
     id: int
@@ -234,7 +234,7 @@ class Event(Value["answers.Event"]):
 
 
 @dataclass(frozen=True)
-class HolderFields(Value["answers.HolderFields"]):
+class HolderFields(AnswerValue["answers.HolderFields"]):
     """The holder of a lease, or of a queued request."""
 
     pid: Optional[int]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from yunion_mps.containers.spec import VERSION, Edits, Entry, Node, Nvidia
+from yunion_mps.containers.spec import VERSION, DeviceNode, Edits, Entry, Nvidia
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
@@ -30,12 +30,12 @@ _WITH_GROUPS = (0, 7, 0)
 _Fields = Mapping[str, Callable[[Any], object]]
 
 
-def driver_nodes(paths: Paths) -> tuple[Node, ...]:
+def driver_nodes(paths: Paths) -> tuple[DeviceNode, ...]:
     """The driver's nodes that exist; an engine refuses to start a container with a missing one."""
     return _existing(paths, _DRIVER_NODES)
 
 
-def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[Node, ...]]:
+def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[DeviceNode, ...]]:
     """The nodes of each GPU (by UUID) that exist."""
     return {
         gpu.uuid: _existing(paths, (f"nvidia{gpu.minor}",))
@@ -44,8 +44,8 @@ def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[Node, ...]]:
     }
 
 
-def _existing(paths: Paths, names: Sequence[str]) -> tuple[Node, ...]:
-    nodes = [Node(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
+def _existing(paths: Paths, names: Sequence[str]) -> tuple[DeviceNode, ...]:
+    nodes = [DeviceNode(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
     return tuple(node for node in nodes if _is_device(node.host_path))
 
 

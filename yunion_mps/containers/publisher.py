@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.containers import nvidia
-from yunion_mps.containers.spec import HostFiles, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import DeviceNode, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
@@ -81,8 +81,8 @@ class _Inputs(NamedTuple):
     domains: tuple[DomainPlan, ...]
     parked: tuple[DomainPlan, ...]
     gpus: tuple[Gpu, ...]
-    nodes: tuple[Node, ...]
-    gpu_nodes: dict[str, tuple[Node, ...]]
+    nodes: tuple[DeviceNode, ...]
+    gpu_nodes: dict[str, tuple[DeviceNode, ...]]
     nvidia: tuple[str, FileVersion] | None
 
 

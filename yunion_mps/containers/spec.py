@@ -24,7 +24,7 @@ _HOOK_TIMEOUT_S = 30
 _SHARED_MEMORY = "/dev/shm"
 
 
-class Node(NamedTuple):
+class DeviceNode(NamedTuple):
     path: str
     host_path: str
 
@@ -48,7 +48,7 @@ class Edits(NamedTuple):
             self.additional_gids + others.additional_gids,
         )
 
-    def with_nodes(self, nodes: Iterable[Node]) -> Edits:
+    def with_nodes(self, nodes: Iterable[DeviceNode]) -> Edits:
         """Add the nodes that are missing."""
         known = {node["path"] for node in self.device_nodes}
         added: list[Entry] = []
@@ -85,8 +85,8 @@ class HostFiles(NamedTuple):
     with `hook_environment`. `nvidia` is None if NVIDIA's toolkit has made no specification.
     """
 
-    nodes: Sequence[Node] = ()
-    gpu_nodes: Mapping[str, Sequence[Node]] = {}
+    nodes: Sequence[DeviceNode] = ()
+    gpu_nodes: Mapping[str, Sequence[DeviceNode]] = {}
     hook: str = "/usr/bin/yunion-mps"
     hook_environment: Mapping[str, str] = {}
     nvidia: Nvidia | None = None

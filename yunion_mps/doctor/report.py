@@ -48,7 +48,7 @@ def checks(
     return (*HOST_CHECKS, *more)
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     check: str
     finding: Finding
 
@@ -56,7 +56,7 @@ class Line(NamedTuple):
 class Report(NamedTuple):
     """All lines, the worst first."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ReportLine, ...]
 
     @property
     def state(self) -> str:
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 def run(checks: Sequence[Check], host: Host) -> Report:
     running = [_CheckRun(check, host) for check in checks]
-    lines = [Line(run.check.name, finding) for run in running for finding in run.findings()]
+    lines = [ReportLine(run.check.name, finding) for run in running for finding in run.findings()]
     levels = list(NAGIOS_CODES)
     return Report(tuple(sorted(lines, key=lambda line: levels.index(line.finding.level))))
 

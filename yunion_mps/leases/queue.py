@@ -17,7 +17,7 @@ from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 
 
-class Answer(NamedTuple):
+class QueueAnswer(NamedTuple):
     """The answer to a queued request: its new lease, which equal requests share."""
 
     lease: Lease

@@ -18,7 +18,7 @@ from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.candidates import Candidates, candidates_of
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import Answer, Queue
+from yunion_mps.leases.queue import Queue, QueueAnswer
 from yunion_mps.leases.request import (
     LeaseRequest,
     QueuedRequest,
@@ -71,7 +71,7 @@ class LeaseService:
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
         #: The answers to queued requests, by position.
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[QueueAnswer]] = {}
         self._known, self._known_version = Candidates(), -1
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
@@ -130,7 +130,7 @@ class LeaseService:
                 continue
             equal = self.queue.remove_answered(lease)
             for request in (queued, *equal):
-                self._answers[request.position].set_result(Answer(lease, request is queued, bool(equal)))
+                self._answers[request.position].set_result(QueueAnswer(lease, request is queued, bool(equal)))
 
     # -- use cases
 
@@ -226,9 +226,9 @@ class LeaseService:
 
     # -- requests
 
-    async def _answered(self, queued: QueuedRequest, wait_s: float) -> Answer:
+    async def _answered(self, queued: QueuedRequest, wait_s: float) -> QueueAnswer:
         """Queue the request and wait; returns its answer, or raises YunionError."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[QueueAnswer] = asyncio.get_running_loop().create_future()
         self._answers[queued.position] = answer
         self.queue.add(queued)
         self.serve()

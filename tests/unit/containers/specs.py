@@ -10,7 +10,7 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
-from yunion_mps.containers.spec import HostFiles, Node, devices_spec
+from yunion_mps.containers.spec import DeviceNode, HostFiles, devices_spec
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40
@@ -25,10 +25,13 @@ _KIND = re.compile(
     r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*/[A-Za-z][A-Za-z0-9_-]*[A-Za-z0-9]"
 )
 
-NODES = (Node("/dev/nvidiactl", "/dev/nvidiactl"), Node("/dev/nvidia-uvm", "/dev/nvidia-uvm"))
+NODES = (DeviceNode("/dev/nvidiactl", "/dev/nvidiactl"), DeviceNode("/dev/nvidia-uvm", "/dev/nvidia-uvm"))
 HOST = HostFiles(
     NODES,
-    {str(gpu.uuid): (Node(f"/dev/nvidia{gpu.minor}", f"/dev/nvidia{gpu.minor}"),) for gpu in (P40, H100)},
+    {
+        str(gpu.uuid): (DeviceNode(f"/dev/nvidia{gpu.minor}", f"/dev/nvidia{gpu.minor}"),)
+        for gpu in (P40, H100)
+    },
 )
 
 

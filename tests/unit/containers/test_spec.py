@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.spec import Edits, HostFiles, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import DeviceNode, Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
@@ -109,7 +109,7 @@ def test_a_host_without_devices_has_no_specification() -> None:
 
 
 def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
-    host = HostFiles(gpu_nodes={str(P40.uuid): (Node("/dev/nvidia0", "/root/dev/nvidia0"),)})
+    host = HostFiles(gpu_nodes={str(P40.uuid): (DeviceNode("/dev/nvidia0", "/root/dev/nvidia0"),)})
     edits = edits_of(spec_of(reference(), host), "00:06.0-0")
     assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/root/dev/nvidia0"}]
 
