@@ -45,7 +45,8 @@ yunion_mps_up 0
 #: A proxy may have a shorter timeout than the daemon's 60 s.
 _MAX_WAIT_S = 25
 _ANSWER_S = 10.0
-_MAX_EVENTS = 200
+#: The parameters of requests for events that are relayed, with their maximums.
+_EVENT_MAXIMUMS = {"after": MAX_NUMBER, "limit": 200, "wait_s": _MAX_WAIT_S}
 _INDEX = "index.html"
 _KINDS = {
     "html": "text/html; charset=utf-8",
@@ -67,17 +68,15 @@ _HEADERS = (
 )
 
 
-def _with_maximums(operation: Operation[Any], **maximum: int) -> tuple[Parameter, ...]:
-    """Return the named parameters of the operation, with these maximums and no defaults."""
-    parameters = {parameter.name: parameter for parameter in operation.query_parameters}
-    return tuple(parameters[name]._replace(maximum=most, default=None) for name, most in maximum.items())
-
-
 #: Requests that are relayed to the daemon: the operation and its allowed parameters, by path.
 _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     GET_EVENTS.path: (
         GET_EVENTS,
-        _with_maximums(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait_s=_MAX_WAIT_S),
+        tuple(
+            parameter._replace(maximum=_EVENT_MAXIMUMS[parameter.name], default=None)
+            for parameter in GET_EVENTS.query_parameters
+            if parameter.name in _EVENT_MAXIMUMS
+        ),
     ),
     GET_USAGE.path: (
         GET_USAGE,

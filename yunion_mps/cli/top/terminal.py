@@ -16,6 +16,7 @@ import tty
 from types import FrameType
 
 from yunion_mps.cli.top.frame import Line
+from yunion_mps.host.processes import readable
 
 #: Switch to the alternate screen without a cursor, and back.
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
@@ -30,7 +31,7 @@ _KEYS = {
 }  # fmt: skip
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z]|[0-9]*~)|\x1b[\[O]?[0-9;]*$|\x1b|[^\x1b]")
 #: How long the rest of a key's sequence may take on a slow line.
-_REST_OF_KEY_MS = 100
+_REST_OF_KEY_S = 0.1
 
 
 class WakeUp:
@@ -141,17 +142,12 @@ class Terminal:
         self._typed += piece
         found = []
         while match := _KEY.match(self._typed):
-            if match.end() == len(self._typed) and _is_begun(match[0]) and self._more_comes():
+            if match.end() == len(self._typed) and _is_begun(match[0]) and readable(self._in, _REST_OF_KEY_S):
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
             found.append(_key_name(match[0]))
         return [key for key in found if key]
-
-    def _more_comes(self) -> bool:
-        poll = select.poll()
-        poll.register(self._in, select.POLLIN)
-        return bool(poll.poll(_REST_OF_KEY_MS))
 
     def _encoded(self, line: Line, columns: int) -> bytes:
         width, pieces = 0, []
