@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import KEYS
-from yunion_mps.fields import EVENT_KINDS, SEVERITIES
+from yunion_mps.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.models import Event
 from yunion_mps.mps.domain import Domain

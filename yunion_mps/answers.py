@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from yunion_mps import fields
+from yunion_mps import enums
 from yunion_mps.fields import (
     Count,
     DeviceAddress,
@@ -62,7 +62,7 @@ class Device(TypedDict):
     mps_thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]
     gpu_uuid: str
     state: Annotated[
-        str, Field("Whether it can be used now.", enum=[fields.AVAILABLE, fields.UNAVAILABLE, fields.PENDING])
+        str, Field("Whether it can be used now.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.PENDING])
     ]
     reason: Annotated[str, Field("Why it is not available, or which leases a pending one waits for.")]
     reason_code: ReasonCode
@@ -116,7 +116,7 @@ class Gpu(TypedDict):
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
     devices: Annotated[Count, Field("How many devices it is divided into.")]
     state: Annotated[
-        str, Field("Whether it serves devices.", enum=[fields.AVAILABLE, fields.UNAVAILABLE, fields.NOT_USED])
+        str, Field("Whether it serves devices.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.NOT_USED])
     ]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode
@@ -134,7 +134,7 @@ class Domain(TypedDict):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
     name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
-    state: Annotated[str, Field(enum=fields.DOMAIN_STATES)]
+    state: Annotated[str, Field(enum=enums.DOMAIN_STATES)]
     reason: Annotated[str, Field("Why it is not ready; empty if it is.")]
     reason_code: ReasonCode
     pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
@@ -188,7 +188,7 @@ class Status(TypedDict):
     """The state of the GPUs, control daemons and devices; jobs over budget or outside MPS do not count."""
 
     state: Annotated[
-        str, Field("`degraded`: something is not ready; `failed`: nothing is.", enum=fields.HOST_STATES)
+        str, Field("`degraded`: something is not ready; `failed`: nothing is.", enum=enums.HOST_STATES)
     ]
     notice: Annotated[str, Field("Why the host offers no devices; empty if it does.")]
     notice_code: ReasonCode
@@ -208,8 +208,8 @@ class Event(TypedDict):
 
     id: Annotated[int, Field("Increasing, and never reused.", minimum=1)]
     time: Time
-    severity: Annotated[str, Field(enum=fields.SEVERITIES)]
-    kind: Annotated[str, Field("What it is about.", enum=fields.EVENT_KINDS)]
+    severity: Annotated[str, Field(enum=enums.SEVERITIES)]
+    kind: Annotated[str, Field("What it is about.", enum=enums.EVENT_KINDS)]
     subject: Annotated[str, Field("The name of what changed.")]
     what: str
     cause: Annotated[str, Field("Empty if unknown.")]
@@ -363,7 +363,7 @@ class LeaseRecord(HolderFields):
     thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]
-    binding: Annotated[str, Field("What ends it.", enum=fields.BINDINGS)]
+    binding: Annotated[str, Field("What ends it.", enum=enums.BINDINGS)]
     expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]

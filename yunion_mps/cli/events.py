@@ -21,7 +21,7 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.client.retry import follow_events
 from yunion_mps.client.transport import BlockingTransport, iterate_blocking
-from yunion_mps.fields import EVENT_KINDS
+from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
+from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.fields import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, TERMINATE_CLIENT
 from yunion_mps.overview.findings import HostFinding, by_severity, folded, of_devices, of_uses, with_hints

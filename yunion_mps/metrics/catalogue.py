@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.fields import (
+from yunion_mps.enums import (
     AVAILABLE,
     BINDINGS,
     EVENT_KINDS,

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__, reasons
-from yunion_mps.fields import SERVER_FAULT
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, gpu_of
 from yunion_mps.reasons import hint_of
 from yunion_mps.units import count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.fields import UNAVAILABLE
+from yunion_mps.enums import UNAVAILABLE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient

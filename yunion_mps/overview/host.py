@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.fields import PENDING, UNAVAILABLE
+from yunion_mps.enums import PENDING, UNAVAILABLE
 from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded, with_hints
 from yunion_mps.overview.holdings import (
     ID_LENGTH,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.containers.lookup import Containers
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.fields import SERVER_FAULT
 from yunion_mps.host.proc import (
     command_of,
     is_kernel_thread,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.fields import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
+from yunion_mps.enums import AVAILABLE, PENDING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
-from yunion_mps.fields import AVAILABLE, PENDING, UNAVAILABLE
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot

@@ -15,7 +15,7 @@ import pytest
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
 from yunion_mps.client import retry
-from yunion_mps.fields import EVENT_KINDS
+from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_LIMIT, MAX_NUMBER
 
 from unit.cli.conftest import Cli

@@ -15,6 +15,7 @@ ELSEWHERE = (
     "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.http.asynchronous",
+    "yunion_mps.fields",
     "yunion_mps.http.client",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.fields import UNAVAILABLE
+from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import Holding, is_memory_unknown
 from yunion_mps.overview.host import FREE, Answers, HostOverview, state_of
