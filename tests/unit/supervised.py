@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.host.processes import drive
+from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import scan
 from yunion_mps.models import Event, Snapshot
@@ -33,10 +33,10 @@ class _Polled:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self.descriptors = supervisor.descriptors
+        self.watched = supervisor.watched
 
-    def tick(self, now_s: float) -> float:
-        due_s = self._supervisor.tick(now_s)
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float:
+        due_s = self._supervisor.tick(now_s, readable)
         return now_s + 0.02 if due_s is None else min(due_s, now_s + 0.02)
 
 

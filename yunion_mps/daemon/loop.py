@@ -14,6 +14,7 @@ from yunion_mps.daemon.process import Signals, program
 from yunion_mps.daemon.watchdog import Watchdog
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway import publish_addresses, remove_addresses
+from yunion_mps.host.processes import Watchable
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
@@ -78,7 +79,7 @@ class _Loop:
         self._background: list[asyncio.Future[None]] = []
         #: Watches the descriptors of all domains, at a fifth of the cost of the event loop's own readers.
         self._watch = select.epoll()
-        self._watched: list[int] = []
+        self._watched: dict[Watchable, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
         self._is_tick_scheduled = False
@@ -139,7 +140,8 @@ class _Loop:
             is_reexec = await self._end
         finally:
             await cancel_all(tasks)
-            self._unwatch()
+            if self._timer:
+                self._timer.cancel()
             self._loop.remove_reader(self._watch.fileno())
             self._watch.close()
             self._loop.remove_reader(self._signals.fileno())
@@ -211,18 +213,20 @@ class _Loop:
     def _tick(self) -> None:
         """Tick the supervisor, then watch the descriptors and the time that it waits for."""
         self._is_tick_scheduled = False
-        self._unwatch()
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
         if self._end.done():
             return
-        due_s = self._due_s = self._supervisor.tick(self._loop.time())
+        found = {descriptor for descriptor, _ in self._watch.poll(0)}
+        readable = {one for one, descriptor in self._watched.items() if descriptor in found}
+        due_s = self._due_s = self._supervisor.tick(self._loop.time(), readable)
         if self._supervisor.fleet.take_poll_request():
             self._poll_now.set()
         if self._supervisor.stopping and self._supervisor.fleet.stopped:
             self._end.set_result(False)
             return
-        self._watched = self._supervisor.descriptors()
-        for descriptor in self._watched:
-            self._watch.register(descriptor, select.EPOLLIN)
+        self._update_watched()
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self._guarded, self._tick)
         self._leases.serve()  # the change may satisfy a queued request
@@ -244,15 +248,19 @@ class _Loop:
         late_s = 0.0 if self._due_s is None else self._loop.time() - self._due_s
         return f"supervision is {late_s:.0f} s late" if late_s > _LATE_S else ""
 
-    def _unwatch(self) -> None:
-        """Unregister every descriptor: the supervisor may close one, whose number may then be reused."""
-        for descriptor in self._watched:
+    def _update_watched(self) -> None:
+        """Watch what the supervisor waits for now.
+
+        The kernel forgets a descriptor that is closed, and its number may be used again. So what has a
+        descriptor is compared, not its number, and the old ones are unregistered first.
+        """
+        watched = {one: one.fileno() for one in self._supervisor.watched()}
+        for one in self._watched.keys() - watched.keys():
             with contextlib.suppress(OSError):  # it was closed
-                self._watch.unregister(descriptor)
-        self._watched = []
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
+                self._watch.unregister(self._watched[one])
+        for one in watched.keys() - self._watched.keys():
+            self._watch.register(watched[one], select.EPOLLIN)
+        self._watched = watched
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:

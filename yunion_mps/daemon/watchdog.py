@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _INTERVAL_S = 15.0
 #: How long the daemon's own answer may take.
 _ANSWER_S = 5.0
-_REQUEST = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+_REQUEST = b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 class Watchdog:
@@ -60,7 +60,7 @@ class Watchdog:
             except HostError as error:
                 return error.message
         try:
-            answer = await asyncio.wait_for(_request_status(self._paths.socket), _ANSWER_S)
+            answer = await asyncio.wait_for(_request_health(self._paths.socket), _ANSWER_S)
         except asyncio.TimeoutError:
             return f"the daemon's own socket does not answer within {_ANSWER_S:g} s"
         except OSError as error:
@@ -70,7 +70,7 @@ class Watchdog:
         return "" if answer.startswith(b"HTTP/1.1 ") else "the daemon's own socket does not answer"
 
 
-async def _request_status(path: str) -> bytes:
+async def _request_health(path: str) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(_REQUEST)

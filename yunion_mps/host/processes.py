@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from yunion_mps import reasons
@@ -237,37 +237,47 @@ def wake(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+class Watchable(Protocol):
+    """Something with a descriptor, such as a process, that becomes readable when there is something to do."""
+
+    def fileno(self) -> int: ...
+
+
 class Tickable(Protocol):
     """A state machine that never blocks."""
 
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when the next call is due at the latest."""
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
+        """Do what is due; return when the next call is due at the latest.
 
-    def descriptors(self) -> list[int]:
-        """Return the descriptors to watch for reading; they may change with every tick."""
+        `readable` are those of `watched()` that have become readable, None if that is unknown.
+        """
+
+    def watched(self) -> list[Watchable]:
+        """What to watch for reading; it may change with every tick."""
 
 
 def earliest(times_s: Iterable[float | None]) -> float | None:
     return min((time_s for time_s in times_s if time_s is not None), default=None)
 
 
-class Wakeup(Protocol):
+class Wakeup(Watchable, Protocol):
     """A descriptor that interrupts a wait, for example for a signal."""
-
-    def fileno(self) -> int: ...
 
     def clear(self) -> None: ...
 
 
 def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
     """Tick until `done`; used before asyncio is loaded, and by programs that do without it."""
+    readable: set[Watchable] | None = None
     while True:
         if wakeup:
             wakeup.clear()
-        due_s = driven.tick(time.monotonic())
+        due_s = driven.tick(time.monotonic(), readable)
         if done():
             return
         poll = select.poll()
-        for descriptor in [*driven.descriptors(), *([wakeup.fileno()] if wakeup else [])]:
+        watched = {one.fileno(): one for one in [*driven.watched(), *([wakeup] if wakeup else [])]}
+        for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
-        poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)
+        found = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)
+        readable = {watched[descriptor] for descriptor, _ in found}

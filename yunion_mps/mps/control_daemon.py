@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
-from yunion_mps.host.processes import Process, describe_exit, wake
+from yunion_mps.host.processes import Process, Watchable, describe_exit, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import startup
 from yunion_mps.mps.conversation import (
@@ -194,9 +194,9 @@ class ControlTask:
         self._conversation: Conversation | None = None
         self._probe: Probe | None = None
 
-    def descriptors(self) -> list[int]:
-        watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
-        return [*watched, self._conversation.fileno()] if self._conversation else watched
+    def watched(self) -> list[Watchable]:
+        watched: list[Watchable] = [self._probe] if self._probe and self._probe.is_connected else []
+        return [*watched, self._conversation] if self._conversation else watched
 
     def close(self) -> None:
         for part in (self._probe, self._conversation):

@@ -200,8 +200,8 @@ class Probe:
         self.began_s = now_s
         self.deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s
-        #: Whether the descriptor is to be watched, because it is connected.
-        self.watched = True
+        #: Whether its descriptor can become readable.
+        self.is_connected = True
         self._connection = _new_socket()
         try:
             self._connect(pipe_directory, pid)
@@ -213,7 +213,7 @@ class Probe:
         try:
             self._connection.connect(f"{pipe_directory}/control")
         except BlockingIOError:  # the queue of connections is full
-            self.watched = False
+            self.is_connected = False
             return
         except OSError as error:
             what = f"its socket in {pipe_directory} is gone ({error.strerror})"
@@ -229,7 +229,7 @@ class Probe:
 
     def poll(self, now_s: float) -> bool:
         """Whether the greeting has arrived; raises UnresponsiveError after the deadline."""
-        answer = self._receive() if self.watched else None
+        answer = self._receive() if self.is_connected else None
         if answer:
             return True
         if answer is not None:

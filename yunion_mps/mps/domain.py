@@ -1,7 +1,8 @@
 """A domain as a state machine that takes the time as a parameter and never blocks.
 
-`tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
-state changes only in `_change`. Every state that waits for something has a deadline.
+`tick` is called when it `is_due`: something of `watched()` is readable, the time that it returned has come,
+or one of the other methods has changed something. The state changes only in `_change`. Every state that waits
+for something has a deadline.
 
 New limits apply only to the next MPS server. So clients have the plan `in_effect` and should have the
 `desired` one; while the two differ in a serving domain, the change is pending.
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
-from yunion_mps.host.processes import earliest
+from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, Shutdown, Startup
 from yunion_mps.mps.conversation import UnresponsiveError
@@ -77,7 +78,7 @@ class Domain(StateMachine):
         #: Whether a compute mode of its GPUs will be restored once no server runs on them.
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
-        self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, changed)
+        self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, self._changed)
         self._task: ControlTask | None = None
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.
@@ -112,10 +113,10 @@ class Domain(StateMachine):
         has_its_gpus = set(self.in_effect.gpu_uuids) == set(plan.gpu_uuids)
         return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
-    def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading: the control daemon's pidfd, and pending answers."""
-        end = [self.control.process.fileno()] if self.control.has_process else []
-        return [*end, *self._task.descriptors()] if self._task else end
+    def watched(self) -> list[Watchable]:
+        """What to watch for reading: the control daemon's end, and pending answers."""
+        end: list[Watchable] = [self.control.process] if self.control.has_process else []
+        return [*end, *self._task.watched()] if self._task else end
 
     @property
     def is_occupied(self) -> bool:
@@ -206,10 +207,13 @@ class Domain(StateMachine):
 
     def drain(self, now_s: float, *, force: bool) -> None:
         """Shut down the servers that a change waits for: after their clients, with `force` at once."""
+        self._is_due = True
         self._rollover.request_end(now_s, force=force)
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
         """Note whether processes other than servers use its GPUs, by a poll of NVML begun at `polled_s`."""
+        # While it serves, the same answer again changes nothing.
+        self._is_due = self._is_due or in_use != self.in_use or self.state != READY
         self.in_use = in_use
         if polled_s is not None:
             self._polled_s = polled_s
@@ -221,15 +225,22 @@ class Domain(StateMachine):
 
     # -- time
 
+    def is_due(self, now_s: float, readable: Collection[Watchable]) -> bool:
+        """Whether a tick has something to do; dozens of domains usually have nothing."""
+        is_late = self.due_s is not None and now_s >= self.due_s
+        return self._is_due or is_late or any(one in readable for one in self.watched())
+
     def tick(self, now_s: float, find: FindProcesses = our_processes) -> float | None:
-        """Do what is due; return when to be called again at the latest, None to wait for a descriptor.
+        """Do what is due; return when to be called again at the latest, None to wait for what is watched.
 
         `find` lists our processes; dozens of domains share one search.
         """
+        self._is_due = False
         due_s = self._step(now_s)
         if self.state != STOPPED:
             due_s = earliest((due_s, self._rollover.tick(now_s, in_use=self.in_use, find=find)))
-        return due_s
+        self.due_s = now_s if self._is_due else due_s
+        return self.due_s
 
     def _step(self, now_s: float) -> float | None:
         if self.control.has_ended:

@@ -71,9 +71,17 @@ class StateMachine:
         self.since_s = 0.0
         #: How long it served the last time.
         self.served_s = 0.0
+        #: When it is to be ticked at the latest, None to wait for what it watches, and whether it is at once,
+        #: because something has changed since the last tick.
+        self.due_s: float | None = None
+        self._is_due = True
         self._name = name
         self._emit = emit
-        self._changed = changed
+        self._notify = changed
+
+    def _changed(self) -> None:
+        self._is_due = True
+        self._notify()
 
     def _change(self, state: str, now_s: float, text: str, code: str = "") -> None:
         """The only place that changes the state; without a `code`, the reason has the state's."""

@@ -6,11 +6,12 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Collection
 
 from yunion_mps.config import load
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of
-from yunion_mps.host.processes import drive, earliest
+from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
@@ -115,13 +116,14 @@ class _Cleanup:
         domain.stop(now_s, timeout_s=timeout_s)
         self._domains.append(domain)
 
-    def tick(self, now_s: float) -> float | None:
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
         """Do what is due; return when to be called again at the latest."""
+        del readable  # dozens of domains at a time are rare here
         times_s = [domain.tick(now_s) for domain in self._domains]
         return earliest([*times_s, *(orphans.tick(now_s, in_use=None) for orphans in self._orphans)])
 
-    def descriptors(self) -> list[int]:
-        return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
+    def watched(self) -> list[Watchable]:
+        return [one for domain in self._domains for one in domain.watched()]
 
     @property
     def ended(self) -> bool:

@@ -8,10 +8,11 @@ long.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
-from yunion_mps.host.processes import earliest
+from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.models import Config, Inventory, Snapshot
 from yunion_mps.mps.domain import Domain
@@ -85,13 +86,16 @@ class Supervisor:
             raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
         self.fleet.refuse_if_not_recorded()
 
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due in every domain; return when to be called again at the latest."""
-        return earliest((self.fleet.tick(now_s), self.jobs.tick(now_s)))
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
+        """Do what is due in every domain; return when to be called again at the latest.
 
-    def descriptors(self) -> list[int]:
-        """Return the descriptors to watch for reading; ask again after every tick."""
-        return [descriptor for domain in self.domains for descriptor in domain.descriptors()]
+        `readable` are those of `watched()` that have become readable, None if that is unknown.
+        """
+        return earliest((self.fleet.tick(now_s, readable), self.jobs.tick(now_s)))
+
+    def watched(self) -> list[Watchable]:
+        """Return what to watch for reading; ask again after every tick."""
+        return [one for domain in self.domains for one in domain.watched()]
 
     def stop(self, now_s: float, *, spare_adopted: bool = False) -> None:
         """Begin to stop every domain; `spare_adopted` leaves adopted control daemons running."""

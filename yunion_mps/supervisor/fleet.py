@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from yunion_mps import reasons
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
-from yunion_mps.host.processes import earliest, refuse_if_no_process_can_start
+from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.domain import Domain
@@ -92,14 +92,16 @@ class Fleet:
         self.blocked = left
         self._advance(now_s)
 
-    def tick(self, now_s: float) -> float | None:
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
         """Do what is due in every domain; return when the next call is due at the latest."""
         find = functools.lru_cache(our_processes)
-        times_s = [domain.tick(now_s, find) for domain in self.domains]
+        for domain in self.domains:
+            if readable is None or domain.is_due(now_s, readable):
+                domain.tick(now_s, find)
         if self._advance(now_s):
             return now_s
         self._records.write(self.domains)
-        return earliest(times_s)
+        return earliest(domain.due_s for domain in self.domains)
 
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
         """Begin to stop every domain, and start no others."""
@@ -197,11 +199,13 @@ class Fleet:
 
         A lost GPU is not surplus: it keeps its place in case it returns.
         """
+        if domain.state != READY or domain.desired == domain.in_effect:
+            return False
         desired, served = set(domain.desired.gpu_uuids), set(domain.in_effect.gpu_uuids)
         surplus = served - desired
         has_other_gpus = bool(desired - served or (surplus and surplus & self._gpus.healthy))
         has_other_group = domain.desired.pipe_group != domain.in_effect.pipe_group
-        return domain.state == READY and (has_other_gpus or has_other_group)
+        return has_other_gpus or has_other_group
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
         return any(

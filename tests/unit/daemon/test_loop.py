@@ -7,11 +7,12 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Collection
 
 import pytest
 from yunion_mps.daemon.loop import cancel_all, serve
 from yunion_mps.daemon.process import Signals
-from yunion_mps.host.processes import drive
+from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.service.queries import Queries
@@ -25,10 +26,10 @@ class Faulty(Supervisor):
 
     fault = False
 
-    def tick(self, now_s: float) -> float | None:
+    def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
         if self.fault:
             raise ZeroDivisionError("a fault of our own")
-        return super().tick(now_s)
+        return super().tick(now_s, readable)
 
 
 def test_a_fault_in_a_tick_ends_the_loop_and_no_control_daemon(

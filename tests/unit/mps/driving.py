@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from yunion_mps.errors import YunionError
-from yunion_mps.host.processes import Process, spawn
+from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.domain import Domain
@@ -127,9 +127,10 @@ class DomainRun:
         return None if due_s is None else due_s - self.now_s
 
     def turn(self, seconds: float) -> DomainRun:
-        """Let so much time pass, and tick."""
+        """Let so much time pass, and tick if that is due, as the daemon does."""
         self.now_s += seconds
-        self.tick()
+        if self.domain.is_due(self.now_s, [one for one in self.domain.watched() if readable(one.fileno())]):
+            self.tick()
         return self
 
     def until(self, *states: str) -> DomainRun:
@@ -141,7 +142,7 @@ class DomainRun:
             if self.state in states:
                 break
             poll = select.poll()
-            for descriptor in self.domain.descriptors():
+            for descriptor in self.domain.watched():
                 poll.register(descriptor, select.POLLIN)
             # While it starts, there is no descriptor that tells of the control daemon's first answer.
             poll.poll(2)
@@ -162,7 +163,7 @@ class DomainRun:
 
     def until_said(self) -> DomainRun:
         """Tick until no answer is awaited any more, with the clock standing still."""
-        return self.until_it(lambda: self.tick() is not None and len(self.domain.descriptors()) <= 1)
+        return self.until_it(lambda: self.tick() is not None and len(self.domain.watched()) <= 1)
 
     def turns(self, count: int, seconds: float) -> DomainRun:
         """Let time pass in so many steps, and after each wait for what the control daemon says."""
@@ -182,7 +183,7 @@ class DomainRun:
     def until_ended(self) -> DomainRun:
         """Wait until the control daemon's end can be seen, without a tick."""
         poll = select.poll()
-        poll.register(self.domain.descriptors()[0], select.POLLIN)
+        poll.register(self.domain.watched()[0], select.POLLIN)
         assert poll.poll(RESUME_TIMEOUT_S * 1000), "the control daemon did not end"
         return self
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .driving import Bench
@@ -35,6 +37,28 @@ def test_it_is_ready_with_its_limits_in_effect(bench: Bench) -> None:
     answer = bench.ask("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
     assert answer == ["5G", "25.0"]
     assert run.turn(1).tick() == pytest.approx(9), "from then on it is looked at every ten seconds"
+
+
+def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
+    domain = run.turns(2, PROBE_S).domain
+    assert not domain.is_due(run.now_s, [])
+    assert domain.is_due(run.now_s + PROBE_S, [])
+    assert domain.is_due(run.now_s, domain.watched())
+    changes: list[Callable[[], None]] = [
+        lambda: domain.note_use(in_use=False),
+        lambda: domain.drain(run.now_s, force=False),
+        lambda: domain.hold_modes(holds=True),
+        lambda: domain.hold_modes(holds=False),
+        lambda: domain.change(domain.desired, run.now_s),
+    ]
+    for change in changes:
+        change()
+        assert domain.is_due(run.now_s, [])
+        run.until_said()
+        assert not domain.is_due(run.now_s, [])
+    domain.note_use(in_use=False, polled_s=run.now_s)
+    assert not domain.is_due(run.now_s, []), "the same answer again"
 
 
 def test_the_control_daemons_environment_is_built_from_nothing(
@@ -184,7 +208,7 @@ def test_a_stop_ends_the_control_daemon_without_any_time_passing(bench: Bench) -
     run.until(STOPPED)
     assert is_gone(pid)
     assert peer_of(bench.plan.pipe_directory) is None
-    assert run.domain.descriptors() == []
+    assert run.domain.watched() == []
 
 
 def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(bench: Bench) -> None:

@@ -90,7 +90,7 @@ class Faults(RuleBasedStateMachine):
             before = (self.run.state, len(self.run.events))
             time.sleep(0.001)
             self.run.tick()
-            if (self.run.state, len(self.run.events)) == before and len(self.run.domain.descriptors()) <= 1:
+            if (self.run.state, len(self.run.events)) == before and len(self.run.domain.watched()) <= 1:
                 break
         if self.run.state == READY and "limit" in {event.kind for event in self.run.events[-5:]}:
             self.meddled = self.meddled and self.wrong() != []

@@ -49,7 +49,7 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
         "jobs may have to wait"
     )
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
-    assert run.domain.descriptors()
+    assert run.domain.watched()
 
 
 def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs) -> None:

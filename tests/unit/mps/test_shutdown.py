@@ -37,7 +37,7 @@ def test_jobs_that_do_not_end_lose_their_server_and_nothing_is_left(run: DomainR
     assert job.says() == "server gone"
     assert bench.jobs.servers() == []
     assert peer_of(bench.plan.pipe_directory) is None
-    assert run.domain.descriptors() == []
+    assert run.domain.watched() == []
 
 
 def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
