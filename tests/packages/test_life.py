@@ -14,7 +14,15 @@ from packages.traces import Traces
 from packages.versions import Packages
 
 GATEWAY = "yunion-mps-gateway.service"
+_DEBS, _RPMS = ["bullseye-deb", "bookworm-deb", "trixie-deb"], ["bookworm-rpm", "trixie-rpm"]
 _SCRAPE = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9434/metrics').read().decode())"
+
+
+#: What depends on how a format installs, upgrades and removes.
+of_the_package = pytest.mark.parametrize("family", [*_DEBS, *_RPMS], indirect=True, scope="class")
+#: What depends on the release's systemd and Python, and on files that are the same in both formats
+#: (tests/packaging/test_contents.py).
+of_the_release = pytest.mark.parametrize("family", _DEBS, indirect=True, scope="class")
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +49,10 @@ def traces(machine: Machine) -> Traces:
     return Traces(machine)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["bullseye-deb", "bookworm-deb", "trixie-deb", "bookworm-rpm", "trixie-rpm"],
-    indirect=True,
-    scope="class",
-)
 class TestLife:
     """The steps."""
 
+    @of_the_package
     def test_it_installs_offline_and_starts_nothing(
         self, family: Family, operator: Operator, traces: Traces, current: Packages
     ) -> None:
@@ -64,6 +67,7 @@ class TestLife:
         assert current.version in version
         assert operator.machine.run("systemctl", "is-system-running").stdout.strip() == "running"
 
+    @of_the_package
     def test_systemd_reads_the_unit_without_a_word_and_rates_it(self, machine: Machine) -> None:
         assert machine.show("LoadState") == "loaded"
         verify = ["systemd-analyze", "verify", "--man=no", machine.show("FragmentPath")]
@@ -76,32 +80,38 @@ class TestLife:
         driver = ("systemd-modules-load", "nvidia-persistenced")
         assert {f"{name}.service" for name in driver} <= set(machine.show("After").split())
 
+    @of_the_package
     def test_the_preset_does_not_enable_it(self, machine: Machine) -> None:
         machine.run("systemctl", "preset", UNIT)
         assert machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip() == "disabled"
 
+    @of_the_release
     def test_before_it_is_configured_status_says_what_to_do(self, machine: Machine) -> None:
         done = machine.run("yunion-mps", "status", check=False)
         assert done.returncode == 3
         assert "systemctl" in done.stderr
         assert "Traceback" not in done.stderr
 
+    @of_the_package
     def test_it_is_configured_and_checked(self, operator: Operator, machine: Machine) -> None:
         operator.configure()
         machine.run("yunion-mps", "config", "check")
         operator.see_it_rests()
 
+    @of_the_package
     def test_enabled_and_started_it_serves(self, operator: Operator, machine: Machine) -> None:
         operator.start()
         operator.see_it_serves()
         assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
 
+    @of_the_release
     def test_it_lists_its_devices(self, machine: Machine) -> None:
         listed = machine.run("yunion-mps", "isolated-device-list", "--output", "csv").stdout
         assert [f"00:06.0-{slot}" in listed for slot in range(5)] == [True] * 4 + [False]
         table = machine.run("yunion-mps", "isolated-device-list").stdout
         assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in table
 
+    @of_the_package
     def test_members_of_its_group_may_ask_and_nobody_else(self, machine: Machine) -> None:
         machine.shell("useradd --system --groups yunion-mps friend; useradd --system stranger")
         assert machine.shell("runuser -u friend -- yunion-mps list").count(" free ") == 4
@@ -110,6 +120,7 @@ class TestLife:
         assert "yunion-mps" in done.stderr
         machine.shell("userdel friend; userdel stranger")
 
+    @of_the_release
     def test_container_engines_find_the_devices_and_a_hook_that_takes_them(self, machine: Machine) -> None:
         edits = "['devices'][2]['containerEdits']"
         look = f"import json; print(*json.load(open('/run/cdi/yunion-mps.json')){edits}['hooks'][0]['args'])"
@@ -121,6 +132,7 @@ class TestLife:
         assert "\n00:06.0-1  " in taken
         assert "sleep 60" in taken
 
+    @of_the_package
     def test_its_environment_is_in_the_familys_file(self, family: Family, operator: Operator) -> None:
         machine = operator.machine
         before = machine.run("cat", family.environment).stdout
@@ -132,6 +144,7 @@ class TestLife:
         machine.write(family.environment, before)
         machine.run("systemctl", "restart", UNIT)
 
+    @of_the_release
     def test_the_sandbox_holds_the_control_daemon_too(self, operator: Operator, machine: Machine) -> None:
         for pid in (operator.daemon(), operator.control_daemon()):
             status = machine.shell(f"cat /proc/{pid}/status")
@@ -142,6 +155,7 @@ class TestLife:
             )
             assert opened.stderr.count("Read-only file system") == 2
 
+    @of_the_release
     def test_a_reload_with_good_files_changes_what_is_in_effect(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -154,6 +168,7 @@ class TestLife:
         operator.see_it_serves(4)
         assert operator.control_daemon() == before
 
+    @of_the_release
     def test_a_reload_with_a_bad_file_fails_and_changes_nothing(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -166,6 +181,7 @@ class TestLife:
         assert operator.control_daemon() == before
         operator.configure()
 
+    @of_the_release
     def test_cleaning_by_age_leaves_the_pipe_directory_alone(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -176,6 +192,7 @@ class TestLife:
         assert machine.run("test", "-e", "/tmp/old", check=False).returncode == 1
         machine.run("rm", "/etc/tmpfiles.d/aged.conf")
 
+    @of_the_release
     def test_a_job_of_an_ordinary_user_is_served(self, operator: Operator, machine: Machine) -> None:
         pid = operator.begin_job("job")
         (server,) = operator.servers()
@@ -184,6 +201,7 @@ class TestLife:
         assert f"Uid:\t{USER}\t" in machine.shell(f"cat /proc/{server}/status")
         operator.end_job("job", pid)
 
+    @of_the_release
     def test_a_daemon_that_is_killed_comes_back_to_its_control_daemon_and_jobs(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -197,6 +215,7 @@ class TestLife:
         assert operator.is_at_work("work")
         operator.end_job("work", pid)
 
+    @of_the_release
     def test_a_daemon_that_hangs_is_replaced_and_its_jobs_go_on(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -213,6 +232,7 @@ class TestLife:
             assert operator.is_at_work("hung")
             operator.end_job("hung", pid)
 
+    @of_the_release
     def test_a_server_that_is_killed_takes_only_its_jobs(self, operator: Operator, machine: Machine) -> None:
         pid, control = operator.begin_job("unlucky"), operator.control_daemon()
         operator.kill(operator.servers()[0])
@@ -222,6 +242,7 @@ class TestLife:
         operator.see_it_serves()
         assert operator.control_daemon() == control
 
+    @of_the_release
     def test_a_control_daemon_that_is_killed_is_started_again(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -230,6 +251,7 @@ class TestLife:
         machine.wait_until("another", lambda: operator.control_daemon() not in (0, before))
         operator.see_it_serves()
 
+    @of_the_release
     def test_a_stop_puts_everything_back_and_a_start_brings_it_again(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -239,6 +261,7 @@ class TestLife:
         machine.run("systemctl", "start", UNIT)
         operator.see_it_serves()
 
+    @of_the_release
     def test_the_metrics_are_served_over_tcp_by_a_process_without_rights(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -260,6 +283,7 @@ class TestLife:
         machine.wait_until("its end", lambda: machine.show("ActiveState", GATEWAY) == "inactive")
         assert machine.show("Result", GATEWAY) == "success"
 
+    @of_the_release
     def test_after_a_reboot_it_serves_before_others_start_jobs(
         self, operator: Operator, machine: Machine
     ) -> None:
@@ -275,6 +299,7 @@ class TestLife:
         machine.run("systemctl", "disable", "--now", "kubelet")
         (machine.root / "etc/systemd/system/kubelet.service").unlink()
 
+    @of_the_package
     def test_a_downgrade_and_an_upgrade_end_no_job(
         self,
         family: Family,
@@ -307,6 +332,7 @@ class TestLife:
         assert "hostname: tested" in (family.machine.root / HOST_CONF.lstrip("/")).read_text()
         operator.end_job("steady", pid)
 
+    @of_the_package
     def test_with_a_broken_configuration_the_former_daemon_goes_on(
         self, family: Family, operator: Operator, previous: Packages, current: Packages
     ) -> None:
@@ -330,6 +356,7 @@ class TestLife:
         assert "is installed" not in operator.machine.run("yunion-mps", "status").stdout
         operator.see_it_serves()
 
+    @of_the_package
     def test_removed_it_leaves_the_configuration_and_nothing_that_runs(
         self, family: Family, operator: Operator, machine: Machine, traces: Traces
     ) -> None:
@@ -340,6 +367,7 @@ class TestLife:
         assert "hostname: tested" in (machine.root / HOST_CONF.lstrip("/")).read_text()
         assert traces.programs() == []
 
+    @of_the_package
     def test_purged_while_it_serves_it_leaves_nothing_of_its_own(
         self, family: Family, operator: Operator, machine: Machine, current: Packages, traces: Traces
     ) -> None:
