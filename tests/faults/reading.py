@@ -47,6 +47,8 @@ def shown(line: str, host: SimHost) -> str:
     text = re.sub(r"\b(PIDs?) \d+(, \d+)*", r"\1 N", text)
     text = re.sub(r"\b(kill -\w+) \d+", r"\1 N", text)
     text = re.sub(r"\bhas \d+ connections", "has N connections", text)
+    # A queue that is filled from the start may be full before or after the domain is ready.
+    text = re.sub(r"\b(applying|ready) (-> wedged .*its queue is full)", r"… \2", text)
     return re.sub(r"GPU-[0-9a-f-]{36}", "GPU-…", text)
 
 
