@@ -11,12 +11,17 @@ BINDINGS = ("process", "connection", "name", "container")
 PLACEMENTS = ("binpack", "spread")
 RELOAD_MODES = ("drain", "now")
 
-#: The states of a device, and of a GPU.
-AVAILABLE = "available"
-UNAVAILABLE = "unavailable"
-#: The device is added or removed once the leases of a former division have ended.
-PENDING = "pending"
-NOT_USED = "not used"
+#: The states of a GPU.
+AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
+#: The states of a device. A pending one is added or removed once the leases of a former division have ended.
+FREE, LEASED, NO_ROOM, PENDING = "free", "leased", "no room", "pending"
+DEVICE_STATES = (FREE, LEASED, NO_ROOM, PENDING, UNAVAILABLE)
+#: The states of a lease. It has the first of those that its devices have.
+IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
+LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)
+#: The levels of a problem that `status` shows, in order.
+NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
+PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 
 #: The state of an MPS server that has failed, as NVIDIA's control daemon reports it.
 SERVER_FAULT = "FAULT"

@@ -182,7 +182,7 @@ def test_a_command_line_is_never_anything_but_text(scene: Scene, browser: Chromi
     hostile = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
     scene.jobs.start("evil.py", [hostile], device="00:06.0-0", mib=9999)
     assert hostile in page.wait_text("evil.py", "#rows")
-    page.wait_text("evil.py", "#findings")
+    page.wait_text("evil.py", "#problems")
     assert page.ask("document.querySelectorAll('img').length + document.scripts.length") == 1
     assert page.ask("window.hacked ?? 0") == 0
     assert page.errors() == []

@@ -47,7 +47,7 @@ def test_three_gpus_with_twelve_devices_in_use_fit_1400_pixels(
         take(scene.daemon, 11)
         scene.jobs.start("greedy.py", device="00:08.0-3", mib=30000)
         page = browser.page(scene.served.url)
-        page.wait_text("Problem: ", "#findings")
+        page.wait_text("Problem: ", "#problems")
         page.wait("document.querySelectorAll('#rows tr').length === 12")
         page.wait("document.querySelectorAll('#list li').length === 8")
         assert page.ask("document.documentElement.scrollHeight") <= 1400

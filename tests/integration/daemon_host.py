@@ -226,7 +226,8 @@ class Daemon(Closes):
 
     def warnings(self) -> dict[str, str]:
         """The warnings of the status, each with its reason code."""
-        return {one["text"]: one["code"] for one in self.status()["warnings"]}
+        found = self.status()["problems"]
+        return {one["text"]: one["code"] for one in found if one["level"] == "warning"}
 
     def control_pid(self) -> int:
         """The PID of the one domain's control daemon, as /v1/status tells it."""

@@ -63,7 +63,9 @@ def test_each_device_of_the_reference_case_has_5760_mib_and_25_percent(ready: Da
     devices = json.loads(printed(ready.host, "isolated-device-list", "-o", "json"))["isolated_devices"]
     budgets = [(d["mps_memory_limit"], d["mps_memory_total"], d["mps_thread_percentage"]) for d in devices]
     assert budgets == [(5760, 23040, 25)] * 4
-    assert devices == ready.get("/v1/devices")[1]["isolated_devices"]
+    served = ready.get("/v1/devices")[1]["isolated_devices"]
+    assert [(d["memory_mib"], d["gpu_memory_mib"], d["thread_percentage"]) for d in served] == budgets
+    assert json.loads(printed(ready.host, "list", "-o", "json"))["isolated_devices"] == served
 
 
 def test_show_gives_the_environment_that_leads_to_the_real_control_daemon(ready: Daemon) -> None:

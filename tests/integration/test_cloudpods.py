@@ -135,8 +135,8 @@ def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
             one["gpu_uuid"],
             one["model"],
             int(one["addr"].rpartition("-")[2]),
-            one["mps_memory_limit"],
-            one["mps_thread_percentage"],
+            one["memory_mib"],
+            one["thread_percentage"],
         )
         for one in ours["isolated_devices"]
     ]

@@ -79,15 +79,15 @@ def test_a_long_poll_hears_of_a_lost_gpu_and_of_its_recovery(ready_daemon: Daemo
     gpu = ready_daemon.host.gpus[1]
     assert PATIENCE_S < MAX_CHANGE_WAIT_S
     states, etag = changed_devices(ready_daemon, "", lambda: None)
-    assert states == ["available"] * 8
+    assert states == ["free"] * 8
     # Without an XID: after a fatal one it would not recover before a reload.
     states, etag = changed_devices(ready_daemon, etag, lambda: gpu.lose(xid=None))
-    assert states == ["available"] * 4 + ["unavailable"] * 4
+    assert states == ["free"] * 4 + ["unavailable"] * 4
     change: Callable[[], object] = gpu.restore
     while "unavailable" in states:  # its reason may change first
         states, etag = changed_devices(ready_daemon, etag, change)
         change = bool
-    assert states == ["available"] * 8
+    assert states == ["free"] * 8
 
 
 def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Daemon) -> None:

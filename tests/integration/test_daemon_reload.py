@@ -125,13 +125,13 @@ def test_jobs_live_through_a_reexec_and_a_pending_budget_stays_pending(at_work: 
     daemon.wait_message("READY=1")
     (domain,) = daemon.status()["domains"]
     assert (domain["state"], bool(domain["pending"])) == ("ready", True)
-    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 4096
+    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 4096
     clients = daemon.get("/v1/clients")[1]["clients"]
     assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
     assert post(daemon, "/v1/reload", "mode=now")[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in effect")
-    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
+    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 8192
     assert daemon.stop() == 0
 
 

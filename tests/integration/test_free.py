@@ -93,9 +93,11 @@ def counted(daemon: Daemon) -> dict[str, int]:
     said = daemon.status()["devices"]
     listed = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     states = Counter(device["state"] for device in listed)
-    used, free = (sum(bool(device[field]) for device in listed) for field in ("lease", "free"))
-    counts = {"total": len(listed), "used": used, "free": free}
-    assert said == {**counts, **{state: states[state] for state in ("available", "unavailable", "pending")}}
+    broken = {state: states[state] for state in ("unavailable", "pending")}
+    used = sum(device["lease"] is not None for device in listed)
+    available = len(listed) - sum(broken.values())
+    counts = {"total": len(listed), "available": available, "used": used, "free": states["free"]}
+    assert said == {**counts, **broken}
     return {state: number for state, number in said.items() if number}
 
 
@@ -120,7 +122,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
-    assert [one["mps_memory_limit"] for one in listed] == [4096] * 4, "as they were given"
+    assert [one["memory_mib"] for one in listed] == [4096] * 4, "as they were given"
     assert {one["reason"] for one in listed} == {f"the new division of its GPU waits for {leases} to end"}
     environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"

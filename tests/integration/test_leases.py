@@ -247,7 +247,7 @@ def test_devices_of_one_gpu_are_one_budget_if_that_is_allowed(
         "yunion-mps: request them on different GPUs (--across), or set cuda_mps_combine: 3 in host.conf"
     )
     restart(daemon)
-    assert [d["mps_memory_limit"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4
+    assert [d["memory_mib"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4
 
 
 def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
@@ -273,7 +273,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
         assert (status, lease["memory_mib"]) == (201, [units * 128])
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
-    assert sum(one["mps_memory_limit"] for one in shown) == 23040
+    assert sum(one["memory_mib"] for one in shown) == 23040
     left = "00:06.0: 0 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
     for screen in ("gpus", "status", "list"):
         assert left in host.run(["yunion-mps", screen]).stdout

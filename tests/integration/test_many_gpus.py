@@ -59,11 +59,11 @@ def check_devices(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
             "gpu_uuid": gpu.uuid,
             "model": gpu.description.name,
             "numa_node": gpu.description.numa_node,
-            "mps_memory_total": gpu.description.memory_mib,
-            "mps_memory_limit": gpu.description.memory_mib // gpu.description.virtual_number,
-            "mps_thread_percentage": tenths(gpu.description.virtual_number),
+            "gpu_memory_mib": gpu.description.memory_mib,
+            "memory_mib": gpu.description.memory_mib // gpu.description.virtual_number,
+            "thread_percentage": tenths(gpu.description.virtual_number),
             "budget_enforced": gpu.description.capability >= (7, 0),
-            "state": "available",
+            "state": "free",
         }
         for gpu in gpus
         for slot in range(gpu.description.virtual_number)

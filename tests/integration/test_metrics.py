@@ -69,7 +69,7 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
     """A client of two devices fills the budget of the first."""
     host, daemon = ready_daemon.host, ready_daemon
     first, second = daemon.get("/v1/devices")[1]["isolated_devices"][1:3]
-    both, budget_mib = [first["addr"], second["addr"]], first["mps_memory_limit"]
+    both, budget_mib = [first["addr"], second["addr"]], first["memory_mib"]
     gpu = both[0].rpartition("-")[0]
 
     def hour() -> list[int]:
@@ -86,6 +86,26 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
         labels = {"gpu": gpu, "gpu_uuid": first["gpu_uuid"]}
         assert value(daemon, "yunion_mps_gpu_memory_used_bytes", **labels) == (budget_mib + 700) << 20
         assert value(daemon, "yunion_mps_gpu_processes_outside_mps", **labels) == 0
+        sleeper.kill()
+
+
+@pytest.mark.gpus({"kind": "h100", "virtual_number": 4})
+def test_a_job_over_budget_degrades_the_api_the_metric_and_status_alike(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
+    with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": "00:06.0-1"}) as sleeper:
+        host.gpus[0].add_process(sleeper.pid, 30_000, "M+C")
+        status = daemon.status()
+        (problem,) = (one for one in status["problems"] if one["level"] == "problem")
+        assert (problem["code"], problem["devices"], problem["pid"]) == (
+            "over_budget",
+            ["00:06.0-1"],
+            sleeper.pid,
+        )
+        assert status["state"] == "degraded"
+        assert value(daemon, "yunion_mps_state", state="degraded") == 1
+        assert value(daemon, "yunion_mps_problems", level="problem", reason="over_budget") == 1
+        told = json.loads(host.run(["yunion-mps", "status", "-o", "json"], check=True).stdout)
+        assert (told["state"], told["problems"]) == (status["state"], status["problems"])
         sleeper.kill()
 
 

@@ -160,7 +160,7 @@ def test_the_picture_shows_holders_and_no_process_environment(
     assert part["pids"] == [pid]
     served_devices = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert picture["devices"] == {**served_devices, "used": 1, "free": 3}
-    assert picture["findings"][0]["what"].startswith("00:06.0-1 uses 6000 of 4096 MiB")
+    assert picture["problems"][0]["text"].startswith("00:06.0-1 uses 6000 of 4096 MiB")
     assert picture["host"] == os.uname().nodename
     assert b"CUDA_" not in shown.body
 

@@ -148,7 +148,7 @@ class Operator:
         machine.wait_until(served, lambda: served in machine.show("StatusText"))
         devices = self.ask("devices")
         assert devices["total"] == number
-        assert {device["mps_memory_limit"] for device in devices["isolated_devices"]} == {23040 // number}
+        assert {device["memory_mib"] for device in devices["isolated_devices"]} == {23040 // number}
         assert self.modes() == ["Exclusive_Process"]
         limits = self.control("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
         assert limits == [f"{23040 // number // 1024}G", f"{100 / number:.1f}"]

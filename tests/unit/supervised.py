@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
+from yunion_mps.enums import FREE
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import scan
@@ -59,7 +60,7 @@ class Supervised:
 
     @property
     def available(self) -> int:
-        return sum(device["state"] == "available" for device in devices_json(self.snapshot))
+        return sum(device["state"] == FREE for device in devices_json(self.snapshot))
 
     def start(self) -> Supervised:
         self.supervisor.start(time.monotonic())
@@ -208,7 +209,7 @@ def configure(host: SimHost, **keys: str) -> None:
 
 def budgets(made: Supervised) -> list[tuple[str, int]]:
     """The devices' addresses, and how many MiB each client may use."""
-    return [(device["addr"], device["mps_memory_limit"]) for device in devices_json(made.snapshot)]
+    return [(device["addr"], device["memory_mib"]) for device in devices_json(made.snapshot)]
 
 
 def pid(made: Supervised) -> int | None:

@@ -16,8 +16,8 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_GPUS, GET_LEASES
 from yunion_mps.http.parameters import LATEST_S, Value
-from yunion_mps.overview.holdings import ID_LENGTH
 from yunion_mps.paths import Paths
+from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:

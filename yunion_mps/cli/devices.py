@@ -29,25 +29,23 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_LEASES, MAX_LIMIT, MAX_NUMBER
-from yunion_mps.overview.holdings import ID_LENGTH, gpu_of, holder_of
+from yunion_mps.enums import FREE
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
+from yunion_mps.service.holdings import ID_LENGTH, gpu_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, DeviceList, Gpu, PcieLink
 
-Json = dict[str, Any]
-
 #: Fields of a device in CSV.
 _DEVICE_FIELDS = (
-    "addr", "model", "mps_memory_limit", "mps_memory_total", "mps_thread_percentage", "state", "reason",
-    "reason_code", "free", "lease", "holder", "budget_enforced", "gpu_uuid",
-    "vendor_device_id", "numa_node", "id",
+    "addr", "model", "memory_mib", "gpu_memory_mib", "thread_percentage", "state", "reason", "reason_code",
+    "lease", "holder", "budget_enforced", "gpu_uuid", "vendor_device_id", "numa_node", "id",
 )  # fmt: skip
 _DEVICES = (
     Column("ADDRESS", "addr"),
     Column("GPU", "model", least=9, drop=2),
-    Column("MEMORY", lambda record: mib(record["mps_memory_limit"]), numeric=True, drop=1),
-    Column("SM %", "mps_thread_percentage", numeric=True, drop=3),
+    Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True, drop=1),
+    Column("SM %", "thread_percentage", numeric=True, drop=3),
     Column("STATE", "state"),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
     Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
@@ -71,6 +69,11 @@ COLUMNS = {
     "PCIE_Info": "pcie_info",
     "Index": "index",
     "Device_minor": "device_minor",
+}
+_CLOUDPODS_NAMES = {
+    "memory_mib": "mps_memory_limit",
+    "gpu_memory_mib": "mps_memory_total",
+    "thread_percentage": "mps_thread_percentage",
 }
 #: Columns that a narrow terminal omits, the least useful first.
 _DROP = (
@@ -151,11 +154,11 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
         gpus = [gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]]
     shown = {record["addr"] for record in gpus}
-    devices = _with_holders(
+    devices = [
         record
         for record in listed_devices()
-        if (record["free"] or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
-    )
+        if (record["state"] == FREE or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
+    ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     rows = [fields(record, _DEVICE_FIELDS) for record in devices]
     units = pools(gpus)
@@ -167,37 +170,17 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     )  # fmt: skip
 
 
-def _with_holders(devices: Iterable[Device]) -> list[Json]:
-    """Return the devices with their holders, and with the states that people see."""
-    leases = {record["id"]: record for record in call(GET_LEASES)["leases"]}
-    return [
-        {
-            **record,
-            "state": _state(record),
-            "holder": holder_of(leases[record["lease"]]) if record["lease"] in leases else None,
-        }
-        for record in devices
-    ]
-
-
-def _devices_text(devices: list[Json], none: str, *, wide: bool) -> str:
+def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
     """Format a table, followed by what is wrong with devices, once for each GPU."""
     found = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
     return table(_DEVICES, devices, none=none, wide=wide) + notes(found)
 
 
-def _note(device: Json) -> str:
+def _note(device: Device) -> str:
     """Return why the device is unavailable or pending, or that it is leased only on request."""
     if device["reason"] or device["budget_enforced"]:
-        return str(device["reason"])
+        return device["reason"]
     return "budgets are not enforced: lease its devices with --allow-unlimited"
-
-
-def _state(device: Mapping[str, Any]) -> str:
-    """Return `unavailable` or `pending` as reported by the daemon, or else `leased`, `free` or `no room`."""
-    if device["state"] != "available":
-        return str(device["state"])
-    return "leased" if device["lease"] else "free" if device["free"] else "no room"
 
 
 def _power(gpu: Mapping[str, Any]) -> str | None:
@@ -261,7 +244,13 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
     answer = call(GET_DEVICES, limit=limit, offset=offset, **selected)
     devices = answer["isolated_devices"]
     rows = [fields(device, COLUMNS.values()) for device in devices]
-    show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
+    listed = {**answer, "isolated_devices": [_as_cloudpods(device) for device in devices]}
+    show(listed, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
+
+
+def _as_cloudpods(device: Device) -> dict[str, object]:
+    """Return the device with Cloudpods' names of the fields that it knows."""
+    return {_CLOUDPODS_NAMES.get(name, name): value for name, value in device.items()}
 
 
 def footer(answer: DeviceList) -> str:
@@ -294,15 +283,14 @@ def show_device(device: str, output: str) -> None:
 def _device_text(answer: DeviceDetails) -> str:
     """Format a device, and its environment on lines that can be copied."""
     unenforced = "" if answer["budget_enforced"] else " (not enforced: the GPU is older than Volta)"
-    lease = next((record for record in call(GET_LEASES)["leases"] if record["id"] == answer["lease"]), None)
     link = answer["pcie_info"]
     lines = {
         "Address": answer["addr"],
-        "State": _state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
-        "Holder": lease and holder_of(lease),
+        "State": answer["state"] + (f": {answer['reason']}" if answer["reason"] else ""),
+        "Holder": answer["holder"],
         "Lease": answer["lease"],
-        "Budget": f"{answer['mps_memory_limit']} of {answer['mps_memory_total']} MiB, "
-        f"{cell(answer['mps_thread_percentage'])} % of the SM threads{unenforced}",
+        "Budget": f"{answer['memory_mib']} of {answer['gpu_memory_mib']} MiB, "
+        f"{cell(answer['thread_percentage'])} % of the SM threads{unenforced}",
         "GPU": f"{answer['model'] or 'unknown'} ({gpu_of(answer['addr'])})",
         "GPU UUID": answer["gpu_uuid"],
         "PCI IDs": answer["vendor_device_id"],

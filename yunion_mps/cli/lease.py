@@ -18,7 +18,6 @@ from yunion_mps.cli.common import (
     complete_gpu,
     complete_lease,
     daemon,
-    listed_devices,
 )
 from yunion_mps.cli.output import (
     date_and_time,
@@ -287,13 +286,10 @@ def list_leases(output: str) -> None:
       yunion-mps lease list
       yunion-mps lease list --output wide
     """
-    from yunion_mps.cli.leases import FIELDS, leases_text, with_states
-    from yunion_mps.cli.who import ask_clients_soon
+    from yunion_mps.cli.leases import FIELDS, leases_text
 
-    found, clients = call(GET_LEASES), ask_clients_soon()
-    leases = with_states(found["leases"], clients, listed_devices())
-    answer = {**found, "leases": leases, "errors": clients["errors"]}
-    rows = [fields(lease, FIELDS) for lease in leases]
+    answer = call(GET_LEASES)
+    rows = [fields(lease, FIELDS) for lease in answer["leases"]]
     show(answer, output, FIELDS, rows, lambda: leases_text(answer, wide=output == "wide"))
 
 
@@ -311,12 +307,10 @@ def show_lease(lease: str, output: str) -> None:
       yunion-mps lease show 7c1f0e7a
     """
     found = call(GET_LEASE, lease=_one_lease(lease))
-    from yunion_mps.cli.leases import lease_text, with_states
-    from yunion_mps.cli.who import ask_clients_soon
+    from yunion_mps.cli.leases import lease_text
 
-    (details,) = with_states([found], ask_clients_soon(), listed_devices())
-    state = (details["state"] or "unknown") + (f" ({details['reason']})" if details["reason"] else "")
-    show_pairs(details, output, lambda: lease_text(found, state))
+    state = (found["state"] or "unknown") + (f" ({found['reason']})" if found["reason"] else "")
+    show_pairs(found, output, lambda: lease_text(found, state))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from yunion_mps.cli.devices import described, environment_text
 from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, notes, table, wrapped
-from yunion_mps.cli.who import reasons_by_gpu, waiting_text
-from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, holdings, in_container
-from yunion_mps.overview.host import IDLE, lease_states
+from yunion_mps.cli.who import waiting_text
+from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, LeaseRecord
-
-Json = dict[str, Any]
+    from yunion_mps.answers import LeaseList, LeaseRecord
 
 #: Fields of a lease in CSV.
 FIELDS = (
@@ -33,7 +30,7 @@ _COLUMNS = (
     Column("HOLDER", lambda record: holder_of(record)),
     Column("STATE", "state"),
     Column("AGE", lambda record: age_of(record["since"]), drop=2),
-    Column("EXPIRES", lambda record: _expires(record), drop=4),
+    Column("EXPIRES", lambda record: _expires(record["expires"]), drop=4),
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
@@ -48,24 +45,7 @@ _COLUMNS = (
 )
 
 
-def with_states(leases: Sequence[LeaseRecord], clients: ClientList, devices: Sequence[Device]) -> list[Json]:
-    """Return the leases with their states and, if their devices are unavailable or pending, the reason.
-
-    If not all clients are known, a lease that seems idle may be in use: its state is None.
-    """
-    states = lease_states(holdings(devices, leases, clients["clients"]))
-    seeming = {IDLE: None} if clients["errors"] else {}
-    known = {record["addr"]: record for record in devices}
-    found = []
-    for lease in leases:
-        state = states[lease["id"]]
-        own = reasons_by_gpu(known[name] for name in lease["devices"] if name in known)
-        reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in own)
-        found.append({**lease, "state": seeming.get(state, state), "reason": reason})
-    return found
-
-
-def leases_text(answer: Mapping[str, Any], *, wide: bool) -> str:
+def leases_text(answer: LeaseList, *, wide: bool) -> str:
     """Format a table of leases, why some are unavailable or pending, queued requests, and errors."""
     text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
     text += "".join(
@@ -81,7 +61,8 @@ def lease_text(lease: LeaseRecord, state: str = "") -> str:
         "connection": f"with its connection (PID {lease['pid']})",
         "container": f"with its container ({lease['container'] or lease['pid']})",
     }
-    expires = lease["expires"] and f"at {date_and_time(lease['expires'])} ({_expires(lease)}), unless renewed"
+    until = lease["expires"]
+    expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
     peak_mib = _sum(lease["memory_peak_mib"])
     command = in_container(lease["container"], lease["command"] or "")
     lines = {
@@ -114,12 +95,12 @@ def _most(percent_by_device: Sequence[int | None]) -> int | None:
     return max((percent for percent in percent_by_device if percent is not None), default=None)
 
 
-def _expires(lease: Mapping[str, Any]) -> str | None:
+def _expires(expires: str | None) -> str | None:
     """Return for example `in 50m` until the lease expires; None if it does not expire.
 
     Rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m.
     """
-    if lease["expires"] is None:
+    if expires is None:
         return None
-    left_s = seconds(lease["expires"]) - time.time()
+    left_s = seconds(expires) - time.time()
     return f"in {age(left_s + 30 if left_s >= 60 else left_s)}"

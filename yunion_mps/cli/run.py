@@ -184,7 +184,7 @@ def _inherited() -> dict[str, str]:
 
 def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
-    from yunion_mps.overview.holdings import gpu_of  # not needed to run a command
+    from yunion_mps.service.holdings import gpu_of  # not needed to run a command
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
     for device, memory_mib in zip(lease["devices"], lease["memory_mib"]):

@@ -21,15 +21,14 @@ from yunion_mps.cli.output import (
     terminal_size,
     wrapped,
 )
-from yunion_mps.cli.who import ask_clients_soon
-from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview.findings import folded, with_hints
-from yunion_mps.overview.holdings import NO_CLIENTS, is_memory_unknown
+from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview.host import Answers, HostOverview
+from yunion_mps.overview.problems import folded, with_hints
+from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.units import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Domain
+    from yunion_mps.answers import Domain, Status
 
 _DOMAIN_COLUMNS = (
     Column("DOMAIN", "name"),
@@ -61,8 +60,7 @@ def status(exit_code: bool, output: str) -> None:
     """Show the state of the daemon, the GPUs and the devices, with problems and hints first.
 
     The state is ready, degraded (there is a problem), failed (no control daemon is ready) or disabled
-    (enable_cuda_mps is false). Warnings do not change it. Jobs over budget or outside MPS count as problems,
-    but not in the state of the API and the metrics, which is that of the GPUs and control daemons.
+    (enable_cuda_mps is false). Warnings do not change it. Jobs over budget or outside MPS are problems.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
     it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. Free
@@ -74,29 +72,24 @@ def status(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    daemon = call(GET_STATUS)
-    gpus = call(GET_GPUS)["gpus"]
-    devices = listed_devices()
-    leases = call(GET_LEASES)
-    clients = ask_clients_soon() if daemon["domains"] else NO_CLIENTS
-    host = HostOverview.of(Answers(daemon, gpus, devices, leases["leases"], leases["waiting"], clients))
-    past = sum(client["mps"] is False for client in clients["clients"])
-    answer: dict[str, Any] = {
-        **daemon,
-        "state": host.state,
-        "devices": host.devices,
-        "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
-        "clients": len(clients["clients"]) - past,
-        "outside_mps": past,
-        "problems": [finding.json for finding in host.findings],
-        "errors": clients["errors"],
-    }
+    answer = call(GET_STATUS)
+    host = HostOverview.of(
+        Answers(
+            answer,
+            call(GET_GPUS)["gpus"],
+            listed_devices(),
+            (leases := call(GET_LEASES))["leases"],
+            leases["waiting"],
+            call(GET_CLIENTS, seen=True),
+        )
+    )
+    answer = {**answer, "problems": host.problems}
     show_pairs(answer, output, lambda: _status_text(answer, host))
-    if exit_code and host.state in ("degraded", "failed"):
+    if exit_code and answer["state"] in ("degraded", "failed"):
         raise click.exceptions.Exit(1)
 
 
-def _status_text(status: dict[str, Any], host: HostOverview) -> str:
+def _status_text(status: Status, host: HostOverview) -> str:
     devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
@@ -108,11 +101,11 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
     unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
-    pending = f", {devices['pending']} pending" if devices.get("pending") else ""
+    pending = f", {devices['pending']} pending" if devices["pending"] else ""
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
-    for finding, hint in with_hints(folded(host.findings)):
-        text += wrapped(f"{finding.kind + ':':9} {finding.what}", _INDENT)
+    for problem, hint in with_hints(folded(host.problems)):
+        text += wrapped(f"{problem.title + ':':9} {problem.text}", _INDENT)
         text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",

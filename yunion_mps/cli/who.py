@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 import click
@@ -23,34 +23,38 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.http.operation import SLOW_S
-from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, TERMINATE_CLIENT
-from yunion_mps.overview.findings import HostFinding, by_severity, folded, of_devices, of_uses, with_hints
-from yunion_mps.overview.holdings import (
+from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS, TERMINATE_CLIENT
+from yunion_mps.overview.problems import folded, with_hints
+from yunion_mps.reasons import (
+    CLIENT_WAITING,
+    LEASES_PENDING,
+    OVER_BUDGET,
+    PROCESS_OUTSIDE_MPS,
+    SERVER_FAILED,
+    hint_of,
+)
+from yunion_mps.service.holdings import (
     ID_LENGTH,
-    NO_CLIENTS,
     Holding,
     folded_addresses,
-    gpu_of,
     holdings,
     in_container,
+    reasons_by_gpu,
 )
-from yunion_mps.overview.host import state_of
-from yunion_mps.reasons import CLIENT_WAITING, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
         ClientList,
-        Device,
         MpsClient,
         MpsServer,
         ProcessFields,
         QueuedRequest,
+        StatusProblem,
         WaitingClient,
     )
 
-#: If asking for clients takes longer, the host has another problem, which should be shown soon.
-_CLIENTS_S = 6.0
+#: The codes of problems of jobs and their devices.
+_ABOUT_USE = frozenset({SERVER_FAILED, CLIENT_WAITING, PROCESS_OUTSIDE_MPS, OVER_BUDGET, LEASES_PENDING})
 
 
 class Use(TypedDict):
@@ -108,19 +112,6 @@ _CLIENT_COLUMNS = (
 )
 
 
-def ask_clients(timeout_s: float) -> ClientList:
-    """Return the processes on the GPUs according to the driver, which harms no job; raises YunionError."""
-    return call(GET_CLIENTS, timeout_s, seen=True)
-
-
-def ask_clients_soon() -> ClientList:
-    """Like `ask_clients`, with a short timeout; an error becomes one of the answer's errors."""
-    try:
-        return ask_clients(_CLIENTS_S)
-    except YunionError as error:
-        return {**NO_CLIENTS, "errors": [f"cannot list the processes on the GPUs: {error.message}"]}
-
-
 @click.command("who", short_help="Show who uses which device.")
 @click.option("--clients", "clients_only", is_flag=True, help="Show MPS clients and servers instead.")
 @wide_output_option
@@ -143,16 +134,16 @@ def who(clients_only: bool, output: str) -> None:
     if clients_only:
         _show_clients(output)
         return
+    problems = [one for one in call(GET_STATUS)["problems"] if one["code"] in _ABOUT_USE]
     devices = listed_devices()
     leases = call(GET_LEASES)
-    clients = ask_clients(SLOW_S)
+    clients = call(GET_CLIENTS, seen=True)
     found = [holding for holding in holdings(devices, leases["leases"], clients["clients"]) if holding.in_use]
     uses = [use for holding in found for use in _uses(holding)]
-    wrong = by_severity([*of_devices(devices), *of_uses(found, clients)])
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [finding.json for finding in wrong],
+        "problems": problems,
         "errors": clients["errors"],
         "total": len(uses),
     }
@@ -161,14 +152,9 @@ def who(clients_only: bool, output: str) -> None:
     reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
     show(
         answer, output, _FIELDS, rows,
-        lambda: _who_text(uses, leases["waiting"], wrong, clients["errors"], wide=output == "wide")
+        lambda: _who_text(uses, leases["waiting"], problems, clients["errors"], wide=output == "wide")
         + notes(reasons),
     )  # fmt: skip
-
-
-def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
-    """Return each GPU with an unavailable or pending device, and the reason."""
-    return dict.fromkeys((gpu_of(d["addr"]), d["reason"]) for d in devices if d["reason"])
 
 
 def _uses(holding: Holding) -> list[Use]:
@@ -187,7 +173,7 @@ def _uses(holding: Holding) -> list[Use]:
             "memory_used_mib": process.memory_mib,
             "memory_budget_mib": holding.budget_mib,
             "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
-            "state": state_of(holding) if holding.available else UNAVAILABLE,
+            "state": holding.state if holding.available else UNAVAILABLE,
             "memory_peak_mib": holding.peak_mib,
             "sm_utilization": process.sm,
         }
@@ -198,7 +184,7 @@ def _uses(holding: Holding) -> list[Use]:
 def _who_text(
     uses: Sequence[Use],
     waiting: Sequence[QueuedRequest],
-    wrong: Sequence[HostFinding],
+    problems: Sequence[StatusProblem],
     errors: Sequence[str],
     *,
     wide: bool,
@@ -206,8 +192,8 @@ def _who_text(
     """Format a table, then queued requests, problems with hints, and errors."""
     text = table(_COLUMNS, uses, none="No devices are in use.", wide=wide)
     text += waiting_text(waiting)
-    for finding, hint in with_hints(folded(wrong)):
-        text += wrapped(f"{finding.kind}: {finding.what}") + hint_text(hint)
+    for problem, hint in with_hints(folded(problems)):
+        text += wrapped(f"{problem.title}: {problem.text}") + hint_text(hint)
     return text + notes(("Incomplete", error) for error in errors)
 
 

@@ -10,7 +10,7 @@ from yunion_mps.client.blocking import ignore_message
 from yunion_mps.client.lease import AsyncLease, LeaseArguments, acquire, lease_request
 from yunion_mps.client.queries import ClientQueries
 from yunion_mps.client.retry import OnMessage
-from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
+from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
 from yunion_mps.http.asynchronous import AsyncDaemonClient
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.paths import Paths
@@ -40,7 +40,7 @@ class AsyncClient:
     async def status(self) -> Status:
         return await self._queries.status()
 
-    async def leases(self) -> list[LeaseRecord]:
+    async def leases(self) -> list[LeaseDetails]:
         return await self._queries.leases()
 
     async def queue(self) -> list[QueuedRequest]:

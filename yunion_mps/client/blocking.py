@@ -9,7 +9,7 @@ from yunion_mps.client.lease import Lease, acquire, lease_request
 from yunion_mps.client.queries import ClientQueries
 from yunion_mps.client.retry import OnMessage
 from yunion_mps.client.transport import BlockingTransport, iterate_blocking, run_blocking
-from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
+from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.paths import Paths
 
@@ -54,7 +54,7 @@ class Client:
         """The state of the daemon, the control daemons and the devices."""
         return run_blocking(self._queries.status())
 
-    def leases(self) -> list[LeaseRecord]:
+    def leases(self) -> list[LeaseDetails]:
         """All leases of the host."""
         return run_blocking(self._queries.leases())
 

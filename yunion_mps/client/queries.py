@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from yunion_mps.client.retry import OnMessage, follow_events, watch
 from yunion_mps.client.transport import Transport
-from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
+from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_DEVICE,
@@ -47,8 +47,8 @@ class ClientQueries:
     async def status(self) -> Status:
         return Status.of(await self._call(GET_STATUS))
 
-    async def leases(self) -> list[LeaseRecord]:
-        return [LeaseRecord.of(lease) for lease in (await self._call(GET_LEASES))["leases"]]
+    async def leases(self) -> list[LeaseDetails]:
+        return [LeaseDetails.of(lease) for lease in (await self._call(GET_LEASES))["leases"]]
 
     async def queue(self) -> list[QueuedRequest]:
         return [QueuedRequest.of(queued) for queued in (await self._call(GET_LEASES))["waiting"]]

@@ -1,8 +1,7 @@
-"""The daemon's answers as frozen values: an attribute for each member of the types in answers.py.
+"""The daemon's answers as frozen values: an attribute for each member of the types in answers/.
 
-An attribute has the name of its member; if that is Cloudpods' own, the member's name stands beside the
-attribute's type. Lists are tuples, and times are datetimes in UTC. Unknown members of a newer
-daemon are ignored; a member that an older daemon lacks raises VersionError.
+An attribute has the name of its member. Lists are tuples, and times are datetimes in UTC. Unknown members of
+a newer daemon are ignored; a member that an older daemon lacks raises VersionError.
 """
 # Without `from __future__ import annotations`, because the types of the fields on_message how they are made.
 
@@ -10,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Optional, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_args, get_origin
 
+from yunion_mps.enums import FREE
 from yunion_mps.errors import VersionError
 from yunion_mps.units import seconds
 
@@ -33,13 +33,9 @@ class AnswerValue(Generic[AnswerT]):
         return made
 
 
-def members(kind: Any) -> dict[str, tuple[str, Any]]:
-    """By attribute, the name and the type of the member of the answer."""
-    result: dict[str, tuple[str, Any]] = {}
-    for member in fields(kind):
-        parts = get_args(member.type) if get_origin(member.type) is Annotated else (member.type, member.name)
-        result[member.name] = (parts[1], parts[0])
-    return result
+def members(kind: Any) -> dict[str, Any]:
+    """The types of the members of the answer, by name."""
+    return {member.name: member.type for member in fields(kind)}
 
 
 @cache
@@ -54,8 +50,8 @@ def _maker(kind: Any) -> Callable[[Any], Any]:
         return lambda json: datetime.fromtimestamp(seconds(json), timezone.utc)
     if not issubclass(get_origin(kind) or kind, AnswerValue):
         return lambda json: json
-    parts = [(name, member, _maker(type_)) for name, (member, type_) in members(kind).items()]
-    return lambda json: kind(**{name: _made(make, json, member) for name, member, make in parts})
+    makers = [(name, _maker(type_)) for name, type_ in members(kind).items()]
+    return lambda json: kind(**{name: _made(make, json, name) for name, make in makers})
 
 
 def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) -> Any:
@@ -90,15 +86,20 @@ class Device(AnswerValue["answers.Device"]):
     host_id: str
     numa_node: Optional[int]
     pcie_info: Optional[PcieLink]
-    memory_mib: Annotated[int, "mps_memory_limit"]
-    gpu_memory_mib: Annotated[int, "mps_memory_total"]
-    thread_percentage: Annotated[float, "mps_thread_percentage"]
+    memory_mib: int
+    gpu_memory_mib: int
+    thread_percentage: float
     state: str
     reason: str
     reason_code: str
     budget_enforced: bool
     lease: Optional[str]
-    free: bool
+    holder: Optional[str]
+
+    @property
+    def free(self) -> bool:
+        """Whether it can be leased now."""
+        return self.state == FREE
 
 
 @dataclass(frozen=True)
@@ -192,22 +193,34 @@ class GpuCounts(AnswerValue["answers.GpuCounts"]):
 
 
 @dataclass(frozen=True)
-class StatusWarning(AnswerValue["answers.StatusWarning"]):
-    """Something that an operator must know although everything runs."""
+class StatusProblem(AnswerValue["answers.StatusProblem"]):
+    """Something that an operator should know; only one of level `problem` degrades the state."""
 
+    level: str
     code: str
     text: str
     hint: str
+    gpu: Optional[str]
+    devices: tuple[str, ...]
+    pid: Optional[int]
+
+
+@dataclass(frozen=True)
+class LeaseCounts(AnswerValue["answers.LeaseCounts"]):
+    """How many leases there are, and how many queued requests."""
+
+    total: int
+    waiting: int
 
 
 @dataclass(frozen=True)
 class Status(AnswerValue["answers.Status"]):
-    """The state of the GPUs, control daemons and devices; jobs over budget or outside MPS do not count."""
+    """The state of the host: its GPUs, control daemons and devices, and what its jobs do."""
 
     state: str
+    problems: tuple[StatusProblem, ...]
     notice: str
     notice_code: str
-    warnings: tuple[StatusWarning, ...]
     version: str
     pid: int
     started: datetime
@@ -216,6 +229,10 @@ class Status(AnswerValue["answers.Status"]):
     devices: DeviceCounts
     gpus: GpuCounts
     domains: tuple[Domain, ...]
+    leases: LeaseCounts
+    clients: int
+    outside_mps: int
+    errors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -267,6 +284,14 @@ class LeaseRecord(HolderFields):
     expires: Optional[datetime]
     cdi: Optional[str]
     environment: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class LeaseDetails(LeaseRecord):
+    """A lease, and how its devices are used now; `state` is None if that is unknown."""
+
+    state: Optional[str]
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ from yunion_mps.service.events import EventService
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import MetricsCollector
 from yunion_mps.service.monitor import Monitor
+from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.state import one_line
+from yunion_mps.service.status import StatusService
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
@@ -99,8 +101,10 @@ class _Loop:
             self._schedule_tick,
             self._request_reexec,
         )
-        clients = ClientService(paths, supervisor, queries.usage)
         devices = ProcessDevices(supervisor, self._leases.ledger)
+        observer = Observer(paths, supervisor, devices, queries.usage)
+        clients = ClientService(supervisor, observer)
+        status = StatusService(queries, self._leases, clients)
         self._monitor = Monitor(
             paths,
             supervisor,
@@ -110,14 +114,13 @@ class _Loop:
             self._poll_now,
             self._schedule_tick,
         )
-        ledger, queue = self._leases.ledger, self._leases.queue
         metrics = MetricsCollector(
-            supervisor, queries, ledger, queue, devices, self._leases.peaks, lambda: router.request_counts()
+            supervisor, queries, self._leases, status, observer, lambda: router.request_counts()
         )
         exporter = Exporter(metrics)
         self._events = EventService(supervisor.event_log)
         router = Router(
-            Handlers(queries, self._reloader, clients, self._leases, self._events, exporter.answer)
+            Handlers(queries, status, self._reloader, clients, self._leases, self._events, exporter.answer)
         )
         self._textfile = Textfile(paths, supervisor, exporter)
         self._server = Server(router)
@@ -235,7 +238,7 @@ class _Loop:
         self._queries.changes.notify()
         if not self._supervisor.stopping and self._queries.version != self._notified_version:
             self._notified_version = self._queries.version
-            self._notifier.status(one_line(self._queries.status()))
+            self._notifier.status(one_line(self._queries.service()))
 
     def _publish_config(self) -> None:
         if self._supervisor.config is not self._published_config:

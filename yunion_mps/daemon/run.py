@@ -162,9 +162,9 @@ class _Daemon:
         supervisor, notifier = self._supervisor, self._notifier
         service = Queries(supervisor.snapshot, self._started_s, os.getpid())
         service.ledger = recorded_ledger(supervisor.store(), self._paths.lease_copies)
-        line = one_line(service.status())
+        line = one_line(service.service())
         log.info("yunion-mps %s is ready: %s", __version__, line)
-        for warning in warnings(supervisor.snapshot()):
+        for warning, _ in warnings(supervisor.snapshot()):
             log.warning("%s", warning)
         self._record("info", f"ready, {__version__}", consequence=line)
         publish_addresses(self._paths, supervisor.config)

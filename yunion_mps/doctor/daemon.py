@@ -6,10 +6,12 @@ import os
 
 from yunion_mps import __version__
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, warning
+from yunion_mps.enums import WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
+    CLIENT_WAITING,
     COMPUTE_MODE_CHANGED,
     CONTROL_DAEMON_EXITED,
     DAEMON_UNREACHABLE,
@@ -20,8 +22,8 @@ from yunion_mps.reasons import (
 )
 from yunion_mps.units import count
 
-#: Warnings about single GPUs, which the checks of the GPUs report in more detail.
-_ABOUT_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
+#: Warnings about single GPUs and processes, which other checks report in more detail.
+_CHECKED_ELSEWHERE = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED, CLIENT_WAITING)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
@@ -51,8 +53,11 @@ def daemon(host: Host) -> Findings:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} was restarted {times}"
             found.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
-    others = (entry for entry in status["warnings"] if entry["code"] not in _ABOUT_GPUS)
-    found += [warning(other["text"], other["hint"], other["code"]) for other in others]
+    found += [
+        warning(other["text"], other["hint"], other["code"])
+        for other in status["problems"]
+        if other["level"] == WARNING and other["code"] not in _CHECKED_ELSEWHERE
+    ]
     if status["version"] != __version__:
         what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
         found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))

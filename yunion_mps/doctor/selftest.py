@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, skipped
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
+from yunion_mps.enums import FREE
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
@@ -64,7 +65,7 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 @check("selftest", SELFTEST_FAILED, timeout_factor=_TIMEOUT_FACTOR + 1)
 def selftest(host: Host) -> Findings:
-    devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
+    devices = [one for one in host.devices() if one["state"] == FREE]
     if not devices:
         raise SkipError("no device is free", "see: yunion-mps list")
     tested: set[str] = set()
@@ -81,8 +82,8 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
     if other:
         what = f"{addr} was not tested: a client of your user would make new jobs of {other} wait"
         return skipped(what, f"run it as {other}, or while no MPS server is running")
-    budget = device["mps_memory_limit"]
-    over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
+    budget = device["memory_mib"]
+    over_mib = min(budget, device["gpu_memory_mib"]) + _OVER_MIB
     timeout_s = host.timeout_s * _TIMEOUT_FACTOR
     answer = _run_client(device["client_environment"], over_mib, timeout_s)
     if answer is None:
@@ -100,7 +101,7 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
 
 
 def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
-    budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
+    budget, percentage = device["memory_mib"], device["thread_percentage"]
     addr, memory = device["addr"], answer["memory_mib"]
     used, total = answer["used"], answer["multiprocessors"]
     what = (

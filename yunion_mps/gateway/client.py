@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -16,13 +16,12 @@ from yunion_mps.http.messages import Response, encode
 from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.http.parameters import Value
-from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device
+    from yunion_mps.answers import Device
 
 
 T = TypeVar("T")
@@ -33,9 +32,6 @@ _MAX_AGE_S = 1.0
 _MIN_INTERVAL_S = 0.1
 #: How often devices are queried without an event.
 _DEVICES_MAX_AGE_S = 30.0
-#: How long the page waits for the clients, and how long the query may take: waking many GPUs is slow.
-_CLIENTS_S = 2.0
-_CLIENTS_TIMEOUT_S = 150.0
 
 
 async def get_from_daemon(
@@ -76,8 +72,6 @@ class OverviewCache:
         self._devices_key: tuple[object, ...] = ()
         self._listed_s = 0.0
         self._devices: list[Device] = []
-        self._clients = NO_CLIENTS
-        self._pending_clients: asyncio.Task[ClientList] | None = None
 
     def current(self, event: int, arrived_s: float = math.inf) -> Overview | None:
         """Return the cached overview, if it is current for a client that arrived then, by default now.
@@ -122,24 +116,8 @@ class OverviewCache:
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
             self._devices_key, self._listed_s = devices_key, time.monotonic()
         gpus = (await self._call(GET_GPUS))["gpus"]
-        errors = await self._query_clients() if status["domains"] else []
-        clients = self._clients if status["domains"] else NO_CLIENTS
-        clients = {**clients, "errors": [*clients["errors"], *errors]}
+        clients = await self._call(GET_CLIENTS, seen=True)
         return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
-
-    async def _query_clients(self) -> Sequence[str]:
-        if self._pending_clients is None:
-            request = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
-            self._pending_clients = asyncio.ensure_future(request)
-        await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
-        if not self._pending_clients.done():
-            return ["the driver is slow to answer, so the list of clients is out of date"]
-        query, self._pending_clients = self._pending_clients, None
-        try:
-            self._clients = query.result()
-        except UnreachableError as error:
-            return [f"cannot list the processes on the GPUs: {error.message}"]
-        return []
 
     async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
         answer = await get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)

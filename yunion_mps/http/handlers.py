@@ -20,6 +20,7 @@ from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.permissions import Caller, process_holder
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
+from yunion_mps.service.status import StatusService
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -31,6 +32,7 @@ class Handlers:
     def __init__(
         self,
         queries: Queries,
+        status: StatusService,
         reloader: Reloader,
         clients: ClientService,
         leases: LeaseService,
@@ -39,6 +41,7 @@ class Handlers:
     ) -> None:
         """`metrics` returns the content type and the text for an Accept header."""
         self._queries = queries
+        self._status = status
         self._reloader = reloader
         self._clients = clients
         self._leases = leases
@@ -80,8 +83,7 @@ class Handlers:
         return self._queries.gpus()
 
     async def get_status(self, _: Request) -> answers.Status:
-        """Not cached, because each poll changes it."""
-        return self._queries.status()
+        return await self._status.status()
 
     async def get_health(self, _: Request) -> Response:
         return Response(200, _TEXT, b"ok\n")
@@ -127,10 +129,10 @@ class Handlers:
         return await self._clients.terminate(pid, request.uid, force=force)
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
-        return self._leases.leases()
+        return await self._status.leases()
 
-    async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.lease(lease, _caller(request).owner)
+    async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseDetails:
+        return await self._status.lease(lease, _caller(request).owner)
 
     async def take_lease(
         self,

@@ -82,7 +82,7 @@ class Operation(Generic[T]):
         creates: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`answer` is the name of T, empty if it is not a type of answers.py, such as text.
+        """`answer` is the name of T, empty if it is not a type of answers/, such as text.
 
         `refusals` are the statuses that are specific to this operation. A `cached` answer is made from the
         snapshot without waiting, and reused until the snapshot changes; others may wait, up to the parameter

@@ -2,7 +2,7 @@
 
 The router, the checks of parameters, the OpenAPI document, the request counters and the client's calls are
 derived from it. GET has its parameters in the query, POST in a JSON body. An operation's handler is the
-method of `Handlers` with its name, and its answer's schema comes from the type of that name in answers.py.
+method of `Handlers` with its name, and its answer's schema comes from the type of that name in answers/.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
 GET_LEASES: Operation[answers.LeaseList] = Operation(
     "get_leases", "GET", "/v1/leases", "List the leases and the queued requests", "LeaseList"
 )
-GET_LEASE: Operation[answers.LeaseRecord] = Operation(
-    "get_lease", "GET", "/v1/leases/{lease}", "Get one lease", "LeaseRecord", _LEASE, refusals=(404,)
+GET_LEASE: Operation[answers.LeaseDetails] = Operation(
+    "get_lease", "GET", "/v1/leases/{lease}", "Get one lease", "LeaseDetails", _LEASE, refusals=(404,)
 )
 _HOLDER = (
     Parameter("kind", "What the lease is bound to: a process (the default), a container's first process, "

@@ -25,7 +25,8 @@ from yunion_mps.enums import (
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.metrics import BOUNDS_S, DomainUsage, Facts, GpuUsage
+from yunion_mps.service.metrics import BOUNDS_S, Facts
+from yunion_mps.service.observer import DomainUsage, GpuUsage
 from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.units import seconds
 
@@ -142,7 +143,7 @@ def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUsage | None:
 
 
 def _budget(facts: Facts, device: Device) -> tuple[int, float]:
-    now = device["mps_memory_limit"], device["mps_thread_percentage"]
+    now = device["memory_mib"], device["thread_percentage"]
     return facts.leased_budgets.get(device["addr"], now)
 
 
@@ -170,11 +171,11 @@ CATALOGUE = (
     _host("yunion_mps_start_time_seconds", "Unix time at which the daemon started.",
           lambda facts: seconds(facts.status["started"])),
     _state("yunion_mps_state",
-           "State of the service as in /v1/status, without jobs: 1 for the current state, 0 for all others.",
+           "State of the service as in yunion-mps status: 1 for the current state, 0 for all others.",
            HOST_STATES, lambda facts: [(facts.status["state"],)]),
-    Metric(GAUGE, "yunion_mps_warnings", "Number of warnings in yunion-mps status, by reason code.",
-           ("reason",), lambda facts: (((code,), number) for code, number in
-                          Counter(one["code"] for one in facts.status["warnings"]).items())),
+    Metric(GAUGE, "yunion_mps_problems", "Number of problems in yunion-mps status, by level and reason code.",
+           ("level", "reason"), lambda facts: Counter(
+               (one["level"], one["code"]) for one in facts.status["problems"]).items()),
     Metric(GAUGE, "yunion_mps_leases", "Number of leases, by binding.", ("binding",),
            lambda facts: (((one,), facts.queue.leases.get(one, 0)) for one in BINDINGS)),
     _host("yunion_mps_queued_requests", "Number of queued requests for devices.",
@@ -246,7 +247,7 @@ CATALOGUE = (
     _device("yunion_mps_device_info", "A device; the value is always 1.",
             lambda _, device: {name: device[name] for name in ("gpu_uuid", "id")}, INFO),
     _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",
-            lambda _, device: int(device["state"] == AVAILABLE)),
+            lambda _, device: int(device["state"] not in (UNAVAILABLE, PENDING))),
     _device("yunion_mps_device_leased", "Whether the device is leased (1) or not (0).",
             lambda _, device: int(bool(device["lease"]))),
     _device("yunion_mps_device_memory_limit_bytes",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.enums import PENDING, UNAVAILABLE
-from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded, with_hints
-from yunion_mps.overview.holdings import (
+from yunion_mps.overview.problems import folded, problems_of, with_hints
+from yunion_mps.service.holdings import (
     ID_LENGTH,
     Holding,
     holdings,
@@ -17,15 +16,9 @@ from yunion_mps.overview.holdings import (
 )
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status
+    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status, StatusProblem
 
 Json = dict[str, Any]
-
-#: The states of a part of a GPU.
-FREE, NO_ROOM, IDLE, IN_USE = "free", "no room", "idle", "in use"
-OVER, OUTSIDE_MPS, NO_DEVICE = "over budget", "outside MPS", "no device"
-#: The states of a lease. It has the first of those that its devices have.
-_LEASE_STATES = (UNAVAILABLE, OVER, PENDING, IN_USE, IDLE)
 
 _COMMAND_LENGTH = 200
 _MAX_WAITING = 5
@@ -41,30 +34,18 @@ class Answers(NamedTuple):
 
 
 class HostOverview(NamedTuple):
-    """What follows from the answers; `state` is the daemon's, or `degraded` if it is ready with a problem."""
+    """The answers, and who has what according to them; the MiB that processes use are by GPU address."""
 
     answers: Answers
     holdings: list[Holding]
-    findings: list[HostFinding]
-    state: str
+    problems: list[StatusProblem]
     memory_by_gpu: dict[str, int]
 
     @classmethod
     def of(cls, answers: Answers) -> HostOverview:
-        status, clients = answers.status, answers.clients["clients"]
-        found = holdings(answers.devices, answers.leases, clients)
-        wrong = all_findings(status, answers.gpus, answers.devices, answers.leases, found, answers.clients)
-        has_problem = any(finding.kind == PROBLEM for finding in wrong)
-        state = "degraded" if has_problem and status["state"] == "ready" else str(status["state"])
-        return cls(answers, found, wrong, state, memory_by_gpu(clients))
-
-    @property
-    def devices(self) -> dict[str, int]:
-        """The daemon's counts, but used and free as the holdings are, whose clients may be newer."""
-        in_use = sum(len(holding.devices) for holding in self.holdings if holding.in_use)
-        free = sum(holding.is_spare for holding in self.holdings)
-        counts: Mapping[str, Any] = self.answers.status["devices"]
-        return {**counts, "used": in_use, "free": free}
+        clients = answers.clients["clients"]
+        held = holdings(answers.devices, answers.leases, clients)
+        return cls(answers, held, problems_of(answers.status), memory_by_gpu(clients))
 
 
 def page(host: HostOverview) -> Json:
@@ -72,20 +53,20 @@ def page(host: HostOverview) -> Json:
 
     A part of a GPU has no fields for unknown values.
     """
-    answers = host.answers
+    answers, status = host.answers, host.answers.status
     return {
-        "state": host.state,
-        "version": answers.status["version"],
-        "started": answers.status["started"],
-        "driver": answers.status["driver"],
-        "devices": host.devices,
+        "state": status["state"],
+        "version": status["version"],
+        "started": status["started"],
+        "driver": status["driver"],
+        "devices": status["devices"],
         "leases": len(answers.leases),
         "clients": len(answers.clients["clients"]),
-        "findings": [
-            {"kind": finding.kind, "what": finding.what, "hint": hint}
-            for finding, hint in with_hints(folded(host.findings))
+        "problems": [
+            {"title": problem.title, "text": problem.text, "hint": hint}
+            for problem, hint in with_hints(folded(host.problems))
         ],
-        "wrong": len(host.findings),
+        "wrong": len(host.problems),
         "errors": answers.clients["errors"],
         "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
         "parts": [_part(holding) for holding in host.holdings],
@@ -117,7 +98,7 @@ def _part(holding: Holding) -> Json:
     part: Json = {
         "gpu": holding.gpu,
         "devices": list(holding.devices),
-        "state": state_of(holding),
+        "state": holding.state,
         "budget": holding.budget_mib,
     }
     if not holding.in_use:
@@ -137,27 +118,6 @@ def _part(holding: Holding) -> Json:
     part["command"] = _cut(holding.label)
     part["pids"] = [process.pid for process in holding.holders if process.pid is not None]
     return {field: value for field, value in part.items() if value is not None}
-
-
-def state_of(holding: Holding) -> str:
-    if holding.outside_mps:
-        return OUTSIDE_MPS
-    if not holding.devices:
-        return NO_DEVICE
-    if holding.over_mib:
-        return OVER
-    if holding.in_use:
-        return IN_USE if holding.processes else IDLE
-    return FREE if holding.free else NO_ROOM if holding.pending else UNAVAILABLE
-
-
-def lease_states(held: Iterable[Holding]) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
-    for one in held:
-        if one.lease:
-            states = {state_of(one)} if one.available else {UNAVAILABLE}
-            found.setdefault(one.lease["id"], set()).update(states, {PENDING} if one.pending else ())
-    return {lease: min(states, key=_LEASE_STATES.index) for lease, states in found.items()}
 
 
 def _cut(command: str) -> str:

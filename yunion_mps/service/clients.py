@@ -6,37 +6,28 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
-from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.host.proc import (
     command_of,
     is_kernel_thread,
-    name_of,
-    started_s,
     started_ticks,
-    uid_of,
     user_name,
-    variable_of,
 )
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import processes_of_xids
-from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import DomainPlan, Event, Gpu
-from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_clients
-from yunion_mps.mps.processes import find_control_program, is_server, running_servers, server_pids
+from yunion_mps.models import Event
+from yunion_mps.mps.clients import terminate
+from yunion_mps.mps.processes import find_control_program, running_servers
 from yunion_mps.paths import Paths
-from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.service.observer import Observer
 from yunion_mps.service.permissions import is_privileged
-from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -46,59 +37,29 @@ log = logging.getLogger(__name__)
 
 #: How long a client has to end after its server has disconnected it.
 _GRACE_S = 5.0
-#: How much is shown of the variable that names a job's devices, because a job can set it to anything.
-_MAX_DEVICE = 1000
-#: The log's times are in whole seconds; a process that started this much later only reuses the PID.
-_START_TOLERANCE_S = 5.0
 _LIST_COMMAND = "yunion-mps who --clients"
 _LIST_JOBS = f"list the clients: {_LIST_COMMAND}"
 #: The kernel logs an XID, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
 
 
-class _DomainClients(NamedTuple):
-    """The servers and clients of one domain, as far as its control daemon answered."""
-
-    plan: DomainPlan
-    servers: Sequence[int]  # including servers that have outlived their control daemon
-    states: Mapping[int, str | None]  # of the others
-    clients: Mapping[int, int]  # the server's PID, by the client's
-    failure: str
-
-
-class _GpuProcesses(NamedTuple):
-    """What the driver reports, by GPU UUID."""
-
-    memory: Mapping[str, Mapping[int, int | None]]  # in MiB, by PID
-    through_mps: Mapping[str, Collection[int]]  # a GPU that does not report them is missing
-    sm: Mapping[str, Mapping[int, int]]  # the SM utilization of each process in %, as of the last poll
-
-
 class ClientService:
-    def __init__(self, paths: Paths, supervisor: Supervisor, usage: UsageHistory) -> None:
+    def __init__(self, supervisor: Supervisor, observer: Observer) -> None:
         self._supervisor = supervisor
-        self._usage = usage
-        self._containers = Containers(paths)
+        self._observer = observer
         self._listing = asyncio.Lock()  # one listing at a time, to limit the load of many requests
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
         """The servers and clients of all domains, and processes that wait for another user's server.
 
         `errors` says which are unknown, and why. With `seen` only NVML and the kernel are queried, and no
-        control daemon, because a hung server would block its control daemon for every other process.
+        control daemon, because a hung server would block its control daemon for every other process; a driver
+        that hangs does not delay it for long.
         """
+        if seen:
+            return (await self._observer.observe()).clients
         async with self._listing:
-            serving = [
-                (domain.in_effect, pid, tuple(domain.server_pids()))
-                for domain in self._supervisor.domains
-                if (pid := domain.status().pid)
-            ]
-            nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
-            sm = self._usage.latest.load.processes
-            ask = _servers_from_kernel if seen else _query_control_daemon
-            return await on_thread(
-                lambda: _list([ask(*args) for args in serving], nvml, gpus, sm, self._containers)
-            )
+            return await self._observer.query_all()
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
         """Terminate a client for the user `uid`: its server disconnects it, then it gets SIGTERM.
@@ -246,134 +207,3 @@ async def _has_ended(process: Process) -> bool:
     finally:
         loop.remove_reader(process.fileno())
     return True
-
-
-def _query_control_daemon(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
-    states: dict[int, str | None] = {}
-    clients: dict[int, int] = {}
-    failure = ""
-    try:
-        program = find_control_program()
-        clients = {row.pid: row.server for row in clients_of(program, plan, control_pid)}
-        states = {pid: server_state(program, plan, pid) for pid in server_pids(control_pid)}
-    except YunionError as error:
-        failure = f"domain {plan.name}: {error.message}; {error.hint}"
-    return _DomainClients(plan, servers, states, clients, failure)
-
-
-def _servers_from_kernel(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
-    return _DomainClients(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
-
-
-def _list(
-    domains: Sequence[_DomainClients],
-    nvml: Nvml | None,
-    gpus: Iterable[Gpu],
-    sm: Mapping[str, Mapping[int, int]],
-    containers: Containers,
-) -> answers.ClientList:
-    driver = _GpuProcesses({}, {}, {})
-    errors = [one.failure for one in domains if one.failure]
-    try:
-        # In this order, so that a process that starts between the two calls counts as an MPS client.
-        driver = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else driver
-    except YunionError as error:
-        errors.append(error.message)
-    addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in domains for client in _clients_json(one, driver, addresses, containers)]
-    known = {client["pid"] for client in clients}
-    return {
-        "servers": [
-            {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
-            for one in domains
-            for pid in one.servers
-        ],
-        "clients": clients,
-        "waiting": [waiter for one in domains for waiter in _waiting_json(one) if waiter["pid"] not in known],
-        "errors": errors,
-        "total": len(clients),
-    }
-
-
-def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
-    """List the processes that wait for another user's server, with details from the kernel."""
-    waiting: list[answers.WaitingClient] = []
-    for one in waiting_clients(domain.plan, domain.servers):
-        details = _process_json(one.pid)
-        started, owner = details["started"], uid_of(one.server)
-        if owner is not None and started is not None and started < rfc3339(one.since_s + _START_TOLERANCE_S):
-            waiting.append(
-                {
-                    **details,
-                    "since": rfc3339(one.since_s),
-                    "server": one.server,
-                    "server_user": user_name(owner),
-                    "domain": domain.plan.name,
-                }
-            )
-    return waiting
-
-
-def _clients_json(
-    domain: _DomainClients,
-    driver: _GpuProcesses,
-    addresses: Mapping[str | None, str],
-    containers: Containers,
-) -> list[answers.MpsClient]:
-    """The processes that the control daemon lists, and those that NVML sees on its GPUs.
-
-    The clients of a server that is about to end, or has no control daemon, are not listed although they run.
-    """
-    on_gpus: dict[int, dict[str, int | None]] = {}
-    for uuid in domain.plan.gpu_uuids:
-        for pid, mib in driver.memory.get(uuid, {}).items():
-            if pid not in domain.servers:
-                on_gpus.setdefault(pid, {})[uuid] = mib
-    silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
-    only = silent[0] if len(silent) == 1 else None
-    rows: list[answers.MpsClient] = []
-    for pid in sorted({*domain.clients, *on_gpus}):
-        memory = on_gpus.get(pid, {})
-        known = [mib for mib in memory.values() if mib is not None]
-        through_mps = _uses_mps(pid, domain, driver, memory)
-        inside = containers.of(pid)
-        rows.append(
-            {
-                **_process_json(pid),
-                "container": inside.name if inside else None,
-                "container_id": inside.id if inside else None,
-                "mps": through_mps,
-                "server": None if through_mps is False else domain.clients.get(pid, only),
-                "domain": domain.plan.name,
-                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
-                "gpus": [addresses.get(uuid, uuid) for uuid in memory],
-                "memory_by_gpu_mib": list(memory.values()),
-                "memory_used_mib": sum(known) if known else None,
-                "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
-            }
-        )
-    return rows
-
-
-def _uses_mps(pid: int, domain: _DomainClients, driver: _GpuProcesses, gpus: Collection[str]) -> bool | None:
-    """Whether the process uses the GPUs through MPS; None if unknown.
-
-    False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
-    daemon nor the driver.
-    """
-    if pid in domain.clients or any(pid in driver.through_mps.get(uuid, ()) for uuid in gpus):
-        return True
-    is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)
-    return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
-
-
-def _process_json(pid: int) -> answers.ProcessFields:
-    """The process's details from the kernel; all but the PID are None if it has ended."""
-    uid, begun_s = uid_of(pid), started_s(pid)
-    return {
-        "pid": pid,
-        "uid": uid,
-        "user": None if uid is None else user_name(uid),
-        "command": command_of(pid, 500) or name_of(pid) or None,
-        "started": None if begun_s is None else rfc3339(begun_s),
-    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.enums import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_ROOM, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
@@ -37,7 +37,9 @@ if TYPE_CHECKING:  # not needed before READY
     from yunion_mps.service.usage import DeviceUsage
 
 
-def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
+def devices_json(
+    snapshot: Snapshot, ledger: Ledger | None = None, name_holder: Callable[[Holder], str] = str
+) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased.
@@ -55,7 +57,9 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
-        state = UNAVAILABLE if reason else PENDING if device.id in pending else AVAILABLE
+        lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
+        state = FREE if device.id in free else LEASED if lease else NO_ROOM
+        state = UNAVAILABLE if reason else PENDING if device.id in pending else state
         why_not = reason or pending.get(device.id, NO_REASON)
         now = leased.get(device.id, device) if state == PENDING else device
         rows.append(
@@ -71,16 +75,16 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
                 "pcie_info": _link_json(gpu.link) if gpu else None,
                 "index": -1,
                 "device_minor": -1,
-                "mps_memory_limit": now.memory_limit_mib,
-                "mps_memory_total": now.memory_total_mib,
-                "mps_thread_percentage": _plain(now.thread_percentage),
+                "memory_mib": now.memory_limit_mib,
+                "gpu_memory_mib": now.memory_total_mib,
+                "thread_percentage": _plain(now.thread_percentage),
                 "gpu_uuid": now.gpu_uuid,
                 "state": state,
                 "reason": why_not,
                 "reason_code": why_not.code,
                 "budget_enforced": now.budget_enforced,
-                "lease": ledger.lease_of.get(device.id),
-                "free": device.id in free,
+                "lease": lease.id if lease else None,
+                "holder": name_holder(lease.holder) if lease else None,
             }
         )
     return rows
@@ -164,13 +168,14 @@ def domain_json(domain: DomainStatus) -> answers.Domain:
 def lease_json(
     lease: Lease,
     expires_s: float | None,
-    containers: Containers,
+    containers: Containers | None,
     use: Mapping[str, DeviceUsage] = {},
     peaks_mib: Sequence[int | None] = (),
 ) -> answers.LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
 
-    `use` is the use of devices by address, `peaks_mib` the known peaks of its own devices.
+    Without `containers` the record is brief: what only the kernel knows about the holder is left out. `use`
+    is the use of devices by address, `peaks_mib` the known peaks of its own devices.
     """
     return {
         "id": lease.id,
@@ -208,10 +213,16 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
     return list(dict.fromkeys(device.gpu_address for device in devices))
 
 
-def _holder_json(holder: Holder, since_s: float, containers: Containers) -> answers.HolderFields:
+def holder_name(holder: Holder, containers: Containers) -> str:
+    """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
+    inside = containers.of(holder.pid) if holder.pid is not None else None
+    return f"{user_name(holder.uid)} ({holder.name or (inside and inside.name) or f'PID {holder.pid}'})"
+
+
+def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
     pid = holder.pid
-    runs = pid is not None and started_ticks(pid) == holder.started
-    inside = containers.of(pid) if pid is not None and runs else None
+    runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if containers and pid is not None and runs else None
     return {
         "pid": pid,
         "uid": holder.uid,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
@@ -31,14 +31,15 @@ from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of
-from yunion_mps.service.json_values import holder_text, lease_json, queued_json
+from yunion_mps.service.json_values import holder_name, holder_text, lease_json, queued_json
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import refuse_unserved
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseList, LeaseRecord
+    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import QueuedRequest as QueuedRequestJson
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class LeaseService:
         self._holders = HolderWatch(self._end)
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
+        # Cached, because the devices are listed again after each change: a container keeps its first name.
+        queries.name_holder = lru_cache(4096)(partial(holder_name, containers=self._containers))
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
@@ -142,10 +145,12 @@ class LeaseService:
         """The lease of this id or name; raises NotFoundError."""
         return self._json(find_lease(name, self.ledger.leases, caller))
 
-    def leases(self) -> LeaseList:
-        leases = [self._json(lease) for lease in self.ledger.leases.values()]
-        queued = [queued_json(request, self._containers) for request in self.queue.requests]
-        return {"leases": leases, "waiting": queued, "total": len(leases)}
+    def leases(self, *, brief: bool = False) -> list[LeaseRecord]:
+        """All leases; a `brief` one lacks what only the kernel knows about its holder."""
+        return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
+
+    def waiting(self) -> list[QueuedRequestJson]:
+        return [queued_json(request, self._containers) for request in self.queue.requests]
 
     async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> Grant:
         """Grant the request within `wait_s`; raises YunionError if that is not possible.
@@ -384,9 +389,9 @@ class LeaseService:
         check_may_change(lease, caller, of_any_unit=of_any_unit)
         return lease
 
-    def _json(self, lease: Lease) -> LeaseRecord:
+    def _json(self, lease: Lease, *, brief: bool = False) -> LeaseRecord:
         use, expires_s = self._queries.usage.latest.devices, self._holders.expires_s(lease.id)
-        return lease_json(lease, expires_s, self._containers, use, self.peaks.of(lease))
+        return lease_json(lease, expires_s, None if brief else self._containers, use, self.peaks.of(lease))
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import AVAILABLE, PENDING, UNAVAILABLE
+from yunion_mps.enums import FREE, PENDING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu, Snapshot
+from yunion_mps.models import Gpu, Holder, Snapshot
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.reasons import Reason
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.json_values import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
@@ -46,7 +46,7 @@ class Filters(NamedTuple):
         """Whether the device matches; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
-        if self.unused and not device["free"]:
+        if self.unused and device["state"] != FREE:
             return False
         values: Mapping[str, object] = device
         fields = ("dev_type", "model", "device_path", "vendor_device_id", "numa_node")
@@ -63,6 +63,8 @@ class Queries:
         self._cached_version = -1
         self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
+        #: Describes a lease's holder for people.
+        self.name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
         #: The requests that wait for an answer to change.
         self.changes = LongPolls()
@@ -126,18 +128,22 @@ class Queries:
             return 0
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
-    def status(self) -> answers.Status:
+    @property
+    def state(self) -> str:
+        """The state of the GPUs, control daemons and devices, whatever their jobs do."""
+        return state_of(self._snapshot())
+
+    def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
+        return warnings(self._snapshot())
+
+    def service(self) -> answers.ServiceFields:
         snapshot = self._snapshot()
         devices = self._all()
         states = Counter(device["state"] for device in devices)
         used = {device["addr"] for device in devices if device["lease"]}.union(self.usage.latest.devices)
         return {
-            "state": state_of(snapshot),
             "notice": snapshot.notice,
             "notice_code": snapshot.notice.code,
-            "warnings": [
-                {"code": one.code, "text": one, "hint": hint_of(one.code)} for one in warnings(snapshot)
-            ],
             "version": __version__,
             "pid": self._pid,
             "started": rfc3339(self._started_s),
@@ -148,11 +154,11 @@ class Queries:
             },
             "devices": {
                 "total": len(devices),
-                "available": states[AVAILABLE],
+                "available": len(devices) - states[UNAVAILABLE] - states[PENDING],
                 "unavailable": states[UNAVAILABLE],
                 "pending": states[PENDING],
                 "used": sum(device["addr"] in used for device in devices),
-                "free": sum(device["free"] and device["addr"] not in used for device in devices),
+                "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),
@@ -176,7 +182,7 @@ class Queries:
 
     def _all(self) -> list[answers.Device]:
         if self._cached_version != self.version:
-            self._devices = devices_json(self._snapshot(), self.ledger)
+            self._devices = devices_json(self._snapshot(), self.ledger, self.name_holder)
             self._cached_version = self.version
         return self._devices
 

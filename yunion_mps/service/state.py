@@ -94,7 +94,7 @@ def not_ready_reasons(snapshot: Snapshot) -> list[str]:
     return [line.replace("\n", "; ") for line in lines if line] or ["no control daemon serves"]
 
 
-def one_line(status: answers.Status) -> str:
+def one_line(status: answers.ServiceFields) -> str:
     """The status in one line, for systemd and for logs."""
     devices, domains = status["devices"], status["domains"]
     serving = sum(domain["state"] == READY for domain in domains)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from yunion_mps import reasons
 from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
@@ -57,9 +57,10 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
     return Reason(text, code if text else "")
 
 
-def warnings(snapshot: Snapshot) -> Sequence[Reason]:
-    """Return what an operator must know although all runs, such as budgets that are not enforced."""
-    found = list(snapshot.warnings)
+def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
+    """Yield what an operator must know although all runs, such as budgets that are not enforced."""
+    for warning in snapshot.warnings:
+        yield warning, None
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:
         if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
@@ -67,15 +68,14 @@ def warnings(snapshot: Snapshot) -> Sequence[Reason]:
                 f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
-            found.append(Reason(what, reasons.BUDGET_NOT_ENFORCED))
+            yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
         planned = snapshot.plan.compute_modes.get(gpu.uuid or "")
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
                 "a process that bypasses the control daemon could use it without limits"
             )
-            found.append(Reason(what, reasons.COMPUTE_MODE_CHANGED))
-    return found
+            yield Reason(what, reasons.COMPUTE_MODE_CHANGED), gpu
 
 
 def _order(gpus: Iterable[Gpu]) -> dict[str | None, int]:

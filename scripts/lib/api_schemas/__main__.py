@@ -16,7 +16,7 @@ _PAGE = Path(__file__).resolve().parents[3] / "docs/reason-codes.md"
 _HEAD = """# Reason codes
 
 Every problem has a stable code next to its text, so that no program has to parse messages: `reason_code`
-of a device, GPU or domain, `code` of a warning, event, finding or problem (RFC 9457), the label `reason` of
+of a device, GPU or domain, `code` of a problem, event or finding, the label `reason` of
 metrics. A code is never renamed or reused. `GPU` stands for the GPU's UUID.
 
 | code | meaning | hint |

@@ -1,14 +1,12 @@
 """The JSON schemas of the API's answers by name, each with an example; pydantic makes them of the types.
 
-The types are loaded a second time for that, with typing_extensions' TypedDict: pydantic needs it before
-Python 3.12.
+The types are loaded with typing_extensions' TypedDict for that: pydantic needs it before Python 3.12.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 import typing
 from pathlib import Path
 from types import ModuleType
@@ -21,11 +19,12 @@ Schema = dict[str, Any]
 
 #: What the package carries.
 FILE = Path(__file__).parents[3] / "yunion_mps" / "http" / "schemas.json"
-_ANSWERS = FILE.parents[1] / "answers.py"
 #: Values of the documentation's reference case, by type and field.
 _EXAMPLES = Path(__file__).with_name("examples.json")
 #: Types with this ending hold fields that others share, and are no answers themselves.
 _SHARED = "Fields"
+#: Types whose examples begin with those of others.
+_DETAILS_OF = {"DeviceDetails": "Device", "LeaseDetails": "LeaseRecord"}
 
 
 def content() -> str:
@@ -51,13 +50,8 @@ def schemas() -> dict[str, Schema]:
 
 
 def _answers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("answers_for_schemas", _ANSWERS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
-        spec.loader.exec_module(module)
-    return module
+        return importlib.import_module("yunion_mps.answers")
 
 
 def _is_answer(name: str, value: object) -> bool:
@@ -79,7 +73,7 @@ def _plain(schema: Schema) -> Schema:
 
 def _example(name: str, schemas: dict[str, Schema], examples: dict[str, Any]) -> Any:
     """An example of the type: a field without one of its own has its type's."""
-    own = {**(examples["Device"] if name == "DeviceDetails" else {}), **examples.get(name, {})}
+    own = {**examples.get(_DETAILS_OF.get(name, ""), {}), **examples.get(name, {})}
 
     def value(field: str, schema: Schema) -> Any:
         if field in own:

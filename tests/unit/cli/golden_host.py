@@ -21,7 +21,9 @@ from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
-from yunion_mps.service.metrics import ClockReadings, DomainUsage, GpuUsage, HostUsage, LeaseCounts
+from yunion_mps.service.holdings import holder_of
+from yunion_mps.service.metrics import ClockReadings, LeaseFacts
+from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 from yunion_mps.units import rfc3339
@@ -227,6 +229,8 @@ def golden_host() -> Iterator[Cli]:
             Allocator(ledger).choose(request, candidates)
 
         host.service.ledger = ledger
+        names = {lease.holder: holder_of(one) for lease, one in zip(ledger.leases.values(), LEASES)}
+        host.service.name_holder = names.__getitem__
         host.leases.check = check
         load = {
             H100[0].uuid: GpuLoad(44, 35900, 58, 402.2, 700.0),
@@ -273,11 +277,11 @@ async def _metrics(host: ServerHost) -> tuple[str, bytes]:
     found = facts(
         host.snapshot,
         now=ClockReadings(NOW_S, 9 * _DAY),
-        status=service.status(),
+        status=by_hand.status_of(service, *LEASES, clients=host.clients.found),
         gpus=service.gpus()["gpus"],
         devices=service.devices(Filters(), 0, 0)["isolated_devices"],
         unusable=service.unusable_gpus(),
-        queue=LeaseCounts({"process": 2, "name": 1, "container": 1}, len(WAITING), 12 * _MINUTE),
+        queue=LeaseFacts({"process": 2, "name": 1, "container": 1}, len(WAITING), 12 * _MINUTE),
         events={("lease", "info"): 1, ("gpu", "error"): 1, ("client", "error"): 1, ("client", "warning"): 1},
         use=HostUsage(NOW_S - 2, gpus, _USED, {"host": DomainUsage(1, 5, NOW_S - 9 * _DAY)}),
         latest=service.usage.latest,

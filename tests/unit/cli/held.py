@@ -42,7 +42,7 @@ OUTSIDE_MPS: Json = {
 
 def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> None:
     """From now on the host has these leases."""
-    host.leases.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
+    host.leases.found = {"leases": list(leases), "waiting": list(waiting)}
 
 
 def busy(host: ServerHost, since: str = LEASE["since"]) -> None:

@@ -140,6 +140,9 @@ def test_what_programs_read_has_all_devices_unless_a_limit_is_given(
 
 def test_programs_read_what_the_daemon_answers_or_the_cells_of_the_table(cli: Cli) -> None:
     answer, rows = cli.read(LIST, "--limit", "2", "--offset", "1")
+    for device in answer["isolated_devices"]:
+        budget = [device.pop(f"mps_{name}") for name in ("memory_limit", "memory_total", "thread_percentage")]
+        device |= dict(zip(("memory_mib", "gpu_memory_mib", "thread_percentage"), budget))
     assert answer == cli.host.ask("GET", "/v1/devices?limit=2&offset=1").json()
     assert (answer["total"], [device["id"] for device in answer["isolated_devices"]]) == (4, list(IDS[1:3]))
     assert rows == [HEADER, *ROWS[1:3]]
@@ -162,7 +165,7 @@ def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
     answer, (header, *rows) = troubled.read("list", *arguments)
     assert [one["addr"] for one in answer["isolated_devices"]] == [row[0] for row in rows] == addresses
     assert answer["total"] == len(addresses)
-    assert header[:3] == ["addr", "model", "mps_memory_limit"]
+    assert header[:3] == ["addr", "model", "memory_mib"]
 
 
 @pytest.mark.parametrize(
@@ -203,16 +206,16 @@ DEVICE = {
     "pcie_info.version": "3.0",
     "index": "-1",
     "device_minor": "-1",
-    "mps_memory_limit": "5760",
-    "mps_memory_total": "23040",
-    "mps_thread_percentage": "25",
+    "memory_mib": "5760",
+    "gpu_memory_mib": "23040",
+    "thread_percentage": "25",
     "gpu_uuid": P40,
-    "state": "available",
+    "state": "free",
     "reason": "",
     "reason_code": "",
     "budget_enforced": "false",
     "lease": "",
-    "free": "true",
+    "holder": "",
     "slot": "1",
     "domain": "host",
     "client_environment.CUDA_DEVICE_ORDER": "PCI_BUS_ID",

@@ -71,4 +71,4 @@ def test_the_time_to_the_end_is_rounded_to_minutes(
     now = seconds("2026-11-20T13:45:00Z")
     monkeypatch.setattr("time.time", lambda: now)
     expires = rfc3339(now + left_s)
-    assert leases._expires({"expires": expires}) == shown
+    assert leases._expires(expires) == shown

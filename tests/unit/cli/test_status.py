@@ -8,7 +8,6 @@ import re
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.errors import ControlError
 from yunion_mps.models import PlannedGpu, Snapshot
 from yunion_mps.reasons import GPU_LOST, LIMITS_PENDING, Reason
 
@@ -96,24 +95,11 @@ def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None
     ]
 
 
-def test_without_the_clients_the_rest_of_the_status_is_there(own: Cli) -> None:
-    own.host.clients.error = ControlError("the control daemon does not answer", "wait")
+def test_what_could_not_be_found_out_is_said_last(own: Cli) -> None:
+    own.host.clients.found = clients(errors=("the driver does not answer",))
     lines = own.good("status").splitlines()
     assert lines[0] == "State:    ready"
-    assert (
-        lines[-1] == "Incomplete: cannot list the processes on the GPUs: the control daemon does not answer"
-    )
-
-
-def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None:
-    own.host.clients.gate.clear()
-    lines = own.good("status").splitlines()
-    own.host.clients.gate.set()
-    assert lines[0] == "State:    ready"
-    assert re.match(
-        r"Incomplete: cannot list the processes on the GPUs: the daemon does not answer on .* within 6 s$",
-        lines[-1],
-    )
+    assert lines[-1] == "Incomplete: the driver does not answer"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +180,7 @@ def test_the_memory_in_use_of_a_lost_gpu_is_unknown(serve: Serve) -> None:
 def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     cli = serve(snapshots.disabled())
     hold(cli.host)
+    cli.host.clients.found = clients()
     assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
@@ -268,10 +255,6 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     assert pairs["domains.0.memory_limits_mib"] == "[5760]"
 
 
-def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
-    told = own.host.ask("GET", "/v1/status").json()
-    answer = json.loads(own.good("status", "-o", "json"))
-    devices = told.pop("devices")
-    assert {name: answer[name] for name in told} == told
-    now = {"used": 1, "free": 3}  # with the clients that it shows, which may be newer than the last poll
-    assert answer["devices"] == {**devices, **now}
+def test_a_program_reads_the_same_from_the_command_and_the_daemon(own: Cli) -> None:
+    busy(own.host)
+    assert json.loads(own.good("status", "-o", "json")) == own.host.ask("GET", "/v1/status").json()

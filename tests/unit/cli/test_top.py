@@ -14,16 +14,16 @@ from yunion_mps.cli.output import display_width
 from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.overview.findings import HostFinding, folded
-from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
+from yunion_mps.overview.problems import ShownProblem
+from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
 from yunion_mps.units import rfc3339
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO, busy, hold
 from unit.http import snapshots
-from unit.http.by_hand import CLIENT, LEASE, clients
+from unit.http.by_hand import CLIENT, LEASE, clients, status_of
 
 NOW_S = 1788007260.0
 INSTEAD = (
@@ -32,7 +32,7 @@ INSTEAD = (
 )
 
 
-def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
+def poll(snapshot: Snapshot, *leases: Any, clients: Any = NO_CLIENTS, events: int = 0) -> Poll:
     """What a daemon with this snapshot says."""
     service: Any = Queries(lambda: snapshot, NOW_S - 60, 4200)
     devices = service._all()
@@ -42,14 +42,15 @@ def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
         **Event("info", "gpu", "00:06.0", "available")._asdict(),
     }
     gpus = service.gpus()["gpus"]
-    told = Answers(service.status(), gpus, devices, list(leases), [], NO_CLIENTS)
+    status = status_of(service, *leases, clients=clients)
+    told = Answers(status, gpus, devices, list(leases), [], clients)
     return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 
-BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), clients(OVER, OUTSIDE_MPS))
-MANY = scene(poll(snapshots.large(480), events=9), NO_CLIENTS)
-TROUBLED = scene(poll(snapshots.troubled()), NO_CLIENTS)
-DISABLED = scene(poll(snapshots.disabled()), NO_CLIENTS)
+BUSY = scene(poll(snapshots.reference(), LEASE, TWO, clients=clients(OVER, OUTSIDE_MPS), events=9))
+MANY = scene(poll(snapshots.large(480), events=9))
+TROUBLED = scene(poll(snapshots.troubled()))
+DISABLED = scene(poll(snapshots.disabled()))
 AWAY = Outage(NOW_S - 60, "the daemon is not running", "start it")
 
 
@@ -144,7 +145,7 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
 def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
     lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory_mib": [2048, 1024]}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu_mib": [2500]}
-    found = scene(poll(snapshots.reference(), lease), clients(client))
+    found = scene(poll(snapshots.reference(), lease, clients=clients(client)))
     rows = [(row.address, row.used_mib, row.of_mib) for row in found.devices if row.in_use]
     assert rows == [("00:06.0-m0", 2048, 2048), ("00:06.0-m1", 452, 1024)]
     assert [row.user for row in found.gpus] == ["2 of 6"]
@@ -152,14 +153,14 @@ def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> N
 
 def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu_mib": [n]} for n in range(3)]
-    found = scene(poll(snapshots.reference()), clients(*more))
+    found = scene(poll(snapshots.reference(), clients=clients(*more)))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
 
 
 def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
-    many = BUSY._replace(
-        findings=folded([HostFinding("Problem", "", f"GPU {n}", "reload") for n in range(50)], 2)
-    )
+    rest = "and 48 more of the same kind (all: yunion-mps status -o json)"
+    few = [ShownProblem("problem", "", f"GPU {n}", "reload") for n in range(2)]
+    many = BUSY._replace(problems=[*few, ShownProblem("problem", "", rest, "reload", 48)])
     assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; show all: yunion-mps status"]
     assert lines_of(many, 80, 24)[2:6] == [
         "Problem: GPU 0",
@@ -167,7 +168,7 @@ def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
         "Problem: and 48 more of the same kind (all: yunion-mps status -o json)",
         "  hint: reload",
     ]
-    more = many._replace(findings=[*many.findings, HostFinding("Warning", "", "a", "b")])
+    more = many._replace(problems=[*many.problems, ShownProblem("warning", "", "a", "b")])
     assert lines_of(more, 80, 24)[5] == "1 more; show all: yunion-mps status"
 
 

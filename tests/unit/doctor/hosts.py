@@ -15,6 +15,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Queries
 
 from unit import builders
+from unit.http.by_hand import status_of
 
 DRIVER = "535.261.03"
 CHECKS = {check.name: check for check in HOST_CHECKS}
@@ -38,7 +39,11 @@ def host_of(root: Path, *gpus: Gpu, snapshot: Snapshot | None = None, **keys: st
     write(root / "etc/yunion/host.conf", "".join(f"{name}: {value}\n" for name, value in keys.items()))
     host = Host(Paths(str(root)), 30)
     host.inventory = Lazy(lambda: builders.inventory(*gpus, driver=DRIVER) if gpus else _no_driver())
-    host.status = Lazy(Queries(lambda: snapshot, time.time(), 4200).status if snapshot else _no_daemon)
+    if snapshot:
+        queries = Queries(lambda: snapshot, time.time(), 4200)
+        host.status = Lazy(lambda: status_of(queries))
+    else:
+        host.status = Lazy(_no_daemon)
     host.users = Lazy(dict)
     return host
 

@@ -10,6 +10,7 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
+from yunion_mps.answers import ClientList
 from yunion_mps.errors import YunionError
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.operations import OPENMETRICS
@@ -18,9 +19,11 @@ from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
 from yunion_mps.service.events import EventService
+from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.leases import Grant, LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
+from yunion_mps.service.status import StatusService
 
 Json = Any
 
@@ -164,7 +167,7 @@ async def metrics(accept: str) -> tuple[str, bytes]:
 class FakeLeases(_ByHand, LeaseService):
     """Leases given by hand: every request gets the same one."""
 
-    found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
+    found: Json = {"leases": [LEASE], "waiting": [WAITER]}
     given: Json = LEASE
     refusal: YunionError | None = None
     memory_unit_mib = 1024
@@ -176,8 +179,11 @@ class FakeLeases(_ByHand, LeaseService):
         #: Raises what a request is refused with.
         self.check: Callable[[LeaseRequest], object] = lambda _: None
 
-    def leases(self) -> Any:
-        return self.found
+    def leases(self, *, brief: bool = False) -> Any:
+        return self.found["leases"]
+
+    def waiting(self) -> Any:
+        return self.found["waiting"]
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: Callable[[Callable[[], None]], None], wait_s: float
@@ -217,4 +223,13 @@ def router(service: Queries) -> Router:
     log: Any = SimpleNamespace(
         newest=lambda *_: [], after=lambda *_: [], last_id=lambda: 0, listen=lambda _: None
     )
-    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log), metrics))
+    clients, leases = FakeClients(), FakeLeases()
+    status = StatusService(service, leases, clients)
+    return Router(Handlers(service, status, FakeReloader(), clients, leases, EventService(log), metrics))
+
+
+def status_of(service: Queries, *leases: Json, clients: ClientList = NO_CLIENTS) -> Any:
+    """The status of a host with these leases and clients."""
+    held = FakeLeases()
+    held.found = {"leases": list(leases), "waiting": []}
+    return StatusService(service, held, FakeClients()).of(clients)

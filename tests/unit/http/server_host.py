@@ -35,6 +35,7 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service.events import EventService
 from yunion_mps.service.queries import Queries
+from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor.event_log import EventLog
 
 from integration.daemon_host import eventually
@@ -174,6 +175,7 @@ class ServerHost(Closes):
         self.metrics: Callable[[str], Awaitable[tuple[str, bytes]]] = metrics
         handlers = Handlers(
             service,
+            StatusService(service, self.leases, self.clients),
             self.reloader,
             self.clients,
             self.leases,

@@ -66,7 +66,7 @@ def test_a_change_of_the_devices_is_answered_at_once(host: ServerHost) -> None:
     assert [states(client.answer()) for client in clients] == [{"unavailable"}] * 3
     (client,) = watching(host)
     change(host, state="ready")
-    assert states(client.answer()) == {"available"}
+    assert states(client.answer()) == {"free"}
 
 
 def test_a_snapshot_that_leaves_the_devices_as_they_are_wakes_nobody(host: ServerHost) -> None:

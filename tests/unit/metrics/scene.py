@@ -12,17 +12,16 @@ from yunion_mps.models import Snapshot
 from yunion_mps.service.metrics import (
     BOUNDS_S,
     ClockReadings,
-    DomainUsage,
     Facts,
-    GpuUsage,
-    HostUsage,
     LatencyHistogram,
-    LeaseCounts,
+    LeaseFacts,
     RequestCounts,
 )
+from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
+from unit.http import by_hand
 from unit.http.snapshots import P40, reference
 
 #: Now: the daemon's clock began 1,000 s before.
@@ -39,12 +38,12 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
     found = Facts(
         NOW,
         "6c4fb29c1d2e",
-        service.status(),
+        by_hand.status_of(service),
         service.gpus()["gpus"],
         service.devices(Filters(), 0, 0)["isolated_devices"],
         taken.domains,
         {},
-        LeaseCounts(),
+        LeaseFacts(),
         {},
         RequestCounts(),
         unusable=service.unusable_gpus(),
@@ -86,7 +85,7 @@ ALL = Facts(
         ),
         peaks_mib={"00:06.0-1": 5950},
         probe_s={"host": 0.0004},
-        queue=LeaseCounts({"process": 2, "name": 1}, 3, 12.5),
+        queue=LeaseFacts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},
         requests=RequestCounts(
             {("/v1/status", "GET", 200): 3},

@@ -17,13 +17,11 @@ from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import (
     BOUNDS_S,
-    DomainUsage,
     Facts,
-    GpuUsage,
-    HostUsage,
     LatencyHistogram,
     RequestCounts,
 )
+from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http import snapshots
@@ -63,6 +61,7 @@ def test_labels_name_no_process_user_or_command() -> None:
     known = {
         "binding",
         "kind",
+        "level",
         "severity",
         "route",
         "method",

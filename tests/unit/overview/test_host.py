@@ -15,7 +15,7 @@ from yunion_mps.service.queries import Filters, Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http import by_hand
-from unit.http.by_hand import CLIENT, LEASE
+from unit.http.by_hand import CLIENT, LEASE, status_of
 from unit.http.snapshots import H100, P40, snapshot
 
 Json = Any
@@ -26,7 +26,8 @@ def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
     devices = service.devices(Filters(), 0, 0)["isolated_devices"]
     seen = by_hand.clients(*clients, servers=(), errors=("domain host: it does not answer",))
-    answers = Answers(service.status(), service.gpus()["gpus"], devices, leases, (), seen)
+    status = status_of(service, *leases, clients=seen)
+    answers = Answers(status, service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
 
 
@@ -90,9 +91,9 @@ def test_the_memory_used_of_a_lost_gpu_is_unknown_and_not_0() -> None:
     assert parts(page_of(P40, leases=(LEASE,)))["00:06.0-1"]["used"] == 0
 
 
-def test_findings_troubles_and_counts_are_those_of_status() -> None:
+def test_problems_errors_and_counts_are_those_of_status() -> None:
     shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
-    assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
+    assert [one["title"] for one in shown["problems"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
     assert shown["errors"] == ["domain host: it does not answer"]
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
@@ -103,8 +104,8 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
 
 def test_the_hint_about_a_process_names_it() -> None:
     other = {**OUTSIDE_MPS, "pid": 4301}
-    found = page_of(P40, clients=(OUTSIDE_MPS, other))["findings"]
-    hints = [one["hint"].rpartition(" ")[2] for one in found if "without MPS" in one["what"]]
+    found = page_of(P40, clients=(OUTSIDE_MPS, other))["problems"]
+    hints = [one["hint"].rpartition(" ")[2] for one in found if "without MPS" in one["text"]]
     assert sorted(hints) == sorted([str(OUTSIDE_MPS["pid"]), "4301"])
 
 

@@ -98,11 +98,11 @@ class LeaseHost:
 
     @property
     def waiting(self) -> list[str | None]:
-        return [one["name"] for one in self.leases.leases()["waiting"]]
+        return [one["name"] for one in self.leases.waiting()]
 
     @property
     def held(self) -> list[str | None]:
-        return [one["name"] for one in self.leases.leases()["leases"]]
+        return [one["name"] for one in self.leases.leases()]
 
     def refuse(self, change: str, table: str) -> None:
         """Let the state file refuse such changes, as a full disk makes it."""
@@ -170,7 +170,7 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(host: Le
         host.store.write("DROP TRIGGER no_DELETE", [()])  # there is room again
         new = await host.take("new")
         await host.restart()
-        assert [one["id"] for one in host.leases.leases()["leases"]] == [new["id"]]
+        assert [one["id"] for one in host.leases.leases()] == [new["id"]]
 
     run(work())
 

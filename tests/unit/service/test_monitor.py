@@ -14,6 +14,7 @@ from yunion_mps.reasons import GPU_FAULT
 from yunion_mps.service import monitor
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.monitor import Monitor
+from yunion_mps.service.observer import Observer
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.usage import LatestPoll, ProcessDevices, UsageHistory, UsageSampler
 
@@ -30,8 +31,10 @@ def monitor_of(
 ) -> Monitor:
     paths, supervisor = made.paths, made.supervisor
     reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
-    xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor, UsageHistory()))
     ledger = Ledger()
+    observer = Observer(paths, supervisor, ProcessDevices(supervisor, ledger), UsageHistory())
+    clients = ClientService(supervisor, observer)
+    xids = XidAnalyzer(paths, supervisor, clients)
     peaks = MemoryPeaks(ledger, supervisor.store())
     usage = UsageSampler(supervisor, ProcessDevices(supervisor, ledger), history or UsageHistory(), peaks)
     return Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)

@@ -113,7 +113,7 @@ def test_a_mode_that_another_program_changes_is_warned_of(begin: Begin) -> None:
     host, made = begin(TWO)
     assert list(warnings(made.snapshot)) == []
     host.gpus[0].compute_mode = "default"
-    (warning,) = warnings(made.rescan())
+    ((warning, _),) = warnings(made.rescan())
     assert warning == (
         "GPU 00:06.0 (Tesla V100-SXM2-16GB): its compute mode is Default, not Exclusive_Process; "
         "a process that bypasses the control daemon could use it without limits"

@@ -211,7 +211,7 @@ def test_settings_are_shown_as_they_are_written(begin: Begin) -> None:
 
 def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
-    (warning,) = warnings(made.snapshot)
+    ((warning, _),) = warnings(made.snapshot)
     assert warning.startswith("cuda_mps_multiuser is true, but ")
     assert warning.endswith(" does not support it: users wait for each other's jobs")
     assert made.available == 4

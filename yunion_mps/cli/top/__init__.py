@@ -15,25 +15,19 @@ import click
 
 from yunion_mps.cli.common import Duration, call, listed_devices
 from yunion_mps.cli.output import hint_text, is_utf8, notes, terminal_size, wrapped
-from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, clock, frame
+from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import STOP_SIGNALS, Terminal, WakeUp
-from yunion_mps.cli.who import ask_clients, ask_clients_soon
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
-from yunion_mps.http.operations import GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview.holdings import NO_CLIENTS
+from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview.host import Answers
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList
-
-    _News = tuple[bool, Union[Poll, ClientList, BaseException]]
+    _News = Union[Poll, BaseException]
 
 _HINT = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
 _PIPE_COLUMNS = 120
-#: The timeout of queries for clients: waking many GPUs takes tens of seconds.
-_CLIENTS_S = 150.0
 _NEWEST_EVENTS = 20
 #: Values that change without an event, such as compute modes, are at most this old.
 _STALE_S = 30.0
@@ -92,15 +86,14 @@ def _refuse_without_screen() -> None:
 
 def _once(first: Poll) -> str:
     """Format everything, in the width of the terminal if there is one."""
-    clients = ask_clients_soon()
     width_text = os.environ.get("COLUMNS", "")
     columns = int(width_text) if width_text.isascii() and width_text.isdigit() and len(width_text) < 5 else 0
     state = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
-    shown = frame(scene(first, clients), state, None, time.time(), 0)
+    shown = frame(scene(first), state, None, time.time(), 0)
     text = ""
     for line in ("".join(part for part, _ in line).rstrip() for line in shown.lines):
         text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
-    return text + notes(("Incomplete", error) for error in clients["errors"])
+    return text + notes(("Incomplete", error) for error in first.answers.clients["errors"])
 
 
 def poll(before: Poll | None = None) -> Poll:
@@ -113,42 +106,33 @@ def poll(before: Poll | None = None) -> Poll:
         gpus, devices, devices_s = before.answers.gpus, before.answers.devices, before.devices_s
     else:
         gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
-    answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], NO_CLIENTS)
+    clients = call(GET_CLIENTS, seen=True)
+    answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], clients)
     return Poll(time.time(), answers, events["events"], seen, devices_s)
 
 
 class _Poller:
-    """Queries the daemon in the background, puts results into `news`, and then calls `wake`.
-
-    A result is a pair: whether it is about the clients, and the answer or error. Clients are queried
-    separately, because that may take long.
-    """
+    """Queries the daemon in the background, puts each answer or error into `news`, and then calls `wake`."""
 
     def __init__(self, first: Poll, interval_s: float, wake: Callable[[], None]) -> None:
         self.news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._interval_s = interval_s
         self._wake = wake
         self._last = first
-        threads.start(lambda: self._repeat(interval_s, about_clients=False), threads.ignore_outcome)
-        threads.start(lambda: self._repeat(0.0, about_clients=True), threads.ignore_outcome)
+        threads.start(self._repeat, threads.ignore_outcome)
 
-    def _query(self, about_clients: bool) -> Poll | ClientList:
-        if about_clients:
-            return ask_clients(_CLIENTS_S)
-        self._last = poll(self._last)
-        return self._last
-
-    def _repeat(self, wait_s: float, *, about_clients: bool) -> None:
-        is_broken = False
+    def _repeat(self) -> None:
+        is_broken, wait_s = False, self._interval_s
         while not is_broken:
             time.sleep(wait_s)
             begin_s = time.monotonic()
             wait_s = self._interval_s
             try:
-                self.news.put((about_clients, self._query(about_clients)))
+                self._last = poll(self._last)
+                self.news.put(self._last)
                 wait_s = max(wait_s, min(_PAUSE_FACTOR * (time.monotonic() - begin_s), _MAX_PAUSE_S))
             except BaseException as error:  # noqa: BLE001 - raised where the terminal is restored
-                self.news.put((about_clients, error))
+                self.news.put(error)
                 wait_s = min(wait_s, _RETRY_S)
                 is_broken = not isinstance(error, YunionError)
             self._wake()
@@ -206,9 +190,7 @@ class _View:
         self._terminal = terminal
         self._interval_s = interval_s
         self._last = first
-        self._clients = NO_CLIENTS
-        self._clients_s = time.time()
-        self._errors: dict[bool, YunionError] = {}  # by kind of query: the clients (True), or the rest
+        self._error: YunionError | None = None
         self._scene: Scene | None = None
         self._last_offset = 0
         self._page = 1
@@ -218,19 +200,17 @@ class _View:
         """Take the results of queries; raises an unexpected error of the polling thread."""
         while True:
             try:
-                about_clients, answer = queued.get_nowait()
+                answer = queued.get_nowait()
             except queue.Empty:
                 return
             self._scene = None
-            self._errors.pop(about_clients, None)
+            self._error = None
             if isinstance(answer, YunionError):
-                self._errors[about_clients] = answer
+                self._error = answer
             elif isinstance(answer, BaseException):
                 raise answer
-            elif isinstance(answer, Poll):
-                self._last = answer
             else:
-                self._clients, self._clients_s = answer, time.time()
+                self._last = answer
 
     def press(self, key: str) -> bool:
         """Handle a key; return False if it means to quit."""
@@ -252,19 +232,15 @@ class _View:
         columns, rows = self._terminal.size()
         self._state = self._state._replace(columns=columns, rows=rows)
         if self._scene is None:
-            self._scene = scene(self._last, self._clients)
+            self._scene = scene(self._last)
         shown = frame(self._scene, self._state, self._outage(), time.time(), self._interval_s)
         self._last_offset, self._page = shown.last_offset, shown.page
         self._terminal.draw(shown.lines)
 
     def _outage(self) -> Outage | None:
-        if about_all := self._errors.get(False):
-            return Outage(self._last.taken_s, about_all.message, about_all.hint)
-        if about_clients := self._errors.get(True):
-            since = clock(self._clients_s)
-            why = f"no list of processes since {since}: {about_clients.message}"
-            return Outage(None, why, about_clients.hint)
-        if errors := self._clients["errors"]:
+        if self._error:
+            return Outage(self._last.taken_s, self._error.message, self._error.hint)
+        if errors := self._last.answers.clients["errors"]:
             return Outage(None, errors[0])
         return None
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
-from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
+from yunion_mps.enums import NOTICE, PROBLEM
+from yunion_mps.overview.problems import with_hints
 from yunion_mps.units import count, seconds
 
 #: Text with a style; "" is the terminal's own style.
@@ -83,7 +84,7 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
     """Draw the scene; with `outage`, it is out of date."""
     whole = state.rows >= WHOLE
     top = _header(scene, outage, now_s)
-    top += _findings(scene, len(scene.findings) * 2 if whole else state.rows // 6)
+    top += _problems(scene, len(scene.problems) * 2 if whole else state.rows // 6)
     footer = [] if whole else [_footer(state, interval_s)]
     room = _room(scene, state, state.rows - len(top) - len(footer))
     widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], state.columns)
@@ -116,9 +117,9 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
             old = f"no answer since {clock(outage.since_s)}; showing data from then"
             return [[begin, (old, "bad")], *why, _counts(scene)]
     driver = status["driver"]["version"]
-    style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(scene.host.state, "")
+    style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(status["state"], "")
     return [
-        [begin, (scene.host.state, style), (f"  driver {driver}" if driver else "", "")],
+        [begin, (status["state"], style), (f"  driver {driver}" if driver else "", "")],
         _counts(scene),
         *why,
     ]
@@ -129,7 +130,8 @@ def clock(moment_s: float) -> str:
 
 
 def _counts(scene: Scene) -> Line:
-    answers, devices = scene.host.answers, scene.host.devices
+    answers = scene.host.answers
+    devices = answers.status["devices"]
     waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
     total = sum(len(holding.devices) for holding in scene.host.holdings if holding.gpu in listed)
@@ -145,22 +147,22 @@ def _counts(scene: Scene) -> Line:
     return [("; ".join(parts), "")]
 
 
-def _findings(scene: Scene, limit: int) -> list[Line]:
-    """Format the findings in at most `limit` lines, with a hint after the last problem that shares it."""
+def _problems(scene: Scene, limit: int) -> list[Line]:
+    """Format the problems in at most `limit` lines, with a hint after the last problem that shares it."""
     blocks: list[list[Line]] = []
-    for finding, hint in with_hints(scene.findings):
-        style = "bad" if finding.kind == PROBLEM else "warn"
-        blocks.append([[(f"{finding.kind}: ", style), (finding.what, "")]])
-        if hint and finding.kind in (NOTICE, PROBLEM):
+    for problem, hint in with_hints(scene.problems):
+        style = "bad" if problem.level == PROBLEM else "warn"
+        blocks.append([[(f"{problem.title}: ", style), (problem.text, "")]])
+        if hint and problem.level in (NOTICE, PROBLEM):
             blocks[-1].append([(f"{HINT}{hint}", "")])
     if sum(map(len, blocks)) <= limit:
         return [line for block in blocks for line in block]
     shown: list[Line] = []
-    left = sum(finding.number for finding in scene.findings)
-    for finding, block in zip(scene.findings, blocks):
+    left = sum(problem.number for problem in scene.problems)
+    for problem, block in zip(scene.problems, blocks):
         if len(shown) < limit - 1:
             shown += block
-            left -= finding.number
+            left -= problem.number
     more = f"{left} more; " if left else ""
     return [*shown[: max(limit - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:limit]
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import UNAVAILABLE
-from yunion_mps.overview.findings import HostFinding, folded
-from yunion_mps.overview.holdings import Holding, is_memory_unknown
-from yunion_mps.overview.host import FREE, Answers, HostOverview, state_of
+from yunion_mps.enums import FREE, UNAVAILABLE
+from yunion_mps.overview.host import Answers, HostOverview
+from yunion_mps.overview.problems import ShownProblem, folded
+from yunion_mps.service.holdings import Holding, is_memory_unknown
 from yunion_mps.units import filled, seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Event, Gpu
+    from yunion_mps.answers import Event, Gpu
 
 #: Marks after an address: over budget or outside MPS, and used without a device.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
@@ -22,7 +22,7 @@ ORDERS = ("busiest", "device", "user", "longest")
 
 
 class Poll(NamedTuple):
-    """The daemon's answers at `taken_s` (s since 1970), without the clients.
+    """The daemon's answers at `taken_s` (s since 1970).
 
     GPUs and devices are from `devices_s` (monotonic clock), and are queried again once `seen` changes.
     """
@@ -62,20 +62,20 @@ class Row(NamedTuple):
 class Scene(NamedTuple):
     host: HostOverview
     events: list[Event]
-    findings: list[HostFinding]
+    problems: list[ShownProblem]
     gpus: list[Row]
     devices: list[Row]
 
 
-def scene(poll: Poll, clients: ClientList) -> Scene:
-    host = HostOverview.of(poll.answers._replace(clients=clients))
+def scene(poll: Poll) -> Scene:
+    host = HostOverview.of(poll.answers)
     answers = host.answers
-    budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
+    budgets = {device["addr"]: device["memory_mib"] for device in answers.devices}
     for lease in answers.leases:  # a leased device of a pool is not listed
         budgets.update(zip(lease["devices"], lease["memory_mib"]))
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
     devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
-    return Scene(host, poll.events, folded(host.findings, 2), _gpu_rows(host), devices)
+    return Scene(host, poll.events, folded(host.problems, 2), _gpu_rows(host), devices)
 
 
 def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
@@ -134,7 +134,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         holding.named or holding.gpu,
         holding.known_mib,
         holding.budget_mib,
-        holding.user if holding.in_use else state_of(holding),
+        holding.user if holding.in_use else holding.state,
         first.pid if first else None,
         (first.shown if first else "") + (f" (+{more})" if more > 0 else ""),
         mark,

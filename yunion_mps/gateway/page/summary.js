@@ -8,7 +8,7 @@ const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no
 
 export class Summary {
   constructor() {
-    this.findings = new Keyed(byId("findings"), makeFinding);
+    this.problems = new Keyed(byId("problems"), makeProblem);
     this.figures = new Keyed(byId("figures"), makeFigure, (kept, { value, more: words }) => {
       text(kept.value, value);
       text(kept.more, words);
@@ -23,9 +23,9 @@ export class Summary {
     document.title = `${shown.wrong ? `(${shown.wrong}) ` : ""}${shown.host} – yunion-mps`;
     this.showState(shown.state, shown.state);
     this.showAbout(shown);
-    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Incomplete", what, hint: "" }))];
+    const told = [...shown.problems, ...shown.errors.map((text) => ({ title: "Incomplete", text, hint: "" }))];
     hide(byId("wrong"), !told.length);
-    this.findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]));
+    this.problems.show(told.map((one) => [`${one.title} ${one.text} ${one.hint}`, one]));
     this.showFigures(shown);
     hide(byId("queue"), !shown.queued);
     this.waiting.show(shown.waiting.map((one, place) => [`${place} ${one.since}`, one]));
@@ -69,9 +69,9 @@ export class Summary {
   }
 }
 
-function makeFinding({ kind, what, hint }) {
-  const words = make("p", "", {}, make("strong", "", {}, `${kind}: `), what);
-  const element = make("li", kind.toLowerCase().replace(" ", "-"), {}, words);
+function makeProblem({ title, text: what, hint }) {
+  const words = make("p", "", {}, make("strong", "", {}, `${title}: `), what);
+  const element = make("li", title.toLowerCase().replace(" ", "-"), {}, words);
   if (hint) element.append(make("p", "dim", {}, `Hint: ${hint}`));
   return { element };
 }

@@ -1,11 +1,11 @@
-"""Devices, leases and processes, joined into holdings. Pure."""
+"""Devices, leases and processes, joined into holdings, and the states of these. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import UNAVAILABLE
+from yunion_mps.enums import FREE, IDLE, IN_USE, LEASE_STATES, NO_ROOM, OVER_BUDGET, PENDING, UNAVAILABLE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 #: Key of a holding: a lease and a GPU, a device without a lease and its GPU, or a kind of use without a
 #: device and the GPU.
 _Key = tuple[str, str]
-_OUTSIDE_MPS, _NO_DEVICE = "outside MPS", "no device"
+#: The states of use without a device; it has no others.
+OUTSIDE_MPS, NO_DEVICE = "outside MPS", "no device"
 #: This much of a lease's id distinguishes it.
 ID_LENGTH = 8
 
@@ -93,6 +94,18 @@ class Holding(NamedTuple):
         peaks = dict(zip(self.lease["devices"], self.lease["memory_peak_mib"]))
         known = [mib for device in self.devices if (mib := peaks.get(device)) is not None]
         return sum(known) if known else None
+
+    @property
+    def state(self) -> str:
+        if self.outside_mps:
+            return OUTSIDE_MPS
+        if not self.devices:
+            return NO_DEVICE
+        if self.over_mib:
+            return OVER_BUDGET
+        if self.in_use:
+            return IN_USE if self.processes else IDLE
+        return FREE if self.free else NO_ROOM if self.pending else UNAVAILABLE
 
     @property
     def over_mib(self) -> int:
@@ -193,14 +206,14 @@ def holdings(
         key, lease, budget_mib = leased.get(address, ((address, gpu_of(address)), None, None))
         device = known.get(address)
         if device and budget_mib is None:
-            budget_mib = device["mps_memory_limit"]
-        percentage = device["mps_thread_percentage"] if device else None
+            budget_mib = device["memory_mib"]
+        percentage = device["thread_percentage"] if device else None
         if lease and (percentage is None or len(lease["devices"]) == 1):
             percentage = lease["thread_percentage"]  # as leased, which may have been before a reload
         state = device["state"] if device else ""
         holding = Holding(
-            key[1], (address,), budget_mib, percentage, lease, state != "unavailable",
-            device["free"] if device else False, state == "pending",
+            key[1], (address,), budget_mib, percentage, lease, state != UNAVAILABLE, state == FREE,
+            state == PENDING,
         )  # fmt: skip
         found[key] = _merge(found[key], holding) if key in found else holding
         keys_by_device[address] = key
@@ -246,14 +259,29 @@ def _add_process(
         keys = []
     keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]
     others = [gpu for gpu in memory if all(gpu != key[1] for key in keys)]
-    kind = _OUTSIDE_MPS if client["mps"] is False else _NO_DEVICE
+    kind = OUTSIDE_MPS if client["mps"] is False else NO_DEVICE
     for key in [*keys, *((kind, gpu) for gpu in others or ([] if keys else [""]))]:
-        holding = found.get(key) or Holding(key[1], (), None, outside_mps=kind == _OUTSIDE_MPS)
+        holding = found.get(key) or Holding(key[1], (), None, outside_mps=kind == OUTSIDE_MPS)
         process = ProcessUse(
             client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
             client["container"], sm.get(key[1]),
         )  # fmt: skip
         found[key] = holding._replace(processes=(*holding.processes, process))
+
+
+def lease_states(held: Iterable[Holding]) -> dict[str, str]:
+    """Return the state of each lease, by id."""
+    found: dict[str, set[str]] = {}
+    for one in held:
+        if one.lease:
+            states = {one.state} if one.available else {UNAVAILABLE}
+            found.setdefault(one.lease["id"], set()).update(states, {PENDING} if one.pending else ())
+    return {lease: min(states, key=LEASE_STATES.index) for lease, states in found.items()}
+
+
+def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
+    """Return each GPU with an unavailable or pending device, and the reason."""
+    return dict.fromkeys((gpu_of(d["addr"]), d["reason"]) for d in devices if d["reason"])
 
 
 def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:

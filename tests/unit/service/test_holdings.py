@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.overview.holdings import Holding, holdings, memory_by_gpu
+from yunion_mps.service.holdings import Holding, holdings, memory_by_gpu
 from yunion_mps.units import filled
 
 from unit.cli.held import OUTSIDE_MPS, TWO
 from unit.http.by_hand import CLIENT, GONE, LEASE
 
 
-def device(address: str, memory_mib: int = 5760, state: str = "available") -> Any:
-    shown = {"addr": address, "mps_memory_limit": memory_mib, "mps_thread_percentage": 25, "state": state}
-    return {**shown, "lease": None, "free": state == "available"}
+def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
+    shown = {"addr": address, "memory_mib": memory_mib, "thread_percentage": 25, "state": state}
+    return {**shown, "lease": None}
 
 
 DEVICES = [device(f"00:06.0-{slot}") for slot in range(4)]

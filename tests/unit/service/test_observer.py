@@ -1,0 +1,208 @@
+"""Who uses how much, and how long an observation waits for a driver that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from yunion_mps.errors import DriverError
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.paths import Paths
+from yunion_mps.service.observer import (
+    DRIVER_TIMEOUT_S,
+    DomainUsage,
+    GpuUsage,
+    HostUsage,
+    Observation,
+    Observer,
+    ProcessFacts,
+    ServedDomain,
+    host_usage,
+)
+from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
+
+from unit.leases.shares import device
+
+A, B = "GPU-a", "GPU-b"
+SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
+BUDGETS = {"00:06.0-0": Budget(A, 1000), "00:06.0-1": Budget(A, 1000), "00:07.0-0": Budget(B, 2000)}
+
+
+def seen(**given: Any) -> ProcessFacts:
+    """A server and two jobs on the first of two GPUs."""
+    found = ProcessFacts(
+        7.0,
+        (ServedDomain("host", (A, B), frozenset({SERVER}), 3.0),),
+        {A: {SERVER: 30, TRAIN: 900, INFER: 400}, B: {}},
+        {A: {TRAIN, INFER}, B: set()},
+        {TRAIN: ("00:06.0-0",), INFER: ("00:06.0-1",)},
+    )
+    return found._replace(**given)
+
+
+def use(**given: Any) -> HostUsage:
+    return host_usage(seen(**given), BUDGETS)
+
+
+def test_each_process_counts_where_it_has_its_device() -> None:
+    found = use()
+    assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:06.0-1": DeviceUsage(400, 1)}
+    assert found.gpus == {A: GpuUsage(2, 0), B: GpuUsage(0, 0)}
+    assert found.domains == {"host": DomainUsage(1, 2, 3.0)}
+
+
+def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
+    found = use(
+        memory={A: {TRAIN: 900}, B: {TRAIN: 1500}},
+        through_mps={A: {TRAIN}, B: {TRAIN}},
+        devices={TRAIN: ("00:06.0-0", "00:07.0-0")},
+    )
+    assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:07.0-0": DeviceUsage(1500, 1)}
+    assert found.domains["host"].clients == 1
+
+
+def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
+    found = use(devices={})
+    assert found.devices == {}
+    assert found.gpus[A] == GpuUsage(2, 0)
+
+
+def test_a_process_that_is_no_client_is_outside_mps_and_no_client() -> None:
+    found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
+    assert found.gpus[A] == GpuUsage(1, 1)
+
+
+def test_an_ended_process_or_unknown_server_is_not_outside_mps() -> None:
+    found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
+    assert found.gpus[A] == GpuUsage(0, 0)
+
+
+def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> None:
+    found = use(through_mps={})
+    assert found.gpus[A] == GpuUsage(2, None)
+
+
+def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
+    found = use(memory={A: {TRAIN: None}})
+    assert found.devices["00:06.0-0"] == DeviceUsage(0, 1)
+
+
+def test_a_gpu_that_does_not_answer_is_missing() -> None:
+    found = use(memory={B: {}}, through_mps={B: set()})
+    assert set(found.gpus) == {B}
+    assert found.devices == {}
+
+
+class Clock(selectors.DefaultSelector):
+    """A selector that waits for nothing: its clock is set to when the wait would have ended."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0 if timeout is not None else None)
+        if not found:
+            self.now_s += timeout or 0.0
+        return found
+
+
+def observer_of(nvml: Any) -> Observer:
+    """An observer of a host without domains."""
+    plan = SimpleNamespace(devices=[device(0, 0)])
+    found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
+    supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
+    return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
+
+
+def test_all_who_ask_a_hanging_driver_wait_no_longer_than_one() -> None:
+    """More than the gateway's patience, and the daemon would be told to be down."""
+    gate = threading.Event()
+    observer = observer_of(SimpleNamespace(processes=gate.wait, mps_clients=dict))
+    clock = Clock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now_s  # type: ignore[method-assign]
+
+    async def scrapes() -> list[Observation]:
+        return [await observer.observe() for _ in range(8)]
+
+    try:
+        seen = loop.run_until_complete(scrapes())
+        assert clock.now_s < 2 * DRIVER_TIMEOUT_S
+        late = "the driver is slow to answer, so the list of clients is out of date"
+        assert [(one.clients["errors"], one.use) for one in seen] == [([late], None)] * 8
+    finally:
+        gate.set()
+        loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
+        loop.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are waited for, however slow the machine is."""
+    monkeypatch.setattr("yunion_mps.service.observer.DRIVER_TIMEOUT_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_observation_begins_after_it_was_asked_for() -> None:
+    """What a job did before somebody asked is in the answer, even if another observation was under way."""
+    gate, asked = threading.Event(), threading.Semaphore(0)
+
+    def processes() -> Any:
+        asked.release()
+        gate.wait()
+        return {}
+
+    observer = observer_of(SimpleNamespace(processes=processes, mps_clients=dict))
+
+    async def two() -> None:
+        first = asyncio.ensure_future(observer.observe())
+        await asyncio.to_thread(asked.acquire)
+        second = asyncio.ensure_future(observer.observe())
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, second)
+
+    asyncio.run(two())
+    assert asked.acquire(blocking=False), "the driver was asked again"
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    nvml = SimpleNamespace(processes=dict, mps_clients=dict)
+    observer = observer_of(nvml)
+
+    async def three() -> tuple[Observation, Observation, Observation]:
+        before = await observer.observe()
+        nvml.processes = gate.wait
+        with monkeypatch.context() as impatient:
+            impatient.setattr("yunion_mps.service.observer.DRIVER_TIMEOUT_S", 0.0)
+            during = await observer.observe()
+        nvml.processes = dict
+        gate.set()
+        return before, during, await observer.observe()
+
+    before, during, after = asyncio.run(three())
+    assert (before.clients["errors"], after.clients["errors"]) == ([], [])
+    assert during.use is before.use is not None
+    assert len(during.clients["errors"]) == 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_error_of_the_driver_is_in_the_list_and_the_last_use_is_kept() -> None:
+    def refuse() -> Any:
+        raise DriverError("the driver is gone", "reboot")
+
+    nvml = SimpleNamespace(processes=dict, mps_clients=dict)
+    observer = observer_of(nvml)
+
+    async def two() -> tuple[Observation, Observation]:
+        before = await observer.observe()
+        nvml.processes = refuse
+        return before, await observer.observe()
+
+    before, after = asyncio.run(two())
+    assert (after.clients["errors"], after.use) == (["the driver is gone"], before.use)

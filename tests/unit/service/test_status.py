@@ -1,0 +1,48 @@
+"""The status counts what jobs do, and each problem names what it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yunion_mps.mps.states import FAILED
+from yunion_mps.service.queries import Queries
+
+from unit.cli.held import OUTSIDE_MPS, OVER, TWO
+from unit.http.by_hand import CLIENT, LEASE, WAITING, clients, status_of
+from unit.http.snapshots import H100, snapshot
+
+
+def queries(**domain: Any) -> Queries:
+    gpu = H100._replace(pci_address="0000:00:06.0", compute_mode="Exclusive_Process")
+    host = snapshot(gpu, **domain)
+    plan = host.plan._replace(devices=tuple(one._replace(memory_limit_mib=5760) for one in host.plan.devices))
+    return Queries(lambda: host._replace(plan=plan), 0.0, 1)
+
+
+def test_a_job_over_budget_or_outside_mps_degrades_the_state() -> None:
+    within = status_of(queries(), LEASE, clients=clients(CLIENT))
+    assert (within["state"], within["problems"]) == ("ready", [])
+    found = status_of(queries(), LEASE, TWO, clients=clients(OVER, OUTSIDE_MPS))
+    told = [(one["code"], one["gpu"], one["devices"], one["pid"]) for one in found["problems"]]
+    assert told == [
+        ("over_budget", "00:06.0", ["00:06.0-1"], 4260),
+        ("process_outside_mps", "00:06.0", [], 4711),
+    ]
+    assert found["state"] == "degraded"
+    assert (found["clients"], found["outside_mps"], found["devices"]["used"]) == (1, 1, 3)
+
+
+def test_a_warning_does_not_degrade_the_state() -> None:
+    found = status_of(queries(), clients=clients(waiting=(WAITING,)))
+    assert [one["level"] for one in found["problems"]] == ["warning"]
+    assert found["state"] == "ready"
+
+
+def test_a_host_that_serves_nothing_is_failed_whatever_its_jobs_do() -> None:
+    broken = queries(state=FAILED, reason="it does not start")
+    assert status_of(broken, clients=clients(OUTSIDE_MPS))["state"] == "failed"
+
+
+def test_what_could_not_be_found_out_is_in_the_status() -> None:
+    found = status_of(queries(), clients=clients(errors=("the driver hangs",)))
+    assert (found["state"], found["errors"]) == ("ready", ["the driver hangs"])

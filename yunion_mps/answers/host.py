@@ -1,0 +1,203 @@
+"""The host: its state, control daemons, events, usage and changes; and problems."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from yunion_mps import enums
+from yunion_mps.fields import (
+    Count,
+    Field,
+    Mib,
+    MibByMinute,
+    Percentage,
+    Pid,
+    PolledByMinute,
+    ReasonCode,
+    Time,
+    UtilizationByMinute,
+    Uuid,
+)
+
+
+class Domain(TypedDict):
+    """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
+
+    name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
+    state: Annotated[str, Field(enum=enums.DOMAIN_STATES)]
+    reason: Annotated[str, Field("Why it is not ready; empty if it is.")]
+    reason_code: ReasonCode
+    pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
+    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this change waits for.")]
+    pid: Annotated[Pid | None, Field("The control daemon's PID.")]
+    restarts: Annotated[Count, Field("How often it had to be restarted.")]
+    pipe_directory: str
+    log_directory: str
+    gpus: Annotated[list[str], Field("UUIDs of its GPUs, in CUDA's order.")]
+    memory_limits_mib: Annotated[
+        list[Mib | None],
+        Field("A client's default memory limit on each GPU; null if no longer configured."),
+    ]
+    thread_percentage: Annotated[Percentage, Field("A client's default share of the SM threads.")]
+
+
+class Driver(TypedDict):
+    """The NVIDIA driver; its fields are null if it could not be read."""
+
+    version: str | None
+    cuda_version: Annotated[str | None, Field("The version of the CUDA driver API.")]
+
+
+class DeviceCounts(TypedDict):
+    """How many devices there are."""
+
+    total: Count
+    available: Count
+    unavailable: Count
+    pending: Count
+    used: Annotated[Count, Field("Leased, or used by a process at the last poll.")]
+    free: Annotated[Count, Field("Can be leased now, and no process uses them.")]
+
+
+class GpuCounts(TypedDict):
+    """How many GPUs there are."""
+
+    total: Count
+    unavailable: Count
+
+
+class StatusProblem(TypedDict):
+    """Something that an operator should know, and the GPU, devices and process that it is about, if any."""
+
+    level: Annotated[str, Field("Only a `problem` makes the state `degraded`.", enum=enums.PROBLEM_LEVELS)]
+    code: Annotated[str, Field("A reason code.")]
+    text: str
+    hint: Annotated[str, Field("What to do.")]
+    gpu: Annotated[str | None, Field("The GPU's address.")]
+    devices: Annotated[list[str], Field("The devices' addresses.")]
+    pid: Pid | None
+
+
+class LeaseCounts(TypedDict):
+    """How many leases there are, and how many queued requests."""
+
+    total: Count
+    waiting: Count
+
+
+class ServiceFields(TypedDict):
+    """The daemon, its control daemons, GPUs and devices, as of the last change."""
+
+    notice: Annotated[str, Field("Why the host offers no devices; empty if it does.")]
+    notice_code: ReasonCode
+    version: Annotated[str, Field("The daemon's version.")]
+    pid: Pid
+    started: Time
+    host_id: Uuid
+    driver: Driver
+    devices: DeviceCounts
+    gpus: GpuCounts
+    domains: list[Domain]
+
+
+class Status(ServiceFields):
+    """The state of the host: its GPUs, control daemons and devices, and what its jobs do."""
+
+    state: Annotated[
+        str,
+        Field(
+            "`degraded`: there is a problem; `failed`: no control daemon is ready.", enum=enums.HOST_STATES
+        ),
+    ]
+    problems: Annotated[list[StatusProblem], Field("Worst first.")]
+    leases: LeaseCounts
+    clients: Annotated[Count, Field("The number of processes that use GPUs through MPS.")]
+    outside_mps: Annotated[Count, Field("The number of processes that use GPUs outside MPS.")]
+    errors: Annotated[list[str], Field("What could not be found out, and why.")]
+
+
+class Event(TypedDict):
+    """Something that changed, why, and the consequence for devices and jobs."""
+
+    id: Annotated[int, Field("Increasing, and never reused.", minimum=1)]
+    time: Time
+    severity: Annotated[str, Field(enum=enums.SEVERITIES)]
+    kind: Annotated[str, Field("What it is about.", enum=enums.EVENT_KINDS)]
+    subject: Annotated[str, Field("The name of what changed.")]
+    what: str
+    cause: Annotated[str, Field("Empty if unknown.")]
+    consequence: Annotated[str, Field("Empty if there is none.")]
+    code: ReasonCode
+
+
+class EventList(TypedDict):
+    """Events, the oldest first, and where to continue."""
+
+    events: list[Event]
+    last: Annotated[Count, Field("The value of `after` to continue from; 0 before the first event.")]
+
+
+class MinuteUse(TypedDict):
+    """The usage of a GPU or a device; the devices of one lease are filled in turn."""
+
+    addr: Annotated[str, Field("The address of the GPU or device.")]
+    memory_used_mib: MibByMinute
+    utilization: UtilizationByMinute
+
+
+class Usage(TypedDict):
+    """The usage by minute; the last value is the current minute. What is not listed was not used."""
+
+    begin: Annotated[Time, Field("When the first minute began.")]
+    step_s: Annotated[int, Field("Seconds from one number to the next.", const=60)]
+    polled: PolledByMinute
+    gpus: list[MinuteUse]
+    devices: Annotated[list[MinuteUse], Field("By their processes' YUNION_MPS_DEVICE or leases.")]
+
+
+class Change(TypedDict):
+    """One difference between the configuration in effect and another one."""
+
+    kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "setting"])]
+    subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
+    before: Annotated[str, Field("Empty if it is new.")]
+    after: Annotated[str, Field("Empty if it is removed.")]
+    effect: Annotated[str, Field("When it takes effect, and for which devices.")]
+    at_once: Annotated[bool, Field("False: it waits, at least for some devices.")]
+
+
+class Pending(TypedDict):
+    """What a domain is waiting for."""
+
+    domain: str
+    pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
+    leases: Annotated[list[str], Field("Ids of the leases that it waits for, if any.")]
+
+
+class ChangeList(TypedDict):
+    """What a configuration would change, and when."""
+
+    changes: list[Change]
+    pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
+
+
+class Reexec(TypedDict):
+    """The daemon is about to run the installed version in the same process."""
+
+    pid: Pid
+
+
+class ProblemFields(TypedDict):
+    """The members of every problem."""
+
+    type: Annotated[str, Field(const="about:blank")]
+    title: Annotated[str, Field("The status in words.")]
+    status: Annotated[int, Field("The HTTP status.", minimum=400, maximum=599)]
+    detail: Annotated[str, Field("What is wrong.")]
+    code: Annotated[str, Field("A reason code.")]
+
+
+class ProblemDetails(ProblemFields, total=False):
+    """What is wrong (RFC 9457)."""
+
+    hint: Annotated[str, Field("What to do.")]
