@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from hashlib import sha256
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +19,7 @@ from yunion_mps.http.messages import Answer, Request, Response, problem, problem
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Value
+from yunion_mps.identity import fingerprint
 from yunion_mps.service.metrics import BOUNDS_S, LatencyHistogram, RequestCounts
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Router:
 
 
 def _etag(body: bytes) -> str:
-    return f'"{sha256(body).hexdigest()[:32]}"'
+    return f'"{fingerprint(body)}"'
 
 
 def _matches(if_none_match: str, etag: str) -> bool:

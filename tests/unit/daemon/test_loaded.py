@@ -32,6 +32,12 @@ def test_a_daemon_is_ready_before_it_loads_what_serves_requests() -> None:
     assert LATER & _modules_after("from yunion_mps.daemon import options, run") == set()
 
 
+def test_a_daemon_that_serves_has_not_loaded_openssl() -> None:
+    """It would take 4 MiB."""
+    loaded = _modules_after("from yunion_mps.daemon import options, run; run._load_event_loop()")
+    assert loaded & {"_hashlib", "_ssl", "hashlib", "ssl"} == set()
+
+
 def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:
     """An upgrade puts other ones in their place; the daemon of before may go on for long."""
     package = Path(yunion_mps.__file__).parent
