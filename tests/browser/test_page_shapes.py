@@ -137,7 +137,7 @@ def test_everything_can_be_reached_with_the_tab_key_and_left_again(busy: Scene, 
     page = seen(browser, busy)
     forward = walk(page, shift=False)
     assert forward == [
-        "GPUs", "Who has what", "Events", "00:06.0", "00:07.0", "Filter", "Older",
+        "GPUs", "Holders", "Events", "00:06.0", "00:07.0", "Filter", "Older",
     ]  # fmt: skip
     assert walk(page, shift=True) == forward[::-1]
 
@@ -193,13 +193,13 @@ def test_what_is_only_seen_is_also_said(busy: Scene, browser: Chromium) -> None:
     host, *headings = named["heading"]
     assert host == page.ask("document.querySelector('#host').textContent")
     assert headings[:3] == ["What is wrong", "Use of the host", "GPUs"]
-    assert headings[3:5] == ["Who has what", "Events"]
+    assert headings[3:5] == ["Holders", "Events"]
     assert headings[5:] == [
         "00:06.0 Tesla V100-SXM2-16GB",
         "00:07.0 Tesla V100-SXM2-16GB",
     ]
-    assert {"What is wrong", "Use of the host", "GPUs", "Who has what", "Events"} <= set(named["region"])
-    assert named["table"] == ["Who has what"]
+    assert {"What is wrong", "Use of the host", "GPUs", "Holders", "Events"} <= set(named["region"])
+    assert named["table"] == ["Holders"]
     assert named["columnheader"] == [
         "Device", "State", "User", "Command", "PID", "Memory (MiB)", "Peak", "Util %", "SM %", "Age",
         "Last hour",

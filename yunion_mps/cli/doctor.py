@@ -39,13 +39,13 @@ _MAX_ALIKE = 3
 def doctor(
     pid: int | None, selftest: bool, timeout: int, nagios: bool, output: str, command: tuple[str, ...]
 ) -> None:  # fmt: skip
-    """Check for everything that can make MPS fail on this host, and print how to fix it. Nothing is changed.
+    """Check for everything that is known to make MPS fail on a host, and print how to fix it.
 
-    It works with or without the daemon, and as any user; root sees more. With COMMAND, it also checks the
-    environment that COMMAND would have, without running it.
+    Nothing is changed. It works with or without the daemon, and as any user; root sees more. With COMMAND, it
+    also checks the environment that COMMAND would have, without running it.
 
-    It exits with 1 if there is a problem, and otherwise with 0. With --nagios, it exits with 0 if everything
-    is well, 1 if there is a warning, 2 if there is a problem, and 3 if the state is unknown.
+    It exits with 1 if there is a problem, and otherwise with 0. With --nagios, it exits with 2 if there is a
+    problem, 1 if there is a warning, 3 if the state is unknown, and otherwise 0.
 
     \b
     Examples:

@@ -276,7 +276,7 @@ def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output:
 @lease_group.command("list", short_help="List the leases.")
 @wide_output_option
 def list_leases(output: str) -> None:
-    """List the leases of all users, with their devices, budgets and holders, and the requests that wait.
+    """List the leases of all users, with their devices, budgets and holders, and the queued requests.
 
     A lease is in use, over budget, idle (no process uses its devices), unavailable (as its devices are) or
     pending (the new division of its GPU waits for it to end).

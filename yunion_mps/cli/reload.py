@@ -154,7 +154,8 @@ def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
     text = _text(title, answer)
     if any(domain["waits_for"] for domain in status["domains"]) and not waits:
         hint = (
-            "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now"
+            "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; "
+            "end them: --now"
         )
         text += hint_text(hint, "")
     has_leases = any(entry["leases"] for entry in answer["pending"])
@@ -261,7 +262,7 @@ def _refuse_if_not_serving(status: Status) -> None:
 
 @click.command("daemon-reexec", hidden=True)
 def reexec() -> None:
-    """Replace the running daemon by the installed version without ending jobs.
+    """Replace the running daemon with the installed version without ending jobs.
 
     The packages call this after an upgrade. The process, its control daemons, the jobs, their limits and the
     socket are kept; requests wait for a moment. The new program is checked first: if it would not start, the

@@ -122,8 +122,8 @@ def who(clients_only: bool, output: str) -> None:
     process uses yet is idle. A process whose device is unknown is listed under the address of its GPU.
     Problems, such as a job over its budget or outside MPS, follow the table.
 
-    With --clients, it asks the control daemons: the table lists the processes that use GPUs, through MPS or
-    outside it, and is followed by the MPS servers and the clients that wait for another user's server.
+    With --clients, the control daemons are asked: the table lists the processes that use GPUs, through MPS or
+    outside it. The MPS servers, and the clients that wait for another user's server, follow the table.
 
     \b
     Examples:

@@ -105,7 +105,7 @@ def outside_mps(host: Host) -> Findings:
     if found or not unreadable:
         return found or [
             ok(
-                f"{count(total, 'program')} on the GPUs, all through MPS"
+                f"{count(total, 'program')} on the GPUs, none outside MPS"
                 if total
                 else "no program uses a GPU outside MPS"
             )

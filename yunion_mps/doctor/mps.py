@@ -129,7 +129,7 @@ def answers(host: Host) -> Findings:
         else:
             found.append(ok(f"domain {domain.name} answers within {took_s * 1000:.0f} ms"))
     if not found:
-        raise SkipError("no control daemon runs")
+        raise SkipError("no control daemon is running")
     return found
 
 

@@ -72,13 +72,13 @@ def not_served(variables: Mapping[str, str], default: str, served: Sequence[str]
     """Return the finding for a pipe directory that none of our control daemons serves."""
     directory = variables.get(PIPE)
     if directory is None:
-        what = f"{PIPE} is not set: it looks in {default}, which no yunion-mps control daemon serves"
+        what = f"{PIPE} is not set, so CUDA looks in {default}, which no yunion-mps control daemon serves"
     else:
         what = (
             f"{PIPE} is {directory}, which no yunion-mps control daemon serves (they serve "
             f"{' and '.join(served)})"
         )
-    what += "; it runs without limits, or fails because the GPU is in mode Exclusive_Process"
+    what += "; the program runs without limits, or fails because the GPU is in mode Exclusive_Process"
     return problem(what, _START_HINT)
 
 
@@ -109,8 +109,8 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator
     text = variables.get(VISIBLE)
     if text is None:
         if len(domain.gpu_uuids) > 1:
-            what = f"{VISIBLE} is not set: it sees all {len(domain.gpu_uuids)} GPUs of its control daemon"
-            yield warning(what, _START_HINT)
+            seen = f"all {len(domain.gpu_uuids)} GPUs of its control daemon"
+            yield warning(f"{VISIBLE} is not set, so the program sees {seen}", _START_HINT)
         return
     words = _words(text)
     unknown = [word for word in words if domain.gpu_uuids and _find_gpu(word, domain) is None]
@@ -118,9 +118,9 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator
         yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", _START_HINT)
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
-        yield problem(f"{what}, so CUDA ignores it and every entry after it", _START_HINT)
+        yield problem(f"{what}, so CUDA ignores this entry and all that follow", _START_HINT)
     elif any(word.isdigit() for word in words):
-        what = f"{VISIBLE} is {text!r}: with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
+        what = f"{VISIBLE} is {text!r}: with MPS, numbers are those of the control daemon, not of nvidia-smi"
         yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
 
 
@@ -130,9 +130,7 @@ def _check_order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[F
         yield problem(f"{ORDER} is {text!r}, which is not a valid value", f"write {ORDER}=PCI_BUS_ID")
     by_number = any(word.isdigit() for word in _words(variables.get(VISIBLE, "0")))
     if text != "PCI_BUS_ID" and by_number and len(domain.gpu_uuids) > 1:
-        what = (
-            f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs from the fastest, nvidia-smi by PCI address"
-        )
+        what = f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs by speed, nvidia-smi by PCI address"
         yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
 
 
@@ -148,17 +146,17 @@ def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) 
         number, _, size = entry.partition("=")
         if domain.gpu_uuids and int(number) >= len(visible):
             what = (
-                f"{MEMORY} is {text!r}: there is no GPU {number}, because it sees {len(visible)} GPUs, "
-                "numbered from 0"
+                f"{MEMORY} is {text!r}: there is no GPU {number}, because the program sees "
+                f"{len(visible)} GPUs, numbered from 0"
             )
             yield problem(
-                f"{what}; one such entry disables all limits", "number the GPUs that it sees from 0"
+                f"{what}; one such entry disables all limits", "number the GPUs that the program sees from 0"
             )
             continue
         limit = limits.get(visible[int(number)]) if int(number) < len(visible) else None
         if limit is not None and _mib(size) > limit:
             what = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
-            yield warning(f"{what}, so it gets {limit} MiB", "a client can only lower its limit")
+            yield warning(f"{what}, so the program gets {limit} MiB", "a client can only lower its limit")
 
 
 def _mib(size: str) -> float:
@@ -179,7 +177,7 @@ def _check_threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
         yield problem(what, f"write a number above 0 and up to 100: {THREADS}=25")
     elif percentage > domain.thread_percentage:
         what = f"{THREADS} is {text}, but the control daemon allows only {domain.thread_percentage:g} %"
-        yield warning(f"{what}, so it gets that share", "a client can only lower its limit")
+        yield warning(f"{what}, so the program gets that share", "a client can only lower its limit")
 
 
 _ENGINES = ("docker", "podman", "nerdctl")

@@ -22,7 +22,7 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     seen = ready.look("--pid", str(job.pid))
     assert (seen.code, seen.bad()) == (0, {})
     assert len(seen.checks) == 25
-    assert seen.one("outside MPS", "ok")["what"] == "1 program on the GPUs, all through MPS"
+    assert seen.one("outside MPS", "ok")["what"] == "1 program on the GPUs, none outside MPS"
     assert seen.one("client limit", "ok")["what"] == "at most 1 of 48 clients on a GPU"
 
 
@@ -85,7 +85,7 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     assert seen.code == 2
     assert seen.bad() == {
         "problem daemon": f"the daemon is not running: {scene.daemon.socket_path} does not exist",
-        "skipped control daemon answers": "no control daemon runs",
+        "skipped control daemon answers": "no control daemon is running",
         "skipped MPS servers": "there are no logs yet",
     }
 

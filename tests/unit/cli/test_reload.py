@@ -29,7 +29,9 @@ budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
 budget 00:06.0: takes effect when its MPS server (PID 4250) has ended
 """
 PENDING = f"Pending:  host: {WAITS}\n"
-HINT = "List the jobs that delay it: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+HINT = (
+    "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+)
 SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\

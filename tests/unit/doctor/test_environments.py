@@ -89,7 +89,7 @@ def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) ->
     scene.given["CUDA_MPS_PIPE_DIR"] = scene.given.pop("CUDA_MPS_PIPE_DIRECTORY")
     first, second = of_job(scene)
     assert first.what == "CUDA_MPS_PIPE_DIR has no effect (did you mean CUDA_MPS_PIPE_DIRECTORY?)"
-    assert second.what.startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
+    assert second.what.startswith("CUDA_MPS_PIPE_DIRECTORY is not set, so CUDA looks in ")
     assert (first.level, second.level) == ("problem", "problem")
 
 
@@ -211,7 +211,9 @@ def test_a_container_is_looked_at_by_what_it_is_given(scene: Scene, tmp_path: Pa
     assert the(device, "ok").what == (
         "docker gives the container everything that 00:06.0-1 needs, or does not start it"
     )
-    assert [what.split(":")[0] for what in scene.bad_command("docker", "run", "image", own=own)] == [
+    assert [
+        what.partition(", so CUDA")[0] for what in scene.bad_command("docker", "run", "image", own=own)
+    ] == [
         "the container has a private /dev/shm, so it cannot share memory with an MPS server",
         "CUDA_MPS_PIPE_DIRECTORY is not set",
     ]

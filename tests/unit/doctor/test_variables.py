@@ -69,7 +69,7 @@ def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "1"}, "warning", "numbers count the control daemon's GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "warning", "numbers are those of the control daemon"),
         ({"CUDA_VISIBLE_DEVICES": "2"}, "problem", "no GPU '2'"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "problem", "no GPU '-1'"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "problem", "no GPU ''"),
@@ -101,7 +101,7 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
 @pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}])
 def test_numbers_without_the_order_of_pci_addresses_are_found(order: dict[str, str]) -> None:
     given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps", **order}
-    assert any("CUDA numbers GPUs from the fastest" in one.what for one in check_values(given, TWO))
+    assert any("CUDA numbers GPUs by speed" in one.what for one in check_values(given, TWO))
     assert not any("fastest" in one.what for one in check_values(given, ONE))
 
 
@@ -113,7 +113,7 @@ def test_limits_in_any_unit_that_is_known_are_compared() -> None:
 def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
     found = not_served({}, "/tmp/nvidia-mps", ["/run/mps"])
     assert found.level == "problem"
-    assert "it looks in /tmp/nvidia-mps, which no yunion-mps control daemon serves" in found.what
+    assert "CUDA looks in /tmp/nvidia-mps, which no yunion-mps control daemon serves" in found.what
     assert "yunion-mps run COMMAND" in found.hint
     other = not_served({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what
