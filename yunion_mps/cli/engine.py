@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from yunion_mps.cli.common import call
-from yunion_mps.cli.lease import BUDGET_VARIABLES, take, warn_of_limits
+from yunion_mps.cli.request import BUDGET_VARIABLES, take, warn_of_limits
 from yunion_mps.client.retry import RequestMembers, refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError

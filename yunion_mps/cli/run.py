@@ -14,7 +14,8 @@ import click
 from click.core import ParameterSource
 
 from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
-from yunion_mps.cli.lease import (
+from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
+from yunion_mps.cli.request import (
     BUDGET_VARIABLES,
     RequestCommand,
     hints_of_options,
@@ -22,7 +23,6 @@ from yunion_mps.cli.lease import (
     take,
     warn_of_limits,
 )
-from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.client.retry import RequestMembers, preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, YunionError

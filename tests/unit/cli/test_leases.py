@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.cli import leases
+from yunion_mps.cli import lease
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Holder, Lease
 from yunion_mps.units import rfc3339, seconds
@@ -71,4 +71,4 @@ def test_the_time_to_the_end_is_rounded_to_minutes(
     now = seconds("2026-11-20T13:45:00Z")
     monkeypatch.setattr("time.time", lambda: now)
     expires = rfc3339(now + left_s)
-    assert leases._expires(expires) == shown
+    assert lease._expires(expires) == shown
