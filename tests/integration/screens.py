@@ -57,7 +57,7 @@ Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older
 Hint:     run only jobs that stay within their budgets; find those that do not:
           yunion-mps who
 Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
-Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
+Leases:   2, 1 waiting; 2 processes, 1 outside MPS
 GPUs:     1
 Driver:   535.261.03, CUDA 12.2
 Host:     NAME, id ID

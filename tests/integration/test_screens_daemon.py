@@ -46,7 +46,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
             over = rf"^Problem: +00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} "
             assert re.search(over, text, re.MULTILINE)
             assert re.search(rf"^Problem: +PID {os.getpid()} of root .*uses GPU ", text, re.MULTILINE)
-        assert "; 1 MPS client, 1 process outside MPS\n" in status
+        assert "; 2 processes, 1 outside MPS\n" in status
         assert re.search(rf"^00:06.0-1 +root +{job.pid} .* over budget ", who, re.MULTILINE)
         host.gpus[0].remove_process(os.getpid())
         job.end()

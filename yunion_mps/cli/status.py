@@ -93,9 +93,9 @@ def _status_text(status: Status, host: HostOverview) -> str:
     devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
-    clients = f"{count(status['clients'], 'MPS client')}"
-    if status["outside_mps"]:
-        clients += f", {count(status['outside_mps'], 'process', 'processes')} outside MPS"
+    outside_mps = status["outside_mps"]
+    processes = count(status["clients"] + outside_mps, "process", "processes")
+    processes += f", {outside_mps} outside MPS" if outside_mps else ""
     up = age_of(status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
@@ -109,9 +109,9 @@ def _status_text(status: Status, host: HostOverview) -> str:
         text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
-        f"Leases:   {leases['total']}{waiting}; {clients}",
+        f"Leases:   {leases['total']}{waiting}; {processes}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
-        f"Driver:   {driver['version'] or 'not looked at'}{cuda}",
+        f"Driver:   {driver['version'] or 'not queried'}{cuda}",
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
         f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
     ]

@@ -223,7 +223,7 @@ def _show_clients(output: str) -> None:
 
 def clients_table(clients: Sequence[MpsClient], *, wide: bool = False) -> str:
     """Format the clients for people; commands in containers are preceded by the container's name."""
-    return table(_CLIENT_COLUMNS, clients, none="No clients.", wide=wide)
+    return table(_CLIENT_COLUMNS, clients, none="No processes use the GPUs.", wide=wide)
 
 
 def _clients_text(answer: ClientList, *, wide: bool) -> str:

@@ -40,7 +40,7 @@ HEALTHY = f"""\
 State:    ready
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 1 used, 3 free (3 without enforced budgets)
-Leases:   0; 1 MPS client
+Leases:   0; 1 process
 {WHERE}{GPU.format(use=1, free=3, mib=512, title="MEMORY USED", width=15)}{DOMAIN}"""
 BUSY = f"""\
 State:    degraded
@@ -50,7 +50,7 @@ Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
-Leases:   2, 1 waiting; 1 MPS client, 1 process outside MPS
+Leases:   2, 1 waiting; 2 processes, 1 outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
@@ -186,9 +186,9 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
         "Notice:   enable_cuda_mps is false",
         "Hint:     set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
         "Devices:  0 of 0 available",
-        "Leases:   0; 0 MPS clients",
+        "Leases:   0; 0 processes",
         "GPUs:     0",
-        "Driver:   not looked at",
+        "Driver:   not queried",
     ]
 
 

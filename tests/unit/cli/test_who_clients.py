@@ -28,7 +28,7 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
 
 def test_without_clients_that_is_said(own: Cli) -> None:
     own.host.clients.found = clients(servers=())
-    assert own.good("who", "--clients") == "No clients.\n"
+    assert own.good("who", "--clients") == "No processes use the GPUs.\n"
 
 
 def test_clients_are_printed_for_programs_too(own: Cli) -> None:
