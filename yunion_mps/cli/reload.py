@@ -26,8 +26,8 @@ from yunion_mps.http.operations import (
     RELOAD,
     TERMINATE_CLIENT,
 )
-from yunion_mps.overview.problems import REEXEC as REEXEC_HINT
-from yunion_mps.overview.problems import version_mismatch
+from yunion_mps.overview import REEXEC as REEXEC_HINT
+from yunion_mps.overview import version_mismatch
 from yunion_mps.reasons import LEASES_PENDING, LIMITS_PENDING, hint_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview.host import Answers, HostOverview
-from yunion_mps.overview.problems import folded, with_hints
+from yunion_mps.overview import Answers, HostOverview, folded, with_hints
 from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.units import count
 

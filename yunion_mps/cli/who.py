@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS, TERMINATE_CLIENT
-from yunion_mps.overview.problems import folded, with_hints
+from yunion_mps.overview import folded, with_hints
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     LEASES_PENDING,

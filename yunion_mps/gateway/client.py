@@ -16,7 +16,7 @@ from yunion_mps.http.messages import Response, encode
 from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.http.parameters import Value
-from yunion_mps.overview.host import Answers, HostOverview, page
+from yunion_mps.overview import Answers, HostOverview, page
 from yunion_mps.paths import Paths
 from yunion_mps.units import rfc3339
 

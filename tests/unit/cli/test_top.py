@@ -14,8 +14,7 @@ from yunion_mps.cli.output import display_width
 from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.overview.host import Answers
-from yunion_mps.overview.problems import ShownProblem
+from yunion_mps.overview import Answers, ShownProblem
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
 from yunion_mps.units import rfc3339

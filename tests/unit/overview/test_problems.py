@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.answers import StatusProblem
-from yunion_mps.overview.problems import folded, problems_of, version_mismatch, with_hints
+from yunion_mps.overview import folded, problems_of, version_mismatch, with_hints
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,

@@ -21,7 +21,7 @@ from yunion_mps.cli.top.terminal import STOP_SIGNALS, Terminal, WakeUp
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview.host import Answers
+from yunion_mps.overview import Answers
 
 if TYPE_CHECKING:
     _News = Union[Poll, BaseException]

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, UNAVAILABLE
-from yunion_mps.overview.host import Answers, HostOverview
-from yunion_mps.overview.problems import ShownProblem, folded
+from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
 from yunion_mps.service.holdings import Holding, is_memory_unknown
 from yunion_mps.units import filled, seconds
 

@@ -1,11 +1,18 @@
-"""The host at one moment: the daemon's answers, what follows from them, and the web page's contents. Pure."""
+"""The host at one moment: the daemon's answers, who has what and what is wrong according to them. No I/O.
+
+`status`, `who`, `top` and the web page all use it: problems are folded, with each hint once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.overview.problems import folded, problems_of, with_hints
+from yunion_mps import __version__
+from yunion_mps.enums import PROBLEM_LEVELS, WARNING
+from yunion_mps.reasons import VERSION_DIFFERS, hint_of
 from yunion_mps.service.holdings import (
     ID_LENGTH,
     Holding,
@@ -18,10 +25,11 @@ from yunion_mps.service.holdings import (
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status, StatusProblem
 
-Json = dict[str, Any]
 
 _COMMAND_LENGTH = 200
 _MAX_WAITING = 5
+#: The command that makes the daemon execute the installed version.
+REEXEC = "yunion-mps daemon-reexec"
 
 
 class Answers(NamedTuple):
@@ -48,7 +56,7 @@ class HostOverview(NamedTuple):
         return cls(answers, held, problems_of(answers.status), memory_by_gpu(clients))
 
 
-def page(host: HostOverview) -> Json:
+def page(host: HostOverview) -> dict[str, object]:
     """Return the contents of the web page, in a form that stays small with thousands of devices.
 
     A part of a GPU has no fields for unknown values.
@@ -83,7 +91,7 @@ def page(host: HostOverview) -> Json:
     }
 
 
-def _gpu(gpu: Gpu, used_mib: int) -> Json:
+def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
     names = (
         "addr", "state", "reason", "memory_mib", "memory_free_mib", "budget_enforced",
         "utilization", "temperature_c", "power_w", "power_limit_w",
@@ -94,8 +102,8 @@ def _gpu(gpu: Gpu, used_mib: int) -> Json:
     return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": known_mib}
 
 
-def _part(holding: Holding) -> Json:
-    part: Json = {
+def _part(holding: Holding) -> dict[str, object]:
+    part: dict[str, object] = {
         "gpu": holding.gpu,
         "devices": list(holding.devices),
         "state": holding.state,
@@ -122,3 +130,67 @@ def _part(holding: Holding) -> Json:
 
 def _cut(command: str) -> str:
     return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 1]}…"
+
+
+class ShownProblem(NamedTuple):
+    """A problem, or as many similar ones as `number` counts."""
+
+    level: str
+    code: str
+    text: str
+    hint: str
+    number: int = 1
+
+    @property
+    def title(self) -> str:
+        return self.level.capitalize()
+
+
+def version_mismatch(status: Status) -> str:
+    """Return how the running version differs from the installed one, as after a refused upgrade; or ""."""
+    if status["version"] == __version__:
+        return ""
+    return f"the daemon runs version {status['version']}, but {__version__} is installed"
+
+
+def problems_of(status: Status) -> list[StatusProblem]:
+    """The problems in the status, and that it is of another version, which only its reader knows."""
+    mismatch = version_mismatch(status)
+    if not mismatch:
+        return status["problems"]
+    own: StatusProblem = {
+        "level": WARNING,
+        "code": VERSION_DIFFERS,
+        "text": mismatch,
+        "hint": hint_of(VERSION_DIFFERS),
+        "gpu": None,
+        "devices": [],
+        "pid": None,
+    }
+    return sorted([own, *status["problems"]], key=lambda one: PROBLEM_LEVELS.index(one["level"]))
+
+
+def folded(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
+    """Keep at most `limit` similar problems of each level, and add one that counts the rest.
+
+    Problems with the same code are similar, because their hints may name different processes or GPUs.
+    """
+    counts = Counter((one["level"], one["code"]) for one in problems)
+    shown: dict[tuple[str, str], list[ShownProblem]] = {}
+    for one in problems:
+        level, code, hint = one["level"], one["code"], one["hint"]
+        alike = shown.setdefault((level, code), [])
+        if len(alike) < limit:
+            alike.append(ShownProblem(level, code, one["text"], hint))
+        elif len(alike) == limit:
+            more = counts[level, code] - limit
+            text = f"and {more} more of the same kind (all: yunion-mps status -o json)"
+            hint = hint if hint == alike[-1].hint else hint_of(code)
+            alike.append(ShownProblem(level, code, text, hint, more))
+    return [problem for alike in shown.values() for problem in alike]
+
+
+def with_hints(problems: Sequence[ShownProblem]) -> Iterator[tuple[ShownProblem, str]]:
+    """Yield each problem with its hint, or "" if the next problem has the same hint."""
+    for problem, after in zip_longest(problems, problems[1:]):
+        yield problem, "" if after and after.hint == problem.hint else problem.hint
