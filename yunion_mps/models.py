@@ -214,6 +214,11 @@ class PlannedGpu(NamedTuple):
     pool: Pool | None = None
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether it is divided by `slices`, and not into equal devices that one client may combine."""
+        return bool(self.slices) and self.most_combined == 1
+
+    @property
     def most_combined(self) -> int:
         """How many of its equal devices one client may combine; 1 if it may not, or if they differ."""
         if not self.slices or self.memory_limit_mib is None:

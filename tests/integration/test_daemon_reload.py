@@ -36,7 +36,10 @@ def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon:
     ready_daemon.wait_log("not reloaded: ")
     assert total(ready_daemon) == 4
     events = ready_daemon.get("/v1/events?kind=configuration")[1]["events"]
-    assert {event["what"] for event in events} == {"refused"}
+    assert [event["what"] for event in events] == [
+        "refused (requested by a client)",
+        "refused (requested by SIGHUP)",
+    ]
     assert events[0]["consequence"] == "nothing was changed: the previous configuration stays in effect"
 
 

@@ -38,7 +38,10 @@ class Domain(TypedDict):
         list[Mib | None],
         Field("A client's default memory limit on each GPU; null if no longer configured."),
     ]
-    thread_percentage: Annotated[Percentage, Field("A client's default share of the SM threads.")]
+    thread_percentage: Annotated[
+        Percentage,
+        Field("A client's default share of the SM threads, on all its GPUs: that of the largest device."),
+    ]
 
 
 class Driver(TypedDict):

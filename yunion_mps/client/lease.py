@@ -20,7 +20,16 @@ from yunion_mps.client.retry import (
 from yunion_mps.client.transport import Transport, run_blocking
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
-from yunion_mps.http.operations import END_LEASE, GET_DEVICES, GET_LEASES, MAX_WAIT_S, RENEW_LEASE
+from yunion_mps.http.operations import (
+    END_LEASE,
+    GET_DEVICES,
+    GET_LEASES,
+    HOLDER,
+    MAX_WAIT_S,
+    RENEW_LEASE,
+    TAKE_LEASE,
+)
+from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 
@@ -35,6 +44,8 @@ _RENEWALS = 3
 _RETRY_S = 1.0
 #: The default time to live of a named lease, in s.
 TTL_S = 60
+#: The API's parameters, which the arguments of the same names become.
+_PARAMETERS = {parameter.name: parameter for parameter in (*TAKE_LEASE.members, *HOLDER)}
 
 
 class LeaseArguments(NamedTuple):
@@ -65,6 +76,10 @@ def lease_request(
         raise _invalid(
             f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
         )
+    given = {"count": count, "gpu": gpu, "placement": placement, "name": name, "ttl_s": ttl_s}
+    for argument, value in given.items():
+        if value is not None:
+            _refuse_out_of_bounds(argument, value)
     members: RequestMembers = {
         "memory_mib": None if memory is None else _memory(memory),
         "count": count if count != 1 else None,
@@ -78,6 +93,14 @@ def lease_request(
         ttl_s = TTL_S if ttl_s is None else ttl_s
         members["holder"] = {"name": name, "ttl_s": ttl_s}
     return LeaseArguments(members, whole_seconds(wait_s), ttl_s)
+
+
+def _refuse_out_of_bounds(argument: str, value: object) -> None:
+    """Raise YunionError for a value that the API would refuse, in the words of the caller."""
+    try:
+        _PARAMETERS[argument].member(value, argument)
+    except BadRequestError as error:
+        raise _invalid(f"{argument}: {value!r} cannot be used: {error.hint}", error.hint) from None
 
 
 def _memory(amount: str) -> int:

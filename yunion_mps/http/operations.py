@@ -138,7 +138,8 @@ GET_LEASES: Operation[answers.LeaseList] = Operation(
 GET_LEASE: Operation[answers.LeaseDetails] = Operation(
     "get_lease", "GET", "/v1/leases/{lease}", "Get one lease", "LeaseDetails", _LEASE, refusals=(404,)
 )
-_HOLDER = (
+#: The members of the `holder` of a request.
+HOLDER = (
     Parameter("kind", "What the lease is bound to: a process (the default), a container's first process, "
               "this connection, or a name with a time to live (the default with `name`).", choices=BINDINGS),
     _number("pid", "For `process` and `container`: another process of the caller's user.", 1, MAX_PID),
@@ -168,7 +169,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     _flag("cdi", "Make the lease available to container engines, as `yunion.io/mps=` and its id."),
     _flag("dry_run", "Only show what would be leased now."),
     Parameter("holder", "Who holds the lease, and what ends it; by default, the calling process.",
-              "object", members=_HOLDER),
+              "object", members=HOLDER),
     headers=(
         Parameter("Idempotency-Key", "A random string. A request that is repeated with it gets the lease "
                   "that it was granted, or keeps its position in the queue.", pattern=IDEMPOTENCY_KEY,

@@ -22,7 +22,7 @@ from yunion_mps.reasons import NO_REASON, Reason
 class Candidate(NamedTuple):
     """A device in its current state: `reason` says why it is not served, empty if it is.
 
-    `is_slice`: it is one of a GPU's unequal slices, so it can satisfy a request for memory.
+    `is_slice`: its GPU is divided by `slices`, so it can satisfy a request for memory.
     """
 
     device: Device
@@ -72,7 +72,7 @@ class Candidates(NamedTuple):
 def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
     """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
-    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
+    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.is_sliced}
     devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     pools = [

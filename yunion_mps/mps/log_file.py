@@ -245,7 +245,7 @@ def _exit_event(failed: Sequence[LogEntry], domain: str) -> Event:
     what = f"MPS server (PID {first.pid}) exited with status {first.number}"
     if more:
         what += f", and {len(more)} more"
-    return _failure_event(domain, what, f"see {SERVER_LOG} next to its log", "its jobs have failed")
+    return _failure_event(domain, what, f"{SERVER_LOG} says why", "its jobs have failed")
 
 
 def _failure_event(domain: str, what: str, cause: str, consequence: str) -> Event:
@@ -265,7 +265,5 @@ def _waiting_event(
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
     cause = f"MPS serves one user at a time, and is serving {names}"
-    consequence = (
-        "jobs start once the other user's jobs have ended; cuda_mps_multiuser: true serves all users at once"
-    )
+    consequence = "jobs start once the other user's jobs have ended"
     return Event("warning", "client", domain, what, cause, consequence, reasons.CLIENT_WAITING)

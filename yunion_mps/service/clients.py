@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 
 #: How long a client has to end after its server has disconnected it.
 _GRACE_S = 5.0
-_LIST_COMMAND = "yunion-mps who --clients"
-_LIST_JOBS = f"list the clients: {_LIST_COMMAND}"
+_LIST_JOBS = "list the clients: yunion-mps who --clients"
 #: The kernel logs an XID, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
 
@@ -156,13 +155,11 @@ class XidAnalyzer:
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
-                end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST_COMMAND
-                consequence = "its jobs on that GPU have failed; new ones start once those have ended"
                 self._record(
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",
                     cause,
-                    f"{consequence}: {end}",
+                    "its jobs on that GPU have failed; new ones start once those have ended",
                     reasons.SERVER_FAILED,
                 )
 

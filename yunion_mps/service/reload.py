@@ -70,7 +70,7 @@ class Reloader:
         return self._answer(changes)
 
     async def reload(
-        self, requester: str = "the API", *, drain: bool = False, now: bool = False
+        self, requester: str = "a client", *, drain: bool = False, now: bool = False
     ) -> answers.ChangeList:
         """Read the files again and bring them into effect; raises YunionError, with nothing changed.
 
@@ -142,8 +142,8 @@ class Reloader:
         for problem in problems:
             log.error("not reloaded: %s", problem)
         consequence = "nothing was changed: the previous configuration stays in effect"
-        cause = f"{requester}: {error.message}"
-        event = Event("error", "configuration", "reload", "refused", cause, consequence, error.code)
+        what = f"refused (requested by {requester})"
+        event = Event("error", "configuration", "reload", what, error.message, consequence, error.code)
         self._supervisor.event_log.record(event)
 
     async def _settle(self) -> None:

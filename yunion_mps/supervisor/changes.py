@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
+from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.errors import ConfigError
 from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
@@ -175,6 +176,8 @@ def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | 
 
 def _setting_changes(old: Config, new: Config) -> list[Change]:
     values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in PLANNED_KEYS]
+    units = {mib: unit for unit, mib in MEMORY_UNITS.items()}
+    values.append(("gpu_memory_unit", units[old.gpu_memory_unit_mib], units[new.gpu_memory_unit_mib]))
     return [
         Change("setting", name, _as_written(before), _as_written(after), AT_ONCE)
         for name, before, after in values

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from yunion_mps.client.lease import _memory, whole_seconds
+from yunion_mps.client.lease import _memory, lease_request, whole_seconds
 from yunion_mps.client.queries import format_since
 from yunion_mps.errors import YunionError
 
@@ -41,6 +42,36 @@ def test_a_wait_that_is_no_number_is_refused(wrong: Any) -> None:
 def test_a_negative_wait_is_refused() -> None:
     with pytest.raises(YunionError, match="wait_s: -5 is negative"):
         whole_seconds(-5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("count", 0, "count: 0 cannot be used: write a whole number from 1 to 64"),
+        ("count", 65, "count: 65 cannot be used: write a whole number from 1 to 64"),
+        ("name", "a b", "name: 'a b' cannot be used: write letters, digits and"),
+        ("ttl_s", 0, "ttl_s: 0 cannot be used: write a whole number from 1 to "),
+        ("placement", "pack", "placement: 'pack' cannot be used: write one of binpack, spread"),
+    ],
+)
+def test_an_argument_out_of_bounds_is_named_as_the_caller_wrote_it(
+    argument: str, value: Any, said: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "memory": None,
+        "count": 1,
+        "across": False,
+        "devices": (),
+        "gpu": None,
+        "placement": "binpack",
+        "allow_unlimited": False,
+        "wait_s": 0,
+        "name": "job-17",
+        "ttl_s": None,
+    }
+    with pytest.raises(YunionError, match=f"^{re.escape(said)}") as raised:
+        lease_request(**{**arguments, argument: value})
+    assert raised.value.code == "invalid_request"
 
 
 def test_a_beginning_is_a_time_or_so_long_ago() -> None:

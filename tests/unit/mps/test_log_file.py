@@ -187,7 +187,7 @@ def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, j
         "warning",
         "MPS serves one user at a time, and is serving root",
     )
-    assert "cuda_mps_multiuser: true" in event.consequence
+    assert event.consequence == "jobs start once the other user's jobs have ended"
 
 
 def log_of(run: DomainRun) -> str:

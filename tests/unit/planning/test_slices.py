@@ -39,6 +39,22 @@ def free(pool: Pool, held: list[int]) -> int:
     return free_units(pool, taken_mib, len(held))
 
 
+@pytest.mark.parametrize(
+    ("division", "keys", "is_sliced"),
+    [
+        (slices((8192,), (4096,)), {}, True),
+        (slices((8192,), (8192,)), {"cuda_mps_combine": 2}, True),
+        (entry("01:00.0", 4), {}, False),
+        (entry("01:00.0", 4), {"cuda_mps_combine": 2}, False),
+    ],
+)
+def test_equal_shares_are_no_slices_even_if_they_may_be_combined(
+    division: DeviceEntry, keys: dict[str, int], is_sliced: bool
+) -> None:
+    (domain,) = planned(config(division, **keys), inventory(V100)).domains
+    assert [one.is_sliced for one in domain.gpus] == [is_sliced]
+
+
 def test_slices_are_devices_with_budgets_of_their_own() -> None:
     plan = planned(config(slices((8192, 50.0), (4096, 25.0, "below_normal"), (2048, 25.0))), inventory(V100))
     assert [

@@ -209,6 +209,14 @@ def test_settings_are_shown_as_they_are_written(begin: Begin) -> None:
     ]
 
 
+def test_another_memory_unit_is_shown_as_it_is_written(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], 2)
+    devices = host.root / "etc/yunion/host_container_device.yml"
+    devices.write_text(f"gpu_memory_unit: 128MiB\n{devices.read_text()}")
+    assert [change[:4] for change in made.reload()] == [("setting", "gpu_memory_unit", "1GiB", "128MiB")]
+    assert made.reload() == []
+
+
 def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     ((warning, _),) = warnings(made.snapshot)
