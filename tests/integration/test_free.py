@@ -112,7 +112,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     ids = [one["id"] for one in leases_of(daemon)]
     host.divide(2, 6)
     leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
-    what = f"GPU 00:06.0: 4 of its devices wait for {leases} to end"
+    what = f"GPU 00:06.0: 4 devices waiting for {leases} to end"
     waits = {"domain": "host", "pending": what, "leases": ids}
 
     (change,) = daemon.get("/v1/plan")[1]["changes"]

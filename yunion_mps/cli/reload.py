@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
-from yunion_mps.cli.output import Column, fields, hint_text, notes, output_option, print_notice, show, table
+from yunion_mps.cli.output import (
+    Column,
+    fields,
+    hint_text,
+    notes,
+    output_option,
+    print_notice,
+    show,
+    table,
+    wrapped,
+)
 from yunion_mps.cli.who import clients_table
 from yunion_mps.client.retry import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
@@ -86,7 +96,9 @@ def _text(title: str, answer: ChangeList) -> str:
     text += notes(
         (f"{change['kind']} {change['subject']}", f"takes effect {change['effect']}") for change in late
     )
-    pending = "".join(f"Pending:  {entry['domain']}: {entry['pending']}\n" for entry in answer["pending"])
+    pending = "".join(
+        wrapped(f"Pending:  {entry['domain']}: {entry['pending']}", 10) for entry in answer["pending"]
+    )
     return f"{title}\n{text}{pending}"
 
 

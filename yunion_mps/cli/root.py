@@ -186,9 +186,9 @@ def cli() -> None:
 
 
 @click.command("completion", short_help="Print a shell completion script.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str) -> None:
-    """Print a completion script for the given shell.
+    """Print a completion script for SHELL: bash, zsh or fish.
 
     It completes commands, options, devices, GPUs, leases and PIDs. The packages install it for all three
     shells.

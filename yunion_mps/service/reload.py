@@ -20,6 +20,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
+from yunion_mps.units import count
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -167,7 +168,8 @@ class Reloader:
         names = domain_names(snapshot.plan)
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
-            what = f"GPU {address}: {len(wait.pending)} of its devices wait for {wait.description} to end"
+            devices = count(len(wait.pending), "device")
+            what = f"GPU {address}: {devices} waiting for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         rows: list[answers.Change] = [
             {

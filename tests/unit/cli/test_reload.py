@@ -93,6 +93,17 @@ def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: in
     assert lines[-1] == TABLE.splitlines()[-1]
 
 
+def test_what_is_pending_is_wrapped_on_a_narrow_terminal(own: Cli) -> None:
+    waits = "GPU 00:06.0: 1 device waiting for lease 7c1f0e7a of alice (PID 4260) to end"
+    own.host.reloader.planned = {
+        "changes": [],
+        "pending": [{"domain": "host", "pending": waits, "leases": []}],
+    }
+    lines = own.on_terminal(80, "plan")
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()).endswith(f"Pending: host: {waits}")
+
+
 @pytest.mark.parametrize(
     "command", [["plan"], ["reload"], ["reload", "--drain"], ["reload", "--now", "--yes"]]
 )

@@ -53,7 +53,7 @@ NODE = "Invalid value for '--numa-node':"
 OFFSET = "Invalid value for '--offset':"
 OUTPUT = "Invalid value for '-o' / '--output':"
 PID = "Invalid value for 'PID':"
-SHELL = "Invalid value for '{bash|zsh|fish}':"
+SHELL = "Invalid value for 'SHELL':"
 SOCKET = "run/yunion-mps/yunion-mps.sock"
 SINCE = "Invalid value for '--since':"
 TIMEOUT = "Invalid value for '--timeout':"
@@ -194,7 +194,7 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["terminate", "1"], NO_TERMINAL),
         (["plan", "more"], "Got unexpected extra argument (more)"),
         (["daemon-reexe"], "No such command 'daemon-reexe'. Did you mean daemon-reexec?"),
-        (["completion"], "Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"),
+        (["completion"], "Missing argument 'SHELL'. Choose from: bash, zsh, fish"),
         (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
