@@ -48,6 +48,20 @@ def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene,
     assert page.errors() == []
 
 
+def test_the_memory_used_on_a_lost_gpu_is_a_question_mark(scene: Scene, browser: Chromium) -> None:
+    job = scene.jobs.start("train.py", device="00:06.0-1")
+    page = browser.page(scene.served.url)
+    page.wait_text("0 of 4096", "#rows")
+    (gpu,) = scene.daemon.host.gpus
+    gpu.lose()
+    page.wait_text("? of 4096", "#rows")
+    page.wait_text("? of 16 GiB", "#busy")
+    gpu.restore()
+    page.wait_text("0 of 4096", "#rows")
+    scene.jobs.end(job)
+    assert page.errors() == []
+
+
 def test_what_is_wrong_comes_first_with_the_hint_of_status(scene: Scene, browser: Chromium) -> None:
     scene.jobs.start("train.py", device="00:06.0-0", mib=100)
     scene.jobs.start("greedy.py", device="00:06.0-1", mib=6000)
