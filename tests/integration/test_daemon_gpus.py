@@ -249,3 +249,18 @@ def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon)
     assert told["consequence"] == "it is set to Exclusive_Process again"
     assert daemon.stop() == 0
     assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]
+
+
+def test_status_and_leases_are_answered_while_the_driver_hangs(ready_daemon: Daemon) -> None:
+    """With what was known before, and with a remark that it may be out of date."""
+    daemon = ready_daemon
+    assert daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
+    assert daemon.get("/v1/leases")[1]["leases"][0]["state"] == "idle"
+    assert daemon.status()["errors"] == []
+    daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "success", delay_ms=600_000)
+    late = ["the driver is slow to answer, so the list of clients is out of date"]
+    status, listed = daemon.status(), daemon.get("/v1/leases")[1]
+    assert (status["state"], status["errors"], listed["errors"]) == ("ready", late, late)
+    assert listed["leases"][0]["state"] is None, "a job may use it by now"
+    assert daemon.host.run(["yunion-mps", "status"], check=True).stdout.endswith(f"Incomplete: {late[0]}\n")
+    daemon.kill()
