@@ -25,6 +25,7 @@ from integration.daemon_host import Daemon, control_daemons, is_running
 from simhost import Description, SimHost
 from simhost.host import Closes
 from simhost.mps import CONTROL, Client, StandIns
+from waiting import pause
 
 T = TypeVar("T")
 
@@ -38,13 +39,16 @@ PATIENCE_S = 120.0
 INTERRUPTED = threading.Event()
 
 
-def until(look: Callable[[], T], what: str, trouble: Callable[[], str] = str, pause_s: float = 0.004) -> T:
-    """Return what `look` returns once that is true; AssertionError with `what` if it never is."""
-    end_s = time.monotonic() + PATIENCE_S
+def until(look: Callable[[], T], what: str, trouble: Callable[[], str] = str, pause_s: float = 0.1) -> T:
+    """Return what `look` returns once that is true, looked at again after `pause_s` at most.
+
+    Raises AssertionError with `what` if it never is.
+    """
+    begun_s = time.monotonic()
     while not (found := look()):
-        if time.monotonic() > end_s or INTERRUPTED.is_set():
+        if time.monotonic() > begun_s + PATIENCE_S or INTERRUPTED.is_set():
             raise AssertionError(f"{what} did not come about\n{trouble()}")
-        time.sleep(pause_s)
+        pause(begun_s, pause_s)
     return found
 
 

@@ -27,6 +27,7 @@ from posting import posted
 from simhost import SimHost
 from simhost.host import Closes
 from simhost.mps import CONTROL
+from waiting import pause
 
 #: So long that only something that never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -40,11 +41,11 @@ def eventually(
     look: Callable[[], T], what: str = "it", timeout_s: float = PATIENCE_S, trouble: Callable[[], str] = str
 ) -> T:
     """Return what `look` returns once that is true; fails with `what` (and `trouble()`) when it never is."""
-    end_s = time.monotonic() + timeout_s
+    begun_s = time.monotonic()
     while not (found := look()):
-        if time.monotonic() > end_s:
+        if time.monotonic() > begun_s + timeout_s:
             raise AssertionError(f"{what} did not come about in {timeout_s:g} s\n{trouble()}")
-        time.sleep(0.005)
+        pause(begun_s)
     return found
 
 

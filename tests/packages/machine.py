@@ -19,6 +19,7 @@ from packages.driver import Driver
 from packages.images import lay_over, take_off
 from simhost import Description
 from simhost.host import Closes
+from waiting import pause
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
@@ -184,12 +185,12 @@ class Machine(Closes):
 
     def wait_until(self, what: str, condition: Callable[[], T], limit_s: float = PATIENCE_S) -> T:
         """Wait for the condition, and return what it does; raises MachineError after `limit_s`."""
-        end_s = time.monotonic() + limit_s
+        begun_s = time.monotonic()
         while not (found := condition()):
-            if time.monotonic() > end_s:
+            if time.monotonic() > begun_s + limit_s:
                 status = self.run("systemctl", "status", "--no-pager", "--full", UNIT, check=False).stdout
                 raise MachineError(f"{self.name}: not within {limit_s:g} s: {what}\n{status}")
-            time.sleep(_LOOK_S)
+            pause(begun_s, 0.5)
         return found
 
     # -- systemd-nspawn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from simhost import DescriptionError
 from simhost.catalog import ERRORS
-from unit.simhost.conftest import MakeHost, RunPython
+from unit.simhost.conftest import MakeHost
 
 TWO = [{"kind": "t4", "count": 2}]
 
@@ -36,32 +35,6 @@ def test_every_error_reaches_pynvml(make_host: MakeHost) -> None:
                 assert n.nvmlDeviceGetUUID(second) == host.gpus[1].uuid
                 host.clear()
         assert n.nvmlDeviceGetUUID(first) == host.gpus[0].uuid
-
-
-@pytest.mark.parametrize(
-    "error", ["driver_not_loaded", "lib_rm_version_mismatch", "no_permission", "unknown"]
-)
-def test_init_fails_from_the_start(make_host: MakeHost, python: RunPython, error: str) -> None:
-    host = make_host({"gpus": TWO, "failures": [{"call": "nvmlInit", "error": error}]})
-    program = """
-    try:
-        n.nvmlInit()
-    except n.NVMLError as error:
-        print(error.value)
-    """
-    assert python(host, program) == f"{ERRORS[error]}\n"
-
-
-def test_missing_library_is_library_not_found(make_host: MakeHost, python: RunPython) -> None:
-    host = make_host()
-    host.hide_library()
-    program = """
-    try:
-        n.nvmlInit()
-    except n.NVMLError_LibraryNotFound:
-        print("not found")
-    """
-    assert python(host, program) == "not found\n"
 
 
 def test_failure_ends_after_its_times(make_host: MakeHost) -> None:
@@ -100,96 +73,6 @@ def test_hanging_call_goes_on_when_cleared(make_host: MakeHost) -> None:
         assert not call.done()
         host.clear()
         assert call.result(timeout=60) == host.gpus[0].uuid
-
-
-def test_slow_call_succeeds(make_host: MakeHost) -> None:
-    host = make_host()
-    with host.pynvml() as n:
-        (handle,) = handles(n)
-        host.fail("nvmlDeviceGetUUID", "success", delay_ms=30, times=1)
-        assert n.nvmlDeviceGetUUID(handle) == host.gpus[0].uuid
-
-
-def test_lost_gpu_fails_and_comes_back_in_a_running_program(make_host: MakeHost) -> None:
-    host = make_host(TWO)
-    with host.pynvml() as n:
-        first, second = handles(n)
-        host.gpus[1].lose()
-        for call in (n.nvmlDeviceGetUUID, n.nvmlDeviceGetComputeMode, n.nvmlDeviceGetMemoryInfo):
-            with pytest.raises(n.NVMLError_GpuIsLost):
-                call(second)
-        for look_up, name in (
-            (n.nvmlDeviceGetHandleByIndex, 1),
-            (n.nvmlDeviceGetHandleByUUID, host.gpus[1].uuid),
-            (n.nvmlDeviceGetHandleByPciBusId, "0000:00:07.0"),
-        ):
-            with pytest.raises(n.NVMLError_GpuIsLost):
-                look_up(name)
-        assert n.nvmlDeviceGetCount() == 2
-        assert n.nvmlDeviceGetUUID(first) == host.gpus[0].uuid
-        host.gpus[1].restore()
-        assert n.nvmlDeviceGetUUID(second) == host.gpus[1].uuid
-
-
-def test_lost_gpu_may_still_be_looked_up(make_host: MakeHost) -> None:
-    host = make_host(TWO)
-    with host.pynvml() as n:
-        host.gpus[0].lose(lookup="success")
-        first, _ = handles(n)
-        with pytest.raises(n.NVMLError_GpuIsLost):
-            n.nvmlDeviceGetName(first)
-
-
-def test_removed_gpu_is_gone_after_the_next_init(make_host: MakeHost) -> None:
-    host = make_host(TWO)
-    with host.pynvml() as n:
-        first, second = handles(n)
-        host.gpus[0].remove()
-        assert n.nvmlDeviceGetCount() == 2
-        with pytest.raises(n.NVMLError_GpuIsLost):
-            n.nvmlDeviceGetUUID(first)
-        assert not (host.root / "sys/bus/pci/devices/0000:00:06.0").exists()
-        assert not (host.root / "dev/dri/renderD128").exists()
-        n.nvmlShutdown()
-        (only,) = handles(n)
-        assert n.nvmlDeviceGetUUID(only) == host.gpus[1].uuid == n.nvmlDeviceGetUUID(second)
-        n.nvmlShutdown()
-        host.gpus[0].restore()
-        assert [n.nvmlDeviceGetUUID(handle) for handle in handles(n)] == [gpu.uuid for gpu in host.gpus]
-        assert (host.root / "dev/dri/by-path/pci-0000:00:06.0-render").exists()
-
-
-def watch(n: ModuleType, watched: list[Any]) -> object:
-    events = n.nvmlEventSetCreate()
-    for handle in watched:
-        n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
-    return events
-
-
-def test_xid_wakes_the_one_who_waits(make_host: MakeHost) -> None:
-    host = make_host(TWO)
-    with host.pynvml() as n:
-        events = watch(n, handles(n))
-        waker = threading.Timer(0.05, host.gpus[1].xid, [31])
-        waker.start()
-        event = n.nvmlEventSetWait_v2(events, 10_000)
-        waker.join()
-        assert (n.nvmlDeviceGetIndex(event.device), event.eventType, event.eventData) == (1, 8, 31)
-        with pytest.raises(n.NVMLError_Timeout):
-            n.nvmlEventSetWait_v2(events, 1)
-        n.nvmlEventSetFree(events)
-
-
-def test_losing_a_gpu_reports_xid_79_then_the_loss(make_host: MakeHost) -> None:
-    host = make_host(TWO)
-    with host.pynvml() as n:
-        first, _ = handles(n)
-        events = watch(n, [first])
-        host.gpus[1].xid(13)  # not watched
-        host.gpus[0].lose()
-        assert n.nvmlEventSetWait_v2(events, 1000).eventData == 79
-        with pytest.raises(n.NVMLError_GpuIsLost):
-            n.nvmlEventSetWait_v2(events, 1000)
 
 
 def test_several_processes_write_at_once_and_nothing_is_lost(make_host: MakeHost) -> None:

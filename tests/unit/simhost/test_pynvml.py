@@ -2,75 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from simhost.catalog import ERRORS, KINDS
+from simhost.catalog import ERRORS
 from unit.simhost.conftest import MakeHost, RunPython
-
-READ_ALL = """
-import json
-n.nvmlInit()
-rows = []
-for i in range(n.nvmlDeviceGetCount()):
-    h = n.nvmlDeviceGetHandleByIndex(i)
-    pci = n.nvmlDeviceGetPciInfo(h)
-    try:
-        mig = n.nvmlDeviceGetMigMode(h)
-    except n.NVMLError_NotSupported:
-        mig = None
-    rows.append({
-        "index": n.nvmlDeviceGetIndex(h), "uuid": n.nvmlDeviceGetUUID(h), "name": n.nvmlDeviceGetName(h),
-        "bus_id": pci.busId, "legacy": pci.busIdLegacy, "pci": [pci.domain, pci.bus, pci.device],
-        "device": pci.pciDeviceId, "minor": n.nvmlDeviceGetMinorNumber(h), "mig": mig,
-        "memory_mib": n.nvmlDeviceGetMemoryInfo(h).total >> 20,
-        "mode": n.nvmlDeviceGetComputeMode(h), "capability": n.nvmlDeviceGetCudaComputeCapability(h),
-        "link": [n.nvmlDeviceGetMaxPcieLinkGeneration(h), n.nvmlDeviceGetMaxPcieLinkWidth(h)],
-        "architecture": n.nvmlDeviceGetArchitecture(h),
-        "found": [n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByUUID(n.nvmlDeviceGetUUID(h))),
-                  n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByPciBusId(pci.busId))],
-    })
-print(json.dumps(rows))
-"""
-
-
-def test_every_kind_is_read_as_the_catalogue_has_it(make_host: MakeHost, python: RunPython) -> None:
-    host = make_host([{"kind": kind} for kind in KINDS])
-    rows = json.loads(python(host, READ_ALL))
-    for number, (row, kind) in enumerate(zip(rows, KINDS.values())):
-        assert row == {
-            "index": number,
-            "uuid": host.gpus[number].uuid,
-            "name": kind.name,
-            "bus_id": f"00000000:{number // 16:02X}:{6 + number % 16:02X}.0",
-            "legacy": f"0000:{number // 16:02X}:{6 + number % 16:02X}.0",
-            "pci": [0, number // 16, 6 + number % 16],
-            "device": kind.device << 16 | 0x10DE,
-            "minor": number,
-            "mig": [0, 0] if kind.mig else None,
-            "memory_mib": kind.memory_mib,
-            "mode": 0,
-            "capability": list(kind.capability),
-            "link": [kind.generation, 16],
-            "architecture": row["architecture"],
-            "found": [number, number],
-        }
-    architectures = [row["architecture"] for row in rows]
-    assert architectures == [2, 3, 4, 4, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 10]  # Kepler is 2, Blackwell 10
-
-
-def test_sixty_four_gpus_are_all_different(make_host: MakeHost, python: RunPython) -> None:
-    rows = json.loads(python(make_host([{"kind": "h200", "count": 64}]), READ_ALL))
-    for key in ("index", "uuid", "bus_id", "minor"):
-        assert len({row[key] for row in rows}) == 64
-
-
-def test_other_domains_sort_last_and_are_found(make_host: MakeHost, python: RunPython) -> None:
-    host = make_host([{"kind": "h100", "pci": "10000:e1:00.0"}, {"kind": "t4"}])
-    rows = json.loads(python(host, READ_ALL))
-    assert [row["bus_id"] for row in rows] == ["00000000:00:06.0", "00010000:E1:00.0"]
-    assert rows[1]["found"] == [1, 1]
 
 
 def test_versions_are_the_descriptions(make_host: MakeHost, python: RunPython) -> None:
@@ -176,19 +111,6 @@ def test_processes_have_samples_newer_than_the_last_seen(make_host: MakeHost) ->
             n.nvmlDeviceGetProcessUtilization(handle, samples[0].timeStamp + 3_600_000_000)
         with pytest.raises(n.NVMLError_NotSupported):
             n.nvmlDeviceGetProcessUtilization(kepler, 0)
-
-
-def test_compute_mode_set_by_nvidia_smi_is_seen_at_once(make_host: MakeHost, python: RunPython) -> None:
-    host = make_host()
-    with host.pynvml() as n:
-        n.nvmlInit()
-        handle = n.nvmlDeviceGetHandleByIndex(0)
-        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_DEFAULT
-        host.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"], check=True)
-        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-        assert json.loads(python(host, READ_ALL))[0]["mode"] == n.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-        host.gpus[0].compute_mode = "prohibited"
-        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_PROHIBITED
 
 
 def test_compute_mode_needs_root(make_host: MakeHost, python: RunPython) -> None:

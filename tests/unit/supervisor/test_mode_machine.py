@@ -191,4 +191,4 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 TestModes = Modes.TestCase
-TestModes.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestModes.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
