@@ -175,4 +175,4 @@ def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
 def soaked(scene: Scene) -> None:
     scene.serve()
     scene.goes_on(soak(scene))
-    scene.saw("the configuration was reloaded")
+    scene.saw("-> 4 x 4096 MiB")
