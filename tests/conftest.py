@@ -26,9 +26,11 @@ _NOT_QUICK = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "socke
 #: Tests whose processes are measured, too, which costs 0.1 s for each process. What the processes of other
 #: tests run is covered by these, or by a test that runs it in its own process.
 _MEASURED = (
+    "tests/integration/test_adopt.py",
     "tests/integration/test_cli_running.py",
     "tests/integration/test_daemon_",
     "tests/integration/test_leases.py",
+    "tests/integration/test_leases_edges.py",
     "tests/integration/test_leases_owners.py",
     "tests/integration/test_metrics.py",
     "tests/integration/test_restore.py",
@@ -37,7 +39,9 @@ _MEASURED = (
     "tests/packaging/test_purge.py",
     "tests/unit/cli/test_common.py",
     "tests/unit/cli/test_events.py",
+    "tests/unit/cli/test_golden.py",
     "tests/unit/cli/test_run.py",
+    "tests/unit/cli/test_usage.py",
 )
 
 
