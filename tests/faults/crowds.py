@@ -171,7 +171,7 @@ def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
     scene.serves_again(lambda: scene.control)
 
 
-@fault(CONNECTIONS, "a soak of 25,000 requests and 250 reloads", takes_s=25)
+@fault(CONNECTIONS, "a soak of 50,000 requests and 500 reloads", takes_s=25)
 def soaked(scene: Scene) -> None:
     scene.serve()
     scene.goes_on(soak(scene))

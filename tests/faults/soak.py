@@ -8,8 +8,8 @@ from pathlib import Path
 
 from faults.scene import Scene, until
 
-_REQUESTS, _RELOADS, _CONNECTIONS, _AT_ONCE = 25_000, 250, 4, 25
-_WARM_UP = 50
+_REQUESTS, _RELOADS, _CONNECTIONS, _AT_ONCE = 50_000, 500, 4, 25
+_WARM_UP = 100
 _MAX_GROWTH_KIB = 1024
 _TARGETS = ("/v1/devices", "/v1/status", "/v1/events?limit=5", "/v1/gpus")
 

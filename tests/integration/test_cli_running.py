@@ -124,7 +124,7 @@ def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Da
     ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 1
-    assert "wait for lease job-17 of root to end\n" in done.stdout
+    assert "1 device waiting for lease job-17 of root to end\n" in done.stdout
     assert re.search(
         r"^yunion-mps: still pending: GPU 00:06.0: .* lease job-17 of root", done.stderr, re.MULTILINE
     )

@@ -120,7 +120,10 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     ready_daemon.configure(cuda_mps_pipe_directory="/run/elsewhere")
     assert host.run(["yunion-mps", "reload"]).returncode == 0
     eventually(lambda: "/run/elsewhere" in file.read_text(), "the new file")
-    eventually(lambda: ready_daemon.status()["state"] == "ready", "that it serves there")
+    eventually(
+        lambda: {domain["state"] for domain in ready_daemon.status()["domains"]} == {"ready"},
+        "that it serves there",
+    )
     refused = podman.run(*mps(lease["id"]), IMAGE, *inside)
     assert refused.returncode != 0
     why = f"the control daemon of {ADDRESSES[2]} was replaced after the lease was granted"

@@ -21,7 +21,7 @@ def warned(daemon: Daemon) -> bool:
 
 
 def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Daemon) -> None:
-    control = ready_daemon.control_pid()
+    (control,) = control_daemons(ready_daemon.host.root)  # a request would leave a thread for the next time
     with no_more_processes(ready_daemon.pid):
         eventually(lambda: ready_daemon.polls() and warned(ready_daemon), "the warning")
         status, answer = ready_daemon.get("/v1/plan")

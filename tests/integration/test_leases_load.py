@@ -22,11 +22,11 @@ from integration.lease_host import ADDRESSES, end, given, holders, start, wait_u
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: More jobs at a time than there are devices, each a process of its own, over and over.
-_RUNS, _AT_A_TIME, _DEVICES = 250, 50, 48
+_RUNS, _AT_A_TIME, _DEVICES = 500, 50, 48
 #: So many devices are somebody else's at first, and one fewer after so many jobs: so there is a queue.
-_HELD, _A_DEVICE_MORE_AFTER = 44, 5
-#: The daemon is killed with every fiftieth job, and one of those who wait or run with every tenth.
-_DAEMON_KILLS, _CLIENT_KILLS = 50, 10
+_HELD, _A_DEVICE_MORE_AFTER = 44, 11
+#: The daemon is killed with every hundredth job, and one of those who wait or run with every twentieth.
+_DAEMON_KILLS, _CLIENT_KILLS = 100, 20
 #: Says which device it has, holds a lock on it that nobody else may hold, and ends in one of several ways.
 _JOB = """\
 import fcntl, os, random, signal, sys, time
@@ -111,7 +111,7 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         after = answer["events"][-1]["id"]
 
 
-def test_250_jobs_on_48_devices_share_none_and_keep_their_order(
+def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
     host = make_host([{"kind": "v100"}])

@@ -63,7 +63,7 @@ class Operator:
             CLIENT,
         )
         pid = int(self.machine.show("MainPID", f"{name}.service"))
-        self.machine.driver.host.gpus[0].add_process(pid, 64)
+        self.machine.driver.host.gpus[0].add_process(pid, 64, "M+C")
         if attached:
             self.machine.wait_until(
                 f"{name} is attached", lambda: "attached" in self.machine.journal(f"{name}.service")
