@@ -53,7 +53,7 @@ _DEVICES = (
     Column("GPU UUID", "gpu_uuid", wide=True, drop=4),
     Column("DEVICE ID", "id", wide=True, drop=6),
     Column("LEASE", lambda record: (record["lease"] or "")[:ID_LENGTH], wide=True, drop=5),
-    Column("HOLDER", "holder"),
+    Column("HOLDER", "holder", least=16),
 )
 
 #: Cloudpods' headers and their fields.

@@ -50,7 +50,7 @@ _COLUMNS = (
     Column("MEMORY", lambda record: mib(sum(record["memory_mib"])), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
-    Column("HOLDER", lambda record: holder_of(record)),
+    Column("HOLDER", lambda record: holder_of(record), least=16),
     Column("STATE", "state"),
     Column("AGE", lambda record: age_of(record["since"]), drop=2),
     Column("EXPIRES", lambda record: _expires(record["expires"]), drop=4),

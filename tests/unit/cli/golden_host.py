@@ -69,8 +69,8 @@ def _ago(seconds: float) -> str:
 
 
 #: What the last poll found: the peak memory of each device of a lease, its SM utilization, and a client's.
-_PEAKS = {1: [20389, 17001], 2: [None], 3: [18400], 4: [6000]}
-_BUSY = {1: [43, 43], 2: [None], 3: [48], 4: [97]}
+_PEAKS = {1: [20389, 17001], 2: [None], 3: [18400], 4: [6000], 5: [None]}
+_BUSY = {1: [43, 43], 2: [None], 3: [48], 4: [97], 5: [None]}
 _SM = {48213: 31, 48390: 12, 51877: 48, 61044: 97, 3301: 2}
 
 
@@ -126,6 +126,8 @@ LEASES = [
     _lease(3, "carol", 5 * _HOUR + 12 * _MINUTE, {"65:00.0-1": 20389}, pid=51877, command=_SERVE,
            binding="container", container="vllm-prod", container_id="ab" * 32),
     _lease(4, "dave", 42, {"b3:00.0-1": 5760}, pid=61044, command="./simulate --steps 100"),
+    _lease(5, "erin", 2 * _HOUR, {"65:00.0-2": 20389}, pid=None, command=None, binding="name",
+           name="nightly/2026-11-23/llama-7b-finetune/evaluation@worker-0", expires=_ago(-20 * _HOUR)),
 ]  # fmt: skip
 
 
@@ -168,7 +170,7 @@ WAITING_CLIENT = {
     "started": _ago(30), "since": _ago(25), "server": 40110, "server_user": "root", "domain": "host",
 }  # fmt: skip
 _EVENTS = [
-    (2 * _DAY + 3 * _HOUR, Event("info", "lease", "17:00.0-0,17:00.0-1", "leased to alice (PID 48213)")),
+    (2 * _DAY + 3 * _HOUR, Event("info", "lease", "17:00.0-0,17:00.0-1", "granted to alice (PID 48213)")),
     (_HOUR, Event("error", "gpu", "e3:00.0", "lost", "Xid 79: GPU has fallen off the bus",
                   "its devices are unavailable; the other GPUs are not affected", GPU_LOST)),
     (20 * _MINUTE, Event("error", "client", "host", "MPS server (PID 39888) is in state FAULT",
