@@ -61,11 +61,11 @@ def test_every_cell_of_the_reference_case_is_as_cloudpods_has_it(ready: Daemon) 
 
 def test_each_device_of_the_reference_case_has_5760_mib_and_25_percent(ready: Daemon) -> None:
     devices = json.loads(printed(ready.host, "isolated-device-list", "-o", "json"))["isolated_devices"]
-    budgets = [(d["mps_memory_limit"], d["mps_memory_total"], d["mps_thread_percentage"]) for d in devices]
-    assert budgets == [(5760, 23040, 25)] * 4
-    served = ready.get("/v1/devices")[1]["isolated_devices"]
-    assert [(d["memory_mib"], d["gpu_memory_mib"], d["thread_percentage"]) for d in served] == budgets
-    assert json.loads(printed(ready.host, "list", "-o", "json"))["isolated_devices"] == served
+    assert devices == ready.get("/v1/devices")[1]["isolated_devices"]
+    cloudpods = ("mps_memory_limit", "mps_memory_total", "mps_thread_percentage")
+    for names in (cloudpods, ("memory_mib", "gpu_memory_mib", "thread_percentage")):
+        assert [tuple(device[name] for name in names) for device in devices] == [(5760, 23040, 25)] * 4
+    assert json.loads(printed(ready.host, "list", "-o", "json"))["isolated_devices"] == devices
 
 
 def test_show_gives_the_environment_that_leads_to_the_real_control_daemon(ready: Daemon) -> None:

@@ -30,7 +30,7 @@ class PcieLink(TypedDict):
 
 
 class Device(TypedDict):
-    """One MPS device: a share of a GPU.
+    """One MPS device: a share of a GPU, with Cloudpods' field names and ours.
 
     It is pending, and not free, if leases from before a reload hold it or the memory that it needs; a device
     of such a lease is shown as it was leased, and can still be used.
@@ -47,6 +47,9 @@ class Device(TypedDict):
     pcie_info: PcieLink | None
     index: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
     device_minor: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
+    mps_memory_limit: Annotated[Mib, Field("Cloudpods' name of `memory_mib`.")]
+    mps_memory_total: Annotated[Mib, Field("Cloudpods' name of `gpu_memory_mib`.")]
+    mps_thread_percentage: Annotated[Percentage, Field("Cloudpods' name of `thread_percentage`.")]
     memory_mib: Annotated[Mib, Field("Memory that the device may use, in MiB.")]
     gpu_memory_mib: Annotated[Mib, Field("Memory of the GPU, in MiB.")]
     thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]

@@ -70,11 +70,6 @@ COLUMNS = {
     "Index": "index",
     "Device_minor": "device_minor",
 }
-_CLOUDPODS_NAMES = {
-    "memory_mib": "mps_memory_limit",
-    "gpu_memory_mib": "mps_memory_total",
-    "thread_percentage": "mps_thread_percentage",
-}
 #: Columns that a narrow terminal omits, the least useful first.
 _DROP = (
     "PCIE_Info", "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "Dev_type",
@@ -244,13 +239,7 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
     answer = call(GET_DEVICES, limit=limit, offset=offset, **selected)
     devices = answer["isolated_devices"]
     rows = [fields(device, COLUMNS.values()) for device in devices]
-    listed = {**answer, "isolated_devices": [_as_cloudpods(device) for device in devices]}
-    show(listed, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
-
-
-def _as_cloudpods(device: Device) -> dict[str, object]:
-    """Return the device with Cloudpods' names of the fields that it knows."""
-    return {_CLOUDPODS_NAMES.get(name, name): value for name, value in device.items()}
+    show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
 
 
 def footer(answer: DeviceList) -> str:

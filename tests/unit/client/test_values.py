@@ -20,7 +20,10 @@ from yunion_mps.errors import VersionError
 from unit.http.by_hand import EXAMPLES
 
 #: Members of Cloudpods' that say the same of every device, or what another member says.
-LEFT_OUT = {"dev_type", "index", "device_minor", "device_path"}
+LEFT_OUT = {
+    "dev_type", "index", "device_minor", "device_path",
+    "mps_memory_limit", "mps_memory_total", "mps_thread_percentage",
+}  # fmt: skip
 TIME: Any = types_of_fields.Time
 KINDS = [one for one in vars(values).values() if isinstance(one, type) and one.__module__ == values.__name__]
 VALUES = [one for one in KINDS if hasattr(one, "__dataclass_fields__")]
