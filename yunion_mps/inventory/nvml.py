@@ -1,4 +1,4 @@
-"""NVML. Only this package uses `pynvml`, and only this module changes a GPU's compute mode.
+"""NVML: the GPUs, their processes, load and compute modes. Only this package uses `pynvml`.
 
 With a broken GPU, a driver call may hang forever, so every call has a deadline.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from queue import Empty, SimpleQueue
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
@@ -96,7 +96,13 @@ _UNKNOWN_FIELD = (
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
 )
 
-MIB = 1 << 20
+_MIB = 1 << 20
+
+
+#: A driver that has to wake many GPUs takes tens of seconds for the first call.
+TIMEOUT_S = 60.0
+
+_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs"
 
 
 def reason_of(error: DriverError) -> Reason:
@@ -114,19 +120,17 @@ def _call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int
         raise DriverError(*meaning) from None
 
 
-def optional(function: Callable[..., Any], *arguments: Any) -> Any:
+def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a call, None if the driver does not know the field; raises DriverError."""
     return _call(function, *arguments, ignored=_UNKNOWN_FIELD)
 
 
+def _mib(size: int | None) -> int | None:
+    return None if size is None else size // _MIB
+
+
 def _text(value: Any) -> str:
     return decoded(value) if isinstance(value, bytes) else printable(str(value))
-
-
-#: A driver that has to wake many GPUs takes tens of seconds for the first call.
-TIMEOUT_S = 60.0
-
-_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs"
 
 
 class Deadline:
@@ -165,8 +169,6 @@ class Deadline:
 
 
 def bounded(method: F) -> F:
-    """Decorate a method of an object with a `deadline` to observe it."""
-
     @functools.wraps(method)
     def wrapper(self: Any, *arguments: Any) -> Any:
         return self.deadline.call(lambda: method(self, *arguments))
@@ -174,11 +176,32 @@ def bounded(method: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-class Nvml:
-    """An initialised NVML, as a context manager. Opening raises DriverError without a working driver.
+class GpuLoad(NamedTuple):
+    """The load of one GPU; None for values that the driver does not report.
 
-    Every method has a deadline, because a driver with a broken GPU may never return from a call.
+    `utilization` is the percentage of time in which any kernel ran, over the driver's last sample period of
+    up to a second.
     """
+
+    utilization: int | None = None
+    memory_used_mib: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+
+
+class Load(NamedTuple):
+    """The load of each GPU that answers, by UUID, and the SM utilization in % by GPU UUID and PID.
+
+    Processes without a sample are missing: the driver only samples those that have run kernels.
+    """
+
+    gpus: Mapping[str, GpuLoad] = {}
+    processes: Mapping[str, Mapping[int, int]] = {}
+
+
+class Nvml:
+    """An initialised NVML, as a context manager. Opening raises DriverError without a working driver."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.deadline = Deadline(timeout_s)
@@ -204,25 +227,23 @@ class Nvml:
     @bounded
     def driver(self) -> Driver:
         """Return the versions of the driver and its CUDA driver API, e.g. 535.261.03 and 12.2."""
-        cuda = optional(pynvml.nvmlSystemGetCudaDriverVersion)
-        return Driver(
-            _text(_call(pynvml.nvmlSystemGetDriverVersion)),
-            f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-        )
+        cuda = _optional(pynvml.nvmlSystemGetCudaDriverVersion)
+        version = _text(_call(pynvml.nvmlSystemGetDriverVersion))
+        return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None)
 
     @bounded
-    def gpus(self, known: Mapping[str, Gpu] = {}) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
-        """Return the GPUs that answer, with NVML's data, and (index, error) of those that do not.
+    def gpus(self, known: Mapping[str, Gpu] = {}) -> tuple[list[Gpu], list[DriverError]]:
+        """Return the GPUs that answer, with NVML's data, and the errors of those that do not.
 
         For GPUs `known` by UUID, only what can change is read.
         """
         found: list[Gpu] = []
-        silent: list[tuple[int, DriverError]] = []
+        silent: list[DriverError] = []
         for index in range(_call(pynvml.nvmlDeviceGetCount)):
             try:
                 found.append(self._gpu(index, known))
             except DriverError as error:
-                silent.append((index, error))
+                silent.append(error)
         return found, silent
 
     @bounded
@@ -240,24 +261,27 @@ class Nvml:
 
         GPUs that do not answer are missing.
         """
-        listed = of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
-        return {
-            uuid: {
-                one.pid: None if one.usedGpuMemory is None else one.usedGpuMemory // MIB for one in processes
-            }
-            for uuid, processes in listed.items()
-        }
+        listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
+        return {uuid: {one.pid: _mib(one.usedGpuMemory) for one in jobs} for uuid, jobs in listed.items()}
 
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
-        listed = of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
         return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
+
+    @bounded
+    def load(self, busy: Collection[str], since_s: float) -> Load:
+        """Return the load of all GPUs, and of processes on the `busy` ones since `since_s` (s since 1970).
+
+        This wakes no GPU: the driver also answers for one in low power.
+        """
+        return Load(_of_each_gpu(_load), {uuid: _sm_utilization(uuid, since_s) for uuid in busy})
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect."""
-        _set_mode(handle_of(uuid), uuid, mode)
+        _set_mode(_handle_of(uuid), uuid, mode)
 
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
         """Like `set_compute_mode`, but only if the mode differs; return whether it did.
@@ -266,7 +290,7 @@ class Nvml:
         """
 
         def restore() -> bool:
-            handle = handle_of(uuid)
+            handle = _handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
                 _set_mode(handle, uuid, mode)
@@ -283,7 +307,8 @@ class Nvml:
             raise DriverError(
                 f"NVML names the PCI address {bus_id!r}", "report this with the driver's version"
             )
-        gpu = Gpu(address, nvml_index=index, vendor_device_id=_vendor_device_id(pci.pciDeviceId))
+        number = pci.pciDeviceId  # with the vendor in its lower half
+        gpu = Gpu(address, nvml_index=index, vendor_device_id=f"{number & 0xFFFF:04x}:{number >> 16:04x}")
         try:
             gpu = gpu._replace(uuid=_text(_call(pynvml.nvmlDeviceGetUUID, handle)))
             before = known.get(gpu.uuid or "")
@@ -294,27 +319,27 @@ class Nvml:
             return gpu._replace(reason=reason_of(error))
 
     def _identified(self, gpu: Gpu, handle: Any) -> Gpu:
-        name = optional(pynvml.nvmlDeviceGetName, handle)
-        capability = optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        name = _optional(pynvml.nvmlDeviceGetName, handle)
+        capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return gpu._replace(
             name=None if name is None else _text(name),
             compute_capability=None if capability is None else (capability[0], capability[1]),
-            minor=optional(pynvml.nvmlDeviceGetMinorNumber, handle),
+            minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
 
     def _updated(self, gpu: Gpu, handle: Any) -> Gpu:
         """Update what can change while the driver runs, such as the memory by a reset that switches ECC."""
-        memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        mode = optional(pynvml.nvmlDeviceGetComputeMode, handle)
-        mig = optional(pynvml.nvmlDeviceGetMigMode, handle)
+        memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)
+        mig = _optional(pynvml.nvmlDeviceGetMigMode, handle)
         return gpu._replace(
-            memory_mib=None if memory is None else memory.total // MIB,
+            memory_mib=memory and memory.total // _MIB,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
 
 
-def of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
+def _of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
     """Return the call's result for each GPU that answers, by UUID."""
     found: dict[str, T] = {}
     for index in range(_call(pynvml.nvmlDeviceGetCount)):
@@ -324,8 +349,35 @@ def of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
     return found
 
 
-def handle_of(uuid: str) -> Any:
+def _handle_of(uuid: str) -> Any:
     return _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+
+
+def _load(handle: Any) -> GpuLoad:
+    rates = _optional(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    # Without the memory that the driver reserves, like nvidia-smi; before 510 there is only version 1.
+    memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    memory = memory or _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    power_mw = _optional(pynvml.nvmlDeviceGetPowerUsage, handle)
+    limit_mw = _optional(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return GpuLoad(
+        rates and rates.gpu,
+        memory and memory.used // _MIB,
+        _optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        None if power_mw is None else power_mw / 1000,
+        None if limit_mw is None else limit_mw / 1000,
+    )
+
+
+def _sm_utilization(uuid: str, since_s: float) -> dict[int, int]:
+    """Return each process's newest sample since `since_s`; empty if the driver has or reports none."""
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(_handle_of(uuid), int(since_s * 1_000_000))
+    except (DriverError, pynvml.NVMLError):  # lost; NOT_FOUND: no samples; or more processes than just now
+        return {}
+    newest = sorted(samples, key=lambda sample: sample.timeStamp)
+    # Drivers have reported 2147483632 % (https://github.com/NVIDIA/DCGM/issues/83).
+    return {sample.pid: sample.smUtil for sample in newest if sample.smUtil <= 100}
 
 
 def _mode(handle: Any) -> str:
@@ -342,8 +394,3 @@ def _set_mode(handle: Any, uuid: str, mode: str) -> None:
             "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
             reasons.COMPUTE_MODE_REFUSED,
         )
-
-
-def _vendor_device_id(number: int) -> str:
-    """Return for example `10de:1b38`; NVML's number has the vendor in its lower half."""
-    return f"{number & 0xFFFF:04x}:{number >> 16:04x}"

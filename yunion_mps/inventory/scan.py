@@ -59,7 +59,7 @@ class Scanner:
         found, silent = nvml.gpus(self._known)
         nodes = sysfs.render_nodes(self._paths)
         gpus = {gpu.pci_address: self._placed(gpu) for gpu in found}
-        refused = [reason_of(error) for _, error in silent]
+        refused = [reason_of(error) for error in silent]
         for address in self._nvidia_gpus():
             if address not in gpus:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]

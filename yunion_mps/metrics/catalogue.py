@@ -22,7 +22,7 @@ from yunion_mps.enums import (
     SEVERITIES,
     UNAVAILABLE,
 )
-from yunion_mps.inventory.load import GpuLoad
+from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, Facts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_ROOM, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.host.proc import command_of, started_ticks, user_name
-from yunion_mps.inventory.load import GpuLoad
+from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
     CDI_KIND,

@@ -12,8 +12,7 @@ from typing import Optional
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import EventWatch
-from yunion_mps.inventory.load import Load, read_load
-from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.nvml import Load, Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
@@ -110,7 +109,7 @@ class Monitor:
         """Everything that a poll reads from the driver; thread-safe."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
-        return inventory, processes, read_load(nvml, busy, time.time() - POLL_S)
+        return inventory, processes, nvml.load(busy, time.time() - POLL_S)
 
     def _watch_events(self) -> None:
         """Register for the driver's events once the driver is available."""

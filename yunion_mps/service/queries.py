@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps import __version__
 from yunion_mps.enums import FREE, PENDING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
-from yunion_mps.inventory.load import GpuLoad
+from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Holder, Snapshot
 from yunion_mps.planning.environment import client_environment

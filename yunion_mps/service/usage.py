@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
-from yunion_mps.inventory.load import GpuLoad, Load
+from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE

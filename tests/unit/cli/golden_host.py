@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from yunion_mps.inventory.load import GpuLoad, Load
+from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.candidates import candidates_of
 from yunion_mps.leases.ledger import Ledger

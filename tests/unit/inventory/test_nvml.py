@@ -1,4 +1,4 @@
-"""NVML: compute modes that are set and read back, and a deadline for a driver that hangs."""
+"""NVML: a deadline for a driver that hangs, compute modes that are set and read back, and the load."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.nvml import Deadline, Nvml
+from yunion_mps.inventory.nvml import Deadline, GpuLoad, Load, Nvml
 
 from integration.daemon_host import eventually
-from unit.inventory.conftest import OpenHost
+from unit.inventory.conftest import OpenedHost, OpenHost
 
 
 def test_what_a_call_returns_or_raises_is_the_caller_s() -> None:
@@ -38,13 +38,21 @@ def answers(deadline: Deadline) -> bool:
         return False
 
 
-@pytest.mark.parametrize("call", ["nvmlDeviceGetCount", "nvmlDeviceGetComputeMode"])
-def test_a_driver_that_hangs_in_a_call_is_named(open_host: OpenHost, call: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("gpus", "nvmlDeviceGetCount"),
+        ("gpus", "nvmlDeviceGetComputeMode"),
+        ("load", "nvmlDeviceGetPowerUsage"),
+        ("load", "nvmlDeviceGetProcessUtilization"),
+    ],
+)
+def test_a_driver_that_hangs_in_a_call_is_named(open_host: OpenHost, method: str, call: str) -> None:
     host = open_host()
     host.sim.fail(call, "success", delay_ms=3_600_000)
     host.nvml.deadline = Deadline(timeout_s=0.05)
     with pytest.raises(DriverError) as caught:
-        host.nvml.gpus()
+        host.nvml.gpus() if method == "gpus" else read(host)
     assert caught.value.message == "the NVIDIA driver does not answer within 0.05 s"
     assert caught.value.hint == ("see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs")
     host.nvml.close()
@@ -123,3 +131,50 @@ def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost)
 def test_a_gpu_that_is_not_there_is_an_error(open_host: OpenHost, call: str) -> None:
     with pytest.raises(DriverError, match="NVML error: Not Found"):
         getattr(open_host().nvml, call)("GPU-ffffffff-0000-0000-0000-000000000000", "Default")
+
+
+def read(host: OpenedHost, since_s: float = 0.0) -> Load:
+    return host.nvml.load([gpu.uuid for gpu in host.sim.gpus], since_s)
+
+
+def test_a_gpu_is_read_as_nvidia_smi_shows_it(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": [{"pid": 7, "used_mib": 4096}]}])
+    host.sim.gpus[0].load(93, 64, 512.25)
+    assert read(host).gpus == {host.sim.gpus[0].uuid: GpuLoad(93, 4096, 64, 512.25, 700.0)}
+
+
+def test_what_the_driver_does_not_tell_is_unknown(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "mig": True}, {"kind": "t4"}])
+    for call in ("Temperature", "PowerUsage", "EnforcedPowerLimit"):
+        host.sim.fail(f"nvmlDeviceGet{call}", "not_supported", gpu=0)
+    in_mig, other = (read(host).gpus[gpu.uuid] for gpu in host.sim.gpus)
+    assert in_mig == GpuLoad(memory_used_mib=0)
+    assert other == GpuLoad(0, 0, 32, 8.75, 70.0)
+
+
+def test_only_processes_with_a_sample_are_told(open_host: OpenHost) -> None:
+    busy = [
+        {"pid": 7, "used_mib": 1, "sm": 35},
+        {"pid": 8, "used_mib": 1, "sm": 0},
+        {"pid": 9, "used_mib": 1},
+    ]
+    host = open_host([{"kind": "h100", "processes": busy}, {"kind": "h100"}, {"kind": "tesla-k80"}])
+    with_samples, idle, kepler = (gpu.uuid for gpu in host.sim.gpus)
+    assert read(host).processes == {with_samples: {7: 35, 8: 0}, idle: {}, kepler: {}}
+    assert read(host, time.time() + 3600).processes[with_samples] == {}
+    assert host.nvml.load([], 0.0).processes == {}
+
+
+def test_a_lost_gpu_keeps_no_other_from_being_read(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": [{"pid": 7, "used_mib": 1, "sm": 35}]}, {"kind": "t4"}])
+    host.sim.gpus[0].lose()
+    found = read(host)
+    assert list(found.gpus) == [host.sim.gpus[1].uuid]
+    assert found.processes == {gpu.uuid: {} for gpu in host.sim.gpus}
+
+
+def test_an_impossible_utilization_is_none(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100"}])
+    host.sim.gpus[0].add_process(7, 1, sm=2147483632)  # as drivers were seen to tell
+    host.sim.gpus[0].add_process(8, 1, sm=100)
+    assert read(host).processes == {host.sim.gpus[0].uuid: {8: 100}}

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from yunion_mps.inventory.load import GpuLoad, Load
+from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Snapshot
 from yunion_mps.service.metrics import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.inventory.load import GpuLoad, Load
+from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
 from yunion_mps.service.observer import ProcessFacts, host_usage
