@@ -23,6 +23,7 @@ from yunion_mps.client.retry import follow_events
 from yunion_mps.client.transport import BlockingTransport, iterate_blocking
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, EventList
@@ -70,7 +71,8 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
       yunion-mps events --since yesterday --output csv
     """
     default = MAX_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
-    answer = call(GET_EVENTS, limit=limit or default, since=since or 0, kind=kind)
+    begin = None if since is None else rfc3339(since)
+    answer = call(GET_EVENTS, limit=limit or default, since=begin, kind=kind)
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]

@@ -92,7 +92,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "List the events", "EventList",
     _number("after", "Only events with a higher id, oldest first; `since` is then ignored.",
             0, MAX_NUMBER),
-    Parameter("since", "Only the newest events since this time: RFC 3339, or seconds since 1970.", "time", 0),
+    Parameter("since", "Only the newest events since this RFC 3339 time.", "time", 0),
     _number("limit", "Maximum number of events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
     _number("wait_s", "If there are none, wait this many seconds for one, unless `after` is beyond the last.",

@@ -14,7 +14,7 @@ from yunion_mps.units import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
 
-#: The latest time that a request may name (in s since 1970), in the year 5138.
+#: The latest time that clients ask for (in s since 1970), in the year 5138.
 LATEST_S = 99_999_999_999
 _SHOWN_LENGTH = 100
 _EXAMPLE = 'write a JSON object such as {"count": 2}'
@@ -97,9 +97,8 @@ class Parameter(NamedTuple):
             hint = f"write a whole number from {self.minimum} to {self.maximum}"
         elif self.type == "time":
             with contextlib.suppress(ValueError):
-                text = str(value)
-                return float(text) if re.fullmatch("[0-9]{1,11}", text) else seconds(text)
-            hint = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
+                return seconds(str(value))
+            hint = "write an RFC 3339 time such as 2026-11-20T13:45:00Z"
         elif self.choices:
             if value in self.choices:
                 return value
@@ -112,8 +111,7 @@ class Parameter(NamedTuple):
         if self.type == "object":
             return {"description": self.description, **members_schema(self.members)}
         if self.type == "time":
-            unix = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
-            return {"anyOf": [{"type": "string", "format": "date-time"}, unix]}
+            return {"type": "string", "format": "date-time"}
         if self.type == "array":
             items = self._replace(type="string").schema()
             return {"type": "array", "items": items, "minItems": self.minimum, "maxItems": self.maximum}

@@ -51,8 +51,8 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     for query, expected in {
         "": [LOST.what, READY.what, BACK.what],
         "?limit=2": [READY.what, BACK.what],
-        f"?since={now_s - 300}": [READY.what, BACK.what],
-        f"?since={now_s - 99}": [],
+        f"?since={rfc3339(now_s - 300)}": [READY.what, BACK.what],
+        f"?since={rfc3339(now_s - 99)}": [],
         f"?since={rfc3339(now_s - 200.5)}": [READY.what, BACK.what],
         f"?since={rfc3339(now_s - 200)}": [READY.what, BACK.what],
         f"?since={rfc3339(now_s - 199.999)}": [BACK.what],

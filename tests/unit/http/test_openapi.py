@@ -231,9 +231,9 @@ def allowed(member: Any) -> tuple[list[Any], list[Any]]:
 def described(parameter: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Values at the bounds of what the document allows, and beyond."""
     schema = parameter["schema"]
-    if "anyOf" in schema:
-        times = ["2026-11-20T13:45:00Z", "2026-11-20T13:45:00.123%2B01:00", "0", "1795178707"]
-        return times, ["", "-1", "x", "2026-11-20", "2026-11-20T13:45:00"]
+    if schema.get("format") == "date-time":
+        times = ["2026-11-20T13:45:00Z", "2026-11-20T13:45:00.123%2B01:00"]
+        return times, ["", "-1", "x", "2026", "1795178707", "2026-11-20", "2026-11-20T13:45:00"]
     if schema["type"] == "integer":
         minimum, maximum = schema["minimum"], schema["maximum"]
         return [minimum, maximum], [minimum - 1, maximum + 1, "x", ""]
