@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BAR = "░" * 11
+BAR = "░" * 10
 SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
@@ -10,20 +10,20 @@ Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
   hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
 1 more; show all: yunion-mps status
-GPU                    USED GiB  TOTAL       UTIL % IN USE     PROCS NAME
-00:06.0    ███░░░░░░░░      6.2   22.5              3 of 4         2 Tesla P40
-DEVICE                 USED GiB BUDGET  SM % UTIL % USER         PID COMMAND
-00:06.0-1! ███████████      5.9    5.6    25     42 alice       4260 python tra…
-00:06.0!   {BAR}      0.3                  42 mallory     4711 ./old-job
-00:06.0-2  {BAR}      0.0    5.6    25        bob              job-17
-00:06.0-3  {BAR}      0.0    5.6    25        bob              job-17
-00:06.0-0  {BAR}             5.6    25        free
+GPU                   USED GiB  TOTAL TEMP C UTIL % IN USE     PROCS NAME
+00:06.0    ██▊░░░░░░░      6.2   22.5               3 of 4         2 Tesla P40
+DEVICE                USED GiB BUDGET   SM % UTIL % USER         PID COMMAND
+00:06.0-1! ██████████      5.9    5.6     25     42 alice       4260 python tra…
+00:06.0!   {BAR}      0.3                   42 mallory     4711 ./old-job
+00:06.0-2  {BAR}      0.0    5.6     25        bob              job-17
+00:06.0-3  {BAR}      0.0    5.6     25        bob              job-17
+00:06.0-0  {BAR}             5.6     25        free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 """
 FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
-WIDE, FULL = "░" * 24, "█" * 24
+WIDE, FULL = "░" * 23, "█" * 23
 SCREEN_120 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
@@ -33,14 +33,14 @@ Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS,
   hint: ask its owner, or terminate it: yunion-mps terminate 4711
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
 use all of i…
-GPU                                 USED GiB  TOTAL       UTIL % IN USE           PROCS        NAME
-00:06.0    ██████▋░░░░░░░░░░░░░░░░░      6.2   22.5              3 of 4               2        Tesla P40
-DEVICE                              USED GiB BUDGET  SM % UTIL % USER               PID    AGE COMMAND
-00:06.0-1! {FULL}      5.9    5.6    25     42 alice             4260     2h python train.py
-00:06.0!   {WIDE}      0.3                  42 mallory           4711     3h ./old-job
-00:06.0-2  {WIDE}      0.0    5.6    25        bob                        5d job-17
-00:06.0-3  {WIDE}      0.0    5.6    25        bob                        5d job-17
-00:06.0-0  {WIDE}             5.6    25        free
+GPU                                USED GiB  TOTAL POWER W TEMP C UTIL % IN USE         PROCS        NAME
+00:06.0    ██████▎░░░░░░░░░░░░░░░░      6.2   22.5                       3 of 4             2        Tesla P40
+DEVICE                             USED GiB BUDGET    PEAK   SM % UTIL % USER             PID    AGE COMMAND
+00:06.0-1! {FULL}      5.9    5.6     5.0     25     42 alice           4260     2h python train.py
+00:06.0!   {WIDE}      0.3                           42 mallory         4711     3h ./old-job
+00:06.0-2  {WIDE}      0.0    5.6     5.0     25        bob                      5d job-17
+00:06.0-3  {WIDE}      0.0    5.6             25        bob                      5d job-17
+00:06.0-0  {WIDE}             5.6             25        free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     _News = Union[Poll, BaseException]
 
 _HINT = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
-_PIPE_COLUMNS = 120
+#: No line is wider.
+_PIPE_COLUMNS = 1000
 _NEWEST_EVENTS = 20
 #: Values that change without an event, such as compute modes, are at most this old.
 _STALE_S = 30.0
@@ -85,10 +86,8 @@ def _refuse_without_screen() -> None:
 
 
 def _once(first: Poll) -> str:
-    """Format everything, in the width of the terminal if there is one."""
-    width_text = os.environ.get("COLUMNS", "")
-    columns = int(width_text) if width_text.isascii() and width_text.isdigit() and len(width_text) < 5 else 0
-    state = ViewState(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
+    """Format everything, in the width of the terminal, or complete if there is none."""
+    state = ViewState(terminal_size()[0] or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first), state, None, time.time(), 0)
     text = ""
     for line in ("".join(part for part, _ in line).rstrip() for line in shown.lines):

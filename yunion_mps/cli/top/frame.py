@@ -21,21 +21,23 @@ VIEWS = ("all", "GPUs", "devices")
 #: As many rows as there are lines, to print a complete frame.
 WHOLE = 1_000_000
 
+#: Each column's heading in both tables; what only GPUs have shares a column with what only devices have.
 _HEADINGS = {
     "GPU": {
-        "used": "USED GiB", "of": "TOTAL", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
-        "command": "NAME",
+        "used": "USED GiB", "of": "TOTAL", "peak": "POWER W", "threads": "TEMP C", "busy": "UTIL %",
+        "user": "IN USE", "pid": "PROCS", "command": "NAME",
     },
     "DEVICE": {
-        "used": "USED GiB", "of": "BUDGET", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
-        "since": "AGE", "command": "COMMAND",
+        "used": "USED GiB", "of": "BUDGET", "peak": "PEAK", "threads": "SM %", "busy": "UTIL %",
+        "user": "USER", "pid": "PID", "since": "AGE", "command": "COMMAND",
     },
 }  # fmt: skip
 _WIDTHS = {
     "bar": 10,
     "used": 8,
     "of": 6,
-    "threads": 5,
+    "peak": 7,
+    "threads": 6,
     "busy": 6,
     "user": 8,
     "pid": 7,
@@ -43,8 +45,8 @@ _WIDTHS = {
     "command": 10,
 }
 #: Columns that a narrow terminal omits, the least useful first.
-_DROP = ("since", "threads", "pid", "command", "user", "busy", "bar")
-_RIGHT_ALIGNED = ("used", "of", "threads", "busy", "pid", "since")
+_DROP = ("since", "peak", "threads", "pid", "command", "user", "busy", "bar")
+_RIGHT_ALIGNED = ("used", "of", "peak", "threads", "busy", "pid", "since")
 _WIDEST_BAR, _WIDEST_USER = 24, 14
 #: A bar warns from this share of the budget.
 _WARNING_SHARE = 0.9
@@ -245,10 +247,11 @@ def _line(row: Row, widths: dict[str, int], state: ViewState, now_s: float) -> L
         "address": row.address + row.mark,
         "used": _gib(row.used_mib) if row.in_use else "",
         "of": "" if row.of_mib is None else _gib(row.of_mib),
-        "threads": "" if row.threads is None else f"{row.threads:g}",
-        "busy": "" if row.busy is None else str(row.busy),
+        "peak": _number(row.power_w, ".0f") if row.peak_mib is None else _gib(row.peak_mib),
+        "threads": _number(row.temperature_c if row.threads is None else row.threads),
+        "busy": _number(row.busy),
         "user": row.user,
-        "pid": "" if row.pid is None else str(row.pid),
+        "pid": _number(row.pid),
         "since": "" if row.since_s is None else age(now_s - row.since_s),
         "command": row.command,
     }
@@ -280,6 +283,10 @@ def bar(share: float, width: int, *, utf8: bool) -> str:
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_EIGHTHS[part] if part else "")
     return drawn + "░" * (width - len(drawn))
+
+
+def _number(number: float | None, form: str = "") -> str:
+    return "" if number is None else f"{number:{form}}".removesuffix(".0")
 
 
 def _gib(number_mib: int | None) -> str:

@@ -37,7 +37,8 @@ class Row(NamedTuple):
     """A GPU, a device, or use without a device; memory is in MiB.
 
     For a GPU, `user` says how many of its devices are in use, and `pid` is the number of processes. `busy` is
-    the utilization in %; for a device, of the SMs.
+    the utilization in %; for a device, of the SMs. Only a device has a peak, only a GPU a temperature and a
+    power draw.
     """
 
     address: str
@@ -52,6 +53,9 @@ class Row(NamedTuple):
     in_use: bool = True
     is_bad: bool = False
     busy: int | None = None
+    peak_mib: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
 
     @property
     def share(self) -> float:
@@ -112,6 +116,8 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
+            temperature_c=gpu["temperature_c"],
+            power_w=gpu["power_w"],
         )
         for gpu in host.answers.gpus
         for address in [gpu["addr"]]
@@ -142,12 +148,18 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         holding.in_use,
         mark == TROUBLED,
         holding.sm,
+        holding.peak_mib,
     )
     if len(holding.devices) < 2:
         return [row]
+    lease = holding.lease
+    peaks = dict(zip(lease["devices"], lease["memory_peak_mib"])) if lease else {}
     return [
         row._replace(
-            address=address, used_mib=None if row.used_mib is None else part, of_mib=budgets.get(address)
+            address=address,
+            used_mib=None if row.used_mib is None else part,
+            of_mib=budgets.get(address),
+            peak_mib=peaks.get(address),
         )
         for address, part in filled(holding.devices, holding.used_mib, budgets)
     ]
