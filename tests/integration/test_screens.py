@@ -298,6 +298,6 @@ def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
     with terminal(host) as screen:
         lines = watch(screen, f"LC_ALL=C {TOP}")
     assert "".join(lines).isascii()
-    assert "00:06.0-1! [#########]      5.9    5.6    25     42 alice       4260 python tra~" in lines
-    assert "00:06.0    [##-------]      6.2   22.5              3 of 4         2 Tesla P40" in lines
+    assert "00:06.0-1! [########]      5.9    5.6     25     42 alice       4260 python tra~" in lines
+    assert "00:06.0    [##------]      6.2   22.5               3 of 4         2 Tesla P40" in lines
     assert lines[-1] == FOOT.replace("↑↓", "j k")
