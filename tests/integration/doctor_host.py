@@ -112,7 +112,7 @@ class Scene:
         folder = self.host.root / "opt"
         folder.mkdir()
         parts = self.host.env["PATH"].split(":")
-        path = ":".join(part for part in parts if not part.endswith("/mps"))
+        path = ":".join(part for part in parts if part != str(self.stand_ins.folder))
         real = shutil.which(CONTROL, path=path)
         assert real
         shutil.copy(real, folder)

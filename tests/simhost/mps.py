@@ -64,8 +64,8 @@ class StandIns(Closes):
         self._clients: list[Client] = []
         #: Whether the control daemon asks a server to end (550), or tells it to (535).
         self.asked = b"get_server_status" in Path(program).read_bytes()
-        self.folder = host.root / "mps"
-        self.folder.mkdir(exist_ok=True)
+        self.folder = host.root / "usr/bin"
+        self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(built_server(), self.folder / SERVER)
         self._write(
             CONTROL,
