@@ -85,13 +85,21 @@ def state_of(snapshot: Snapshot) -> str:
 
 
 def not_ready_reasons(snapshot: Snapshot) -> list[str]:
-    """Why nothing can be leased although MPS is enabled, one line each; empty if something can."""
-    if state_of(snapshot) != "failed":
+    """Why no device can be used although MPS is enabled, one line each; empty if one can."""
+    unusable = unusable_reasons(snapshot)
+    if not snapshot.enabled or not all(unusable.values()):
         return []
-    lines = [snapshot.notice, *(f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains)]
-    gpus = ((gpu, gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus)
-    lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in gpus if reason]
-    return [line.replace("\n", "; ") for line in lines if line] or ["no control daemon serves"]
+    lines = [snapshot.notice]
+    lines += [f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains if one.state != READY]
+    faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
+    lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]
+    explained = {gpu.uuid for gpu in faulty}
+    lines += [
+        f"devices of GPU {uuid}: {reason}"
+        for uuid, reason in unusable.items()
+        if reason.code != codes.DOMAIN_NOT_READY and uuid not in explained
+    ]
+    return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
 
 
 def one_line(status: answers.ServiceFields) -> str:

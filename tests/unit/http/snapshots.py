@@ -77,6 +77,13 @@ def gone() -> Snapshot:
     return reference()._replace(inventory=Inventory(Driver("535.261.03", None), ()))
 
 
+def lost() -> Snapshot:
+    """The only GPU is lost, and its control daemon still answers."""
+    return reference()._replace(
+        inventory=builders.inventory(P40._replace(reason=Reason("the GPU is lost", GPU_LOST)))
+    )
+
+
 def large(devices: int) -> Snapshot:
     """As many devices as that, of GPUs divided by 48."""
     gpus = [
@@ -86,4 +93,4 @@ def large(devices: int) -> Snapshot:
     return snapshot(*gpus, replicas=48, scope="gpu")
 
 
-ALL = {"reference": reference, "troubled": troubled, "disabled": disabled, "gone": gone}
+ALL = {"reference": reference, "troubled": troubled, "disabled": disabled, "gone": gone, "lost": lost}

@@ -109,6 +109,8 @@ def test_a_program_that_gives_way_answers_those_that_wait(host: ServerHost) -> N
         ("reference", 200, "ok\n"),
         ("disabled", 200, "ok\n"),
         ("troubled", 503, None),
+        ("gone", 503, f"devices of GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
+        ("lost", 503, "GPU 00:06.0: the GPU is lost\n"),
     ],
 )
 def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
