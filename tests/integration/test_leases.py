@@ -244,7 +244,7 @@ def test_devices_of_one_gpu_are_one_budget_if_that_is_allowed(
     assert [alone[name] for name in names] == ["0=4096M", "25", "00:06.0-0"]
     assert [both[name] for name in names] == ["0=8192M", "50", "00:06.0-0,00:06.0-1"]
     assert run(host, "--count", "3", "true").stderr.splitlines()[1] == (
-        "yunion-mps: request them on different GPUs (--across), or set cuda_mps_combine: 3 in host.conf"
+        "yunion-mps: request them on different GPUs (across), or set cuda_mps_combine: 3 in host.conf"
     )
     restart(daemon)
     assert [d["memory_mib"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4

@@ -77,7 +77,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and _usable_pools(request, candidates):
-        hint = "request memory instead of devices: --gpu-mem 2GiB"
+        hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
         there = ", ".join(sizes) or "no GPU whose memory is leased in units, and no slice of that size"
@@ -95,7 +95,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
     )
     if len(fits) >= request.number:
         _, mib, address = fits[0]
-        return f"omit --gpu-mem to lease a device, such as {address} with {mib} MiB; or {divide}"
+        return f"request a device without an amount of memory, such as {address} with {mib} MiB; or {divide}"
     return "request less memory" if has_pools else divide
 
 

@@ -29,7 +29,7 @@ def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: s
 @pytest.mark.parametrize(
     ("mib", "pools", "hint"),
     [
-        (300, [], "omit --gpu-mem to lease a device, such as 01:00.0-0 with 300 MiB; or divide a GPU by"),
+        (300, [], "request a device without an amount of memory, such as 01:00.0-0 with 300 MiB; or divide"),
         (90_000, [], "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"),
         (90_000, [pool(0)], "request less memory"),
     ],
@@ -49,7 +49,7 @@ def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
     wanted, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
     with pytest.raises(NothingFreeError, match="can never be allocated") as caught:
         refuse_infeasible(wanted, handed_out)
-    assert "--gpu-mem" in caught.value.hint
+    assert "an amount of memory" in caught.value.hint
 
 
 def test_devices_that_no_process_gets_together_are_infeasible() -> None:
