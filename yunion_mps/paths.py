@@ -44,7 +44,7 @@ class Paths:
     events_copy = _PathBelowRoot("/run/yunion-mps/events.jsonl")
     #: Directory with a copy of each lease.
     lease_copies = _PathBelowRoot("/run/yunion-mps/leases")
-    #: GPUs with a fatal XID since boot.
+    #: GPUs with a fatal Xid since boot.
     gpu_faults = _PathBelowRoot("/run/yunion-mps/gpu-faults.json")
     #: The gateway's TCP addresses; exists only if there are any.
     gateway = _PathBelowRoot("/run/yunion-mps/gateway.json")

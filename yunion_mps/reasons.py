@@ -58,11 +58,11 @@ GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
 GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.", _REPAIRED)
 GPU_FAULT = _code(
     "gpu_fault",
-    "The driver reported a fatal GPU error (XID).",
+    "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
 )
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no details of it.", _REPAIRED)
-XID = _code("xid", "The driver reported a non-fatal GPU error (XID).", "check its jobs: yunion-mps who")
+XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code(
     "mig_enabled",
     "The GPU is in MIG mode, so MPS cannot serve it as a whole.",

@@ -63,13 +63,13 @@ def lost_in_a_look(scene: Scene) -> None:
     assert controls == [domain["pid"] for domain in scene.daemon.status()["domains"]], scene.daemon.log
 
 
-@fault(GPUS, "a GPU gets a fatal XID (48, double-bit ECC error)", takes_s=2)
+@fault(GPUS, "a GPU gets a fatal Xid (48, double-bit ECC error)", takes_s=2)
 def fatal_xid(scene: Scene) -> None:
     scene.serve()
     hear_events(scene)
     scene.strike(lambda: scene.host.gpus[0].xid(48))
     scene.unavailable()
-    scene.is_told("XID 48 (double bit ECC error)")
+    scene.is_told("Xid 48 (double bit ECC error)")
 
     def mend() -> None:
         assert scene.daemon.ask("POST", "/v1/reload")[0] == 200

@@ -77,11 +77,11 @@ class Tracer:
 
 
 def hear_events(scene: Scene) -> None:
-    """Wait until the driver's events are heard: XID 13 is a job's own fault, and harms nothing."""
+    """Wait until the driver's events are heard: Xid 13 is a job's own fault, and harms nothing."""
 
     def heard() -> bool:
         scene.host.gpus[0].xid(13)
-        return any("XID 13" in event["what"] for event in scene.events())
+        return any("Xid 13" in event["what"] for event in scene.events())
 
     until(heard, "the driver's events", scene.trouble, pause_s=0.05)
 

@@ -259,7 +259,7 @@ class Daemon(Closes):
         return done.stdout.splitlines()
 
     def polls(self, xid: int = 31, gpu: int = 0) -> bool:
-        """Have the driver report an XID, at which the daemon polls all GPUs at once, and not within 10 s.
+        """Have the driver report an Xid, at which the daemon polls all GPUs at once, and not within 10 s.
 
         True, for a condition: it is reported again and again, because the daemon may not listen yet.
         """

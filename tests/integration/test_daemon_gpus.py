@@ -38,7 +38,7 @@ def gpu_events(daemon: Daemon) -> list[tuple[str, str, str]]:
 def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
     control = daemon.control_pid()
-    told = ("error", "00:07.0", "XID 79: the GPU has fallen off the bus")
+    told = ("error", "00:07.0", "Xid 79: the GPU has fallen off the bus")
     # Before the loss: what a set of events is asked for after that is refused, and the report may be in it.
     eventually(lambda: daemon.polls(79, 1) and told in gpu_events(daemon), "the driver's own report")
     host.gpus[1].lose(xid=None)
@@ -80,7 +80,7 @@ def test_a_long_poll_hears_of_a_lost_gpu_and_of_its_recovery(ready_daemon: Daemo
     assert PATIENCE_S < MAX_CHANGE_WAIT_S
     states, etag = changed_devices(ready_daemon, "", lambda: None)
     assert states == ["free"] * 8
-    # Without an XID: after a fatal one it would not recover before a reload.
+    # Without an Xid: after a fatal one it would not recover before a reload.
     states, etag = changed_devices(ready_daemon, etag, lambda: gpu.lose(xid=None))
     assert states == ["free"] * 4 + ["unavailable"] * 4
     change: Callable[[], object] = gpu.restore
@@ -159,7 +159,7 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
 
 def test_an_xid_of_a_job_is_told_and_takes_no_device(ready_daemon: Daemon) -> None:
     daemon = ready_daemon
-    seen = ("warning", "00:06.0", "XID 31: memory page fault, usually caused by a job")
+    seen = ("warning", "00:06.0", "Xid 31: memory page fault, usually caused by a job")
     eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
     assert available(daemon) == 8
 

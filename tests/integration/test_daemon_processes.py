@@ -50,7 +50,7 @@ def test_a_reload_without_processes_is_refused_and_looks_go_on(
             assert answer["detail"].endswith("Resource temporarily unavailable")
         assert available(ready_daemon) == 4
         host.gpus[0].lose()
-        # A fault that only an XID reported is kept: the poll has to see that the GPU is lost.
+        # A fault that only an Xid reported is kept: the poll has to see that the GPU is lost.
         eventually(lambda: ready_daemon.get("/v1/gpus")[1]["gpus"][0]["reason"] == LOST, "the loss")
         host.gpus[0].restore()
         eventually(lambda: available(ready_daemon) == 4, "the return")

@@ -124,7 +124,7 @@ ERRORS = {
 COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 
 EVENT_XID = 0x8  # nvmlEventTypeXidCriticalError
-XID_FELL_OFF_THE_BUS = 79  # NVIDIA's XID catalogue: "GPU has fallen off the bus"
+XID_FELL_OFF_THE_BUS = 79  # NVIDIA's Xid catalogue: "GPU has fallen off the bus"
 
 # nvmlDeviceArchitecture_t by compute capability.
 _ARCHITECTURES = {

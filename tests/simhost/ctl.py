@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add("lose", "The GPU is lost: every call on it fails.", lambda host, a: _gpu(host, a).lose())
     add("remove", "The GPU is gone from the bus.", lambda host, a: _gpu(host, a).remove())
     add("restore", "A lost or removed GPU is back.", lambda host, a: _gpu(host, a).restore())
-    add("xid", "The GPU reports an XID error.", lambda host, a: _gpu(host, a).xid(a.code)).add_argument(
+    add("xid", "The GPU reports an Xid error.", lambda host, a: _gpu(host, a).xid(a.code)).add_argument(
         "code", type=int, metavar="CODE"
     )
     add("compute-mode", "Set the compute mode from outside.", _compute_mode).add_argument(

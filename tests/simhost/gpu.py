@@ -48,7 +48,7 @@ class SimGpu:
             self._slot.mig_current = self._slot.mig_pending = on
 
     def lose(self, *, lookup: str = "gpu_is_lost", xid: int | None = XID_FELL_OFF_THE_BUS) -> None:
-        """Lose the GPU: every call on its handle gives GPU_IS_LOST, and an XID is reported.
+        """Lose the GPU: every call on its handle gives GPU_IS_LOST, and an Xid is reported.
 
         `lookup` is what looking up its handle gives; "success" for a driver that notices only later.
         """

@@ -91,11 +91,11 @@ class Failure(ctypes.Structure):
 
 
 class Event(ctypes.Structure):
-    """One event of a GPU, e.g. an XID error."""
+    """One event of a GPU, e.g. an Xid error."""
 
     _fields_ = [
         ("type", ctypes.c_uint64),  # nvmlEventType*
-        ("data", ctypes.c_uint64),  # the XID
+        ("data", ctypes.c_uint64),  # the Xid
         ("gpu", ctypes.c_uint32),
     ]
 

@@ -143,7 +143,7 @@ class StateFile:
         return False
 
     def add_event(self, gpu: int, xid: int) -> None:
-        """Report an XID error of a GPU to all who wait for events."""
+        """Report an Xid error of a GPU to all who wait for events."""
         with self.changing() as state:
             event = state.events[state.event_count % layout.MAX_EVENTS]
             event.type, event.data, event.gpu = EVENT_XID, xid, gpu

@@ -1,8 +1,8 @@
-"""Events of the driver: XIDs and lost GPUs, from NVML as they happen and from the kernel's log.
+"""Events of the driver: Xids and lost GPUs, from NVML as they happen and from the kernel's log.
 
-An XID is the number of an error. Which ones are fatal follows NVIDIA's catalogue
+An Xid is the number of an error. Which ones are fatal follows NVIDIA's catalogue
 (https://docs.nvidia.com/deploy/xid-errors): those that need a GPU reset or a reboot. Others end a job at
-most; an XID that is not listed here is reported as not fatal.
+most; an Xid that is not listed here is reported as not fatal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WAITS_BEFORE_ENUMERATION = 60
 #: The pause after a failure or while no GPU answers, so as not to flood the driver with calls.
 _PAUSE_S = 5.0
 
-#: Called with a PCI address and an XID, or with None for a change that a scan of the GPUs shows.
+#: Called with a PCI address and an Xid, or with None for a change that a scan of the GPUs shows.
 OnEvent = Callable[["tuple[str, int] | None"], None]
 
 
@@ -151,14 +151,14 @@ def _pointer(handle: Any) -> int | None:
 
 
 def xid_meaning(xid: int) -> tuple[bool, str]:
-    """Return whether the XID is fatal for the GPU, and its meaning."""
+    """Return whether the Xid is fatal for the GPU, and its meaning."""
     if xid in _FATAL_XIDS:
         return True, _FATAL_XIDS[xid]
-    return False, _OTHER_XIDS.get(xid, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid")
+    return False, _OTHER_XIDS.get(xid, "see NVIDIA's catalogue of Xids, and: dmesg | grep -i xid")
 
 
 def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
-    """Return (PCI address, XID, PID) of each XID in the kernel's log that names a process, oldest first.
+    """Return (PCI address, Xid, PID) of each Xid in the kernel's log that names a process, oldest first.
 
     Empty if the log cannot be read, as in a container.
     """

@@ -1,4 +1,4 @@
-"""MPS clients: list them from control daemons, NVML and the kernel, terminate them, and attribute XIDs."""
+"""MPS clients: list them from control daemons, NVML and the kernel, terminate them, and attribute Xids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 #: How long a client has to end after its server has disconnected it.
 _GRACE_S = 5.0
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
-#: The kernel logs an XID, and the server notices it, a moment after the driver reports it.
+#: The kernel logs an Xid, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
 
 
@@ -116,7 +116,7 @@ class ClientService:
 
 
 class XidAnalyzer:
-    """Records XIDs, the process that caused each, and MPS servers that accept no more jobs because of it."""
+    """Records Xids, the process that caused each, and MPS servers that accept no more jobs because of it."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor, clients: ClientService) -> None:
         self._paths = paths
@@ -125,16 +125,16 @@ class XidAnalyzer:
         self._analyzing: set[str] = set()
 
     async def analyze(self, address: str, xid: int) -> None:
-        """Record the XID of the GPU at once, then the process that the kernel names, and failed servers."""
+        """Record the Xid of the GPU at once, then the process that the kernel names, and failed servers."""
         self._supervisor.note_xid(address, xid)
         if address in self._analyzing:
-            return  # one fault causes many XIDs
+            return  # one fault causes many Xids
         self._analyzing.add(address)
         try:
             await self._analyze(address, xid)
         except YunionError as error:
             log.warning(
-                "GPU %s: the effects of XID %d could not be determined: %s", address, xid, error.message
+                "GPU %s: the effects of Xid %d could not be determined: %s", address, xid, error.message
             )
         finally:
             self._analyzing.discard(address)
@@ -147,7 +147,7 @@ class XidAnalyzer:
             who = command_of(pid) or "a process that has ended"
             self._record(
                 address,
-                f"XID {xid} came from PID {pid} ({who})",
+                f"Xid {xid} came from PID {pid} ({who})",
                 "according to the kernel log",
                 "",
                 reasons.XID,

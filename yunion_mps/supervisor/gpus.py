@@ -1,6 +1,6 @@
 """GPU health: NVML's reports, and faults that NVML does not show.
 
-A GPU with a fatal XID still answers NVML. The fault is kept until the GPU is reset or the operator runs a
+A GPU with a fatal Xid still answers NVML. The fault is kept until the GPU is reset or the operator runs a
 reload, and survives restarts of the daemon until the next boot.
 """
 
@@ -70,16 +70,16 @@ class Gpus:
         ]
 
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
-        """Record an XID (an error that the driver reported); return None for an unknown GPU."""
+        """Record an Xid (an error that the driver reported); return None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
         if gpu is None:
             return None
         is_fatal, meaning = xid_meaning(xid)
-        event = Event("warning", "gpu", gpu.address, f"XID {xid}: {meaning}", "the driver reported it")
+        event = Event("warning", "gpu", gpu.address, f"Xid {xid}: {meaning}", "the driver reported it")
         if not is_fatal:
             consequence = "jobs on it may have failed; its devices stay available"
             return event._replace(consequence=consequence, code=reasons.XID)
-        self._faults[pci_address] = Reason(f"XID {xid} ({meaning})", reasons.GPU_FAULT)
+        self._faults[pci_address] = Reason(f"Xid {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
         self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
         consequence = "its devices are unavailable"

@@ -1,4 +1,4 @@
-"""What the driver reports by itself arrives at once, and the kernel's log names the process of an XID."""
+"""What the driver reports by itself arrives at once, and the kernel's log names the process of an Xid."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_xid_is_heard_with_its_gpu(open_host: OpenHost, listen: Listen) -> No
 
 
 def test_a_lost_gpu_is_reported_by_its_xid_or_as_a_change(open_host: OpenHost, listen: Listen) -> None:
-    """The driver may refuse to wait on before it gives the XID."""
+    """The driver may refuse to wait on before it gives the Xid."""
     host = open_host(TWO)
     heard = listen(host)
     until(host, heard, 0, 13)
@@ -76,7 +76,7 @@ def test_a_driver_that_fails_is_reported_as_a_reason_to_poll(open_host: OpenHost
     [
         (79, True, "the GPU has fallen off the bus"),
         (13, False, "graphics engine exception, usually caused by a job"),
-        (9999, False, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid"),
+        (9999, False, "see NVIDIA's catalogue of Xids, and: dmesg | grep -i xid"),
     ],
 )
 def test_an_xid_means_a_fault_of_the_gpu_or_only_of_a_job(xid: int, fatal: bool, words: str) -> None:

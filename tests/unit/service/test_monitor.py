@@ -72,7 +72,7 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
 
         async def until(available: int) -> None:
             end_s = time.monotonic() + PATIENCE_S
-            # A fault that only an XID reported is kept: the poll has to see that the GPU is lost.
+            # A fault that only an Xid reported is kept: the poll has to see that the GPU is lost.
             while made.available != available or made.snapshot.inventory.gpus[1].reason.code == GPU_FAULT:
                 assert time.monotonic() < end_s, made.snapshot
                 await asyncio.wait_for(polled.wait(), PATIENCE_S)
@@ -93,7 +93,7 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
         await cancel_all([task])
 
     asyncio.run(follow())
-    told = [event.what for event in made.events if event.kind == "gpu" and "XID" not in event.what]
+    told = [event.what for event in made.events if event.kind == "gpu" and "Xid" not in event.what]
     assert told == ["unavailable", *["available", "unavailable"] * 2]
 
 

@@ -83,7 +83,7 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begi
     host, made = begin(TWO)
     made.supervisor.note_xid(SECOND, 48)
     assert made.available == 4
-    assert made.rescan().inventory.gpus[1].reason == "XID 48 (double bit ECC error)"
+    assert made.rescan().inventory.gpus[1].reason == "Xid 48 (double bit ECC error)"
     host.gpus[1].lose(xid=None)
     made.rescan()
     host.gpus[1].restore()
@@ -92,9 +92,9 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begi
     made.supervisor.note_xid("0000:99:00.0", 48)
     made.supervisor.note_xid(FIRST, 31)
     assert made.available == 8
-    assert [(event.severity, event.subject, event.what) for event in made.events if "XID" in event.what] == [
-        ("error", "00:07.0", "XID 48: double bit ECC error"),
-        ("warning", "00:06.0", "XID 31: memory page fault, usually caused by a job"),
+    assert [(event.severity, event.subject, event.what) for event in made.events if "Xid" in event.what] == [
+        ("error", "00:07.0", "Xid 48: double bit ECC error"),
+        ("warning", "00:06.0", "Xid 31: memory page fault, usually caused by a job"),
     ]
 
 
@@ -103,7 +103,7 @@ def test_a_fatal_xid_counts_over_a_restart_until_a_reload(begin: Begin) -> None:
     first.supervisor.note_xid(SECOND, 95)
     made = first.again()
     assert made.available == 4
-    assert made.snapshot.inventory.gpus[1].reason.startswith("XID 95 (uncontained memory error)")
+    assert made.snapshot.inventory.gpus[1].reason.startswith("Xid 95 (uncontained memory error)")
     made.reload()
     assert made.available == 8
     assert made.again().available == 8
