@@ -42,6 +42,74 @@ _GPU_COLUMNS = (
 )
 
 
+#: A value and its place in the configuration.
+SettingRecord = TypedDict("SettingRecord", {"value": object, "from": str})
+
+
+class SliceRecord(TypedDict):
+    memory_mib: int
+    thread_percentage: float | None
+    priority: str
+
+
+class _Division(TypedDict, total=False):
+    slices: list[SliceRecord]
+    memory_unit: int
+    memory_reserve: int
+    virtual_number: int
+    thread_overcommit: float
+
+
+EntryFields = TypedDict("EntryFields", {"path": str, "from": str})
+
+
+class EntryRecord(EntryFields, _Division):
+    """An entry of the device file: its keys, and where it is."""
+
+
+class ConfigRecord(TypedDict):
+    """Both files: the keys of host.conf, and the device file."""
+
+    keys: dict[str, SettingRecord]
+    gpu_memory_unit: SettingRecord
+    devices: list[EntryRecord]
+
+
+class GpuRecord(TypedDict):
+    """A GPU and its devices in the plan; the limits are those of each device, null if they differ."""
+
+    addr: str
+    uuid: str | None
+    name: str | None
+    devices: int
+    division: str
+    memory_limit_mib: int | None
+    thread_percentage: float | None
+    compute_mode: str | None
+    domain: str | None
+    budget_enforced: bool
+    reason: str
+
+
+class DomainRecord(TypedDict):
+    name: str
+    pipe_directory: str
+    gpus: list[str]
+    memory_limits_mib: list[int | None]
+    thread_percentage: float
+
+
+class PlanRecord(TypedDict):
+    """What the daemon would make of the configuration."""
+
+    notice: str
+    driver: str | None
+    host_id: str
+    gpus: list[GpuRecord]
+    domains: list[DomainRecord]
+    configuration: ConfigRecord
+
+
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
 def config_group() -> None:
     """Show or check the two configuration files, host.conf and host_container_device.yml.
@@ -78,23 +146,23 @@ def show_config(output: str) -> None:
     show(config_json(config), output, _FIELDS, rows, lambda: _config_text(config))
 
 
-def config_json(config: Config) -> dict[str, object]:
+def config_json(config: Config) -> ConfigRecord:
     """Return every key with its value and place, and the device entries as written in the file."""
     from yunion_mps.config import KEYS
 
-    keys = {
-        name: {"value": getattr(config, name), "from": _source_text(config.sources[name])} for name in KEYS
-    }
-    unit = {"value": config.gpu_memory_unit_mib, "from": _source_text(config.gpu_memory_unit_at)}
     return {
-        "keys": keys,
-        "gpu_memory_unit": unit,
+        "keys": {name: _setting(getattr(config, name), config.sources[name]) for name in KEYS},
+        "gpu_memory_unit": _setting(config.gpu_memory_unit_mib, config.gpu_memory_unit_at),
         "devices": [_entry_json(entry) for entry in config.devices],
     }
 
 
-def _entry_json(entry: DeviceEntry) -> dict[str, object]:
-    shown: dict[str, object] = {"path": entry.path}
+def _setting(value: object, source: Source) -> SettingRecord:
+    return {"value": value, "from": _source_text(source)}
+
+
+def _entry_json(entry: DeviceEntry) -> EntryRecord:
+    shown: _Division = {}
     if entry.slices:
         shown["slices"] = [
             {
@@ -111,7 +179,7 @@ def _entry_json(entry: DeviceEntry) -> dict[str, object]:
         shown["virtual_number"] = entry.virtual_number
     if entry.thread_overcommit is not None:
         shown["thread_overcommit"] = entry.thread_overcommit
-    return {**shown, "from": _source_text(entry.path_at)}
+    return {"path": entry.path, **shown, "from": _source_text(entry.path_at)}
 
 
 def _source_text(source: Source) -> str:
@@ -162,7 +230,7 @@ def check_config(output: str) -> None:
         preflight.close()
 
 
-def plan_json(preflight: Preflight) -> dict[str, object]:
+def plan_json(preflight: Preflight) -> PlanRecord:
     plan = preflight.plan
     return {
         "notice": _notice(preflight),
@@ -187,22 +255,6 @@ def _notice(preflight: Preflight) -> str:
     is_off = not preflight.config.enable_cuda_mps
     notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
     return "; ".join([*notices, *preflight.warnings])
-
-
-class GpuRecord(TypedDict):
-    """A GPU and its devices in the plan; the limits are those of each device, null if they differ."""
-
-    addr: str
-    uuid: str | None
-    name: str | None
-    devices: int
-    division: str
-    memory_limit_mib: int | None
-    thread_percentage: float | None
-    compute_mode: str | None
-    domain: str | None
-    budget_enforced: bool
-    reason: str
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:

@@ -77,6 +77,14 @@ class Use(TypedDict):
     sm_utilization: int | None
 
 
+class UseList(TypedDict):
+    uses: list[Use]
+    waiting: list[QueuedRequest]
+    problems: list[StatusProblem]
+    errors: list[str]
+    total: int
+
+
 _FIELDS = tuple(Use.__annotations__)
 _COLUMNS = (
     Column("DEVICE", lambda use: use["devices"] or use["gpu"], short=lambda use: _abbreviate(use)),
@@ -140,7 +148,7 @@ def who(clients_only: bool, output: str) -> None:
     clients = call(GET_CLIENTS, seen=True)
     found = [holding for holding in holdings(devices, leases["leases"], clients["clients"]) if holding.in_use]
     uses = [use for holding in found for use in _uses(holding)]
-    answer = {
+    answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
         "problems": problems,

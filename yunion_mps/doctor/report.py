@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
 from yunion_mps.doctor.checks import (
@@ -53,6 +53,22 @@ class ReportLine(NamedTuple):
     finding: Finding
 
 
+class FindingRecord(TypedDict):
+    check: str
+    level: str
+    what: str
+    hint: str
+    code: str
+
+
+class ReportRecord(TypedDict):
+    """`counts` is by level."""
+
+    state: str
+    counts: dict[str, int]
+    checks: list[FindingRecord]
+
+
 class Report(NamedTuple):
     """All lines, the worst first."""
 
@@ -73,9 +89,15 @@ class Report(NamedTuple):
         found = Counter(line.finding.level for line in self.lines)
         return {level: found[level] for level in NAGIOS_CODES}
 
-    def as_json(self) -> Mapping[str, object]:
-        lines = [{"check": line.check, **line.finding._asdict()} for line in self.lines]
-        return {"state": self.state, "counts": self.counts, "checks": lines}
+    def as_json(self) -> ReportRecord:
+        return {
+            "state": self.state,
+            "counts": self.counts,
+            "checks": [
+                {"check": check, "level": level, "what": what, "hint": hint, "code": code}
+                for check, (level, what, hint, code) in self.lines
+            ],
+        }
 
 
 def run(checks: Sequence[Check], host: Host) -> Report:

@@ -12,14 +12,17 @@ import subprocess
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import click
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
-from yunion_mps import __version__
+from yunion_mps import __version__, answers
+from yunion_mps.cli.config import ConfigRecord, PlanRecord
 from yunion_mps.cli.output import display_width
 from yunion_mps.cli.root import COMMANDS, cli
+from yunion_mps.cli.who import UseList
+from yunion_mps.doctor.report import ReportRecord
 
 from unit.cli.conftest import Cli, Done
 from unit.cli.golden_host import LEASES, golden_host, leasing
@@ -28,19 +31,15 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 class Golden(NamedTuple):
-    """A command's exit status, whether it has JSON, and the API's schema of that, empty if it is none's."""
+    """A command's exit status, and what its JSON is: an answer of the API by name, or a type."""
 
-    schema: str = ""
-    has_json: bool = False
+    answer: str | type = ""
     code: int = 0
     widths: tuple[int, ...] = (80, 120, 200)
 
 
-TEXT, JSON = Golden(), Golden(has_json=True)
-
-
-def answer(schema: str) -> Golden:
-    return Golden(schema, has_json=True)
+TEXT = Golden()
+VARIABLES = Golden(dict[str, str])
 
 
 def failure(code: int) -> Golden:
@@ -48,21 +47,21 @@ def failure(code: int) -> Golden:
 
 
 GOLDENS = {
-    "list": answer("DeviceList"),
-    "list --free": answer("DeviceList"),
+    "list": Golden("DeviceList"),
+    "list --free": Golden("DeviceList"),
     "list -o wide": TEXT,
     "list --gpu 99": failure(1),
-    "isolated-device-list": JSON,
-    "show 17:00.0-1": answer("DeviceDetails"),
+    "isolated-device-list": Golden("DeviceList"),
+    "show 17:00.0-1": Golden("DeviceDetails"),
     "show 17:00.0-9": failure(1),
-    "gpus": answer("GpuList"),
+    "gpus": Golden("GpuList"),
     "gpus -o wide": TEXT,
-    "env 17:00.0-1": JSON,
+    "env 17:00.0-1": VARIABLES,
     "env 17:00.0-1 -o dotenv": TEXT,
     "env 17:00.0-1 -o docker": TEXT,
     "env 17:00.0-1 -o systemd": TEXT,
     "run --dry-run": TEXT,
-    "run --print-env": JSON,
+    "run --print-env": VARIABLES,
     "run": failure(2),
     "run --count 0 ./simulate": failure(2),
     "run --count 3 ./simulate": failure(1),
@@ -70,27 +69,27 @@ GOLDENS = {
     "run --count 5 ./simulate": failure(1),
     "run --gpu b3:00.0 ./simulate": failure(1),
     "run --gpu-mem 2GiB ./simulate": failure(1),
-    "lease list": answer("LeaseList"),
+    "lease list": Golden("LeaseList"),
     "lease list -o wide": TEXT,
-    "lease show job-17": answer("LeaseDetails"),
-    "lease take job-17 --ttl 1h": answer("LeaseRecord"),
+    "lease show job-17": Golden("LeaseDetails"),
+    "lease take job-17 --ttl 1h": Golden("LeaseRecord"),
     "lease take job-18 --ttl 1h --device 17:00.0-0": failure(5),
-    "lease renew job-17": answer("LeaseRecord"),
-    "lease release job-17": answer("LeaseRecord"),
-    "who": JSON,
+    "lease renew job-17": Golden("LeaseRecord"),
+    "lease release job-17": Golden("LeaseRecord"),
+    "who": Golden(UseList),
     "who -o wide": TEXT,
-    "who --clients": answer("ClientList"),
+    "who --clients": Golden("ClientList"),
     "who --clients -o wide": TEXT,
     "terminate 61102 --yes": TEXT,
     "terminate 9999 --yes": failure(1),
-    "status": answer("Status"),
-    "events": answer("EventList"),
-    "events --since 5m": answer("EventList"),
-    "doctor": Golden(has_json=True, code=1),
-    "config check": JSON,
-    "config show": JSON,
-    "plan": answer("ChangeList"),
-    "reload": answer("ChangeList"),
+    "status": Golden("Status"),
+    "events": Golden("EventList"),
+    "events --since 5m": Golden("EventList"),
+    "doctor": Golden(ReportRecord, code=1),
+    "config check": Golden(PlanRecord),
+    "config show": Golden(ConfigRecord),
+    "plan": Golden("ChangeList"),
+    "reload": Golden("ChangeList"),
     "reload --now --yes": TEXT,
     "reload --drain --now": failure(2),
     "top --once": TEXT,
@@ -158,31 +157,30 @@ def is_as_reviewed(host: Cli, command: str, golden: Golden) -> None:
     for place, one in done.items():
         assert one.code == golden.code, one
         places.setdefault(shown(one), []).append(place)
-    compare(
-        f"{name_of(command)}.txt",
-        "\n".join(f"==> {command} ({', '.join(where)}) <==\n{text}" for text, where in places.items()),
-    )
+    compare_places(command, places)
 
 
 @pytest.mark.parametrize("command", list(commands(cli)))
 def test_help_is_what_was_reviewed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, text = [*command.split(), "--help"], ""
-    for columns in (80, 120):
+    words = [*command.split(), "--help"]
+    places: dict[str, list[str]] = {}
+    for columns in (80, 120, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert cli.main(words, prog_name="yunion-mps", standalone_mode=False) == 0
-        text += f"==> {' '.join(words)} ({columns} columns) <==\n{capsys.readouterr().out}\n"
-    compare(f"{name_of(' '.join(words))}.txt", text)
+        places.setdefault(capsys.readouterr().out, []).append(f"{columns} columns")
+    compare_places(" ".join(words), places)
 
 
-@pytest.mark.parametrize("command", [command for command, golden in GOLDENS.items() if golden.has_json])
+@pytest.mark.parametrize("command", [command for command, golden in GOLDENS.items() if golden.answer])
 def test_a_command_prints_the_reviewed_json_and_what_the_api_answers(host: Cli, command: str) -> None:
     golden = GOLDENS[command]
     done = host(*command.split(), "-o", "json")
     assert (done.code, done.err) == (golden.code, "")
-    if golden.schema:
-        SCHEMAS[golden.schema].validate(json.loads(done.out))
+    kind = golden.answer
+    schema = {"$ref": f"#/components/schemas/{kind}"} if isinstance(kind, str) else schema_of(kind)
+    Draft202012Validator({**schema, **COMPONENTS}).validate(json.loads(done.out))
     compare(f"{name_of(command)}.json", done.out.replace(f'"{__version__}"', '"1.2.3"'))
 
 
@@ -197,6 +195,12 @@ def name_of(command: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", command).strip("-")
 
 
+def compare_places(command: str, places: dict[str, list[str]]) -> None:
+    """Compare each different output, named after the places where it is printed."""
+    texts = [f"==> {command} ({', '.join(where)}) <==\n{text}" for text, where in places.items()]
+    compare(f"{name_of(command)}.txt", "\n".join(texts))
+
+
 def compare(name: str, text: str) -> None:
     if os.environ.get("YUNION_MPS_WRITE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)
@@ -204,13 +208,34 @@ def compare(name: str, text: str) -> None:
     assert text == (GOLDEN / name).read_text(), "if that is better: YUNION_MPS_WRITE_GOLDEN=1"
 
 
-def schemas() -> dict[str, Any]:
-    """A validator for each schema, which finds those that it refers to in the document itself."""
-    found = json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text())
+def schema_of(kind: Any) -> Any:
+    """The schema of a type's JSON; of the API's answers in it, their own."""
+    if kind is object:
+        return {}
+    if kind in (str, int, float, bool, type(None)):
+        names = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+        return {"type": names[kind]}
+    of = get_args(kind)
+    if get_origin(kind) is list:
+        return {"type": "array", "items": schema_of(of[0])}
+    if get_origin(kind) is dict:
+        return {"type": "object", "additionalProperties": schema_of(of[1])}
+    if of:
+        return {"anyOf": [schema_of(one) for one in of]}
+    if kind.__module__.startswith("yunion_mps.answers"):
+        return {"$ref": f"#/components/schemas/{kind.__name__}"}
+    assert kind.__required_keys__, "a TypedDict"
     return {
-        name: Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": {"schemas": found}})
-        for name in found
+        "type": "object",
+        "properties": {
+            name: schema_of(one) for name, one in get_type_hints(kind, None, vars(answers)).items()
+        },
+        "required": sorted(kind.__required_keys__),
+        "additionalProperties": False,
     }
 
 
-SCHEMAS = schemas()
+#: Where the schemas of the API's answers refer to each other.
+COMPONENTS = {
+    "components": {"schemas": json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text())}
+}
