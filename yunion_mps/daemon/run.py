@@ -28,8 +28,8 @@ from yunion_mps.reasons import FAILED
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor.changes import warnings
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.status import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
 

@@ -24,8 +24,15 @@ from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
 from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import Probe, UnresponsiveError, peer_of
-from yunion_mps.mps.diagnosis import diagnose, front_end_at, holders, peers
+from yunion_mps.mps.control_daemon import find
+from yunion_mps.mps.conversation import (
+    Probe,
+    UnresponsiveError,
+    connections,
+    diagnose,
+    front_end_at,
+    peer_of,
+)
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
 from yunion_mps.mps.processes import (
     DEFAULT_PIPE_DIRECTORY,
@@ -35,7 +42,6 @@ from yunion_mps.mps.processes import (
     orphaned_servers,
     server_pids,
 )
-from yunion_mps.mps.startup import find
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     CONTROL_DAEMON_ERROR,
@@ -338,7 +344,7 @@ def user_switching(host: Host) -> Findings:
     if status:
         known.add(status["pid"])
     # Owners are looked up for all domains together, because that searches all processes.
-    if set(holders({inode for domain in servers for inode in peers(domain.pipe_directory)})) - known:
+    if set(connections(*(domain.pipe_directory for domain in servers))) - known:
         for domain, (_, *pids) in servers.items():
             serving = {uid for server in pids if (uid := uid_of(server)) is not None}
             users = ", ".join(user_name(uid) for uid in sorted(serving))
@@ -362,7 +368,7 @@ def _waiting_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> 
 def _connected_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
     return {
         pid
-        for pid in holders(set(peers(domain.pipe_directory)))
+        for pid in connections(domain.pipe_directory)
         if pid not in known
         and uid_of(pid) not in (None, *serving)
         and program_of(pid).rpartition("/")[2] != PROGRAM

@@ -1,49 +1,43 @@
-"""A domain's control daemon, adopted or started, and the tasks that start and stop it; nothing blocks."""
+"""A domain's control daemon: a running one of ours is adopted, otherwise a new one is started.
+
+Another program's control daemon is left alone, unless an operator ordered its adoption.
+"""
 
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
-from yunion_mps.host.processes import Process, Watchable, describe_exit, wake
+from yunion_mps import reasons
+from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.escaping import printable
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.processes import Process, describe_exit, spawn
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps import startup
-from yunion_mps.mps.conversation import (
-    ANSWER_TIMEOUT_S,
-    PING,
-    Conversation,
-    Probe,
-    UnresponsiveError,
-    occupied_error,
-    peer_of,
-)
-from yunion_mps.mps.log_file import LogReader, log_hint
+from yunion_mps.mps import directories
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.log_file import LOG_NAME, LogReader
 from yunion_mps.mps.processes import (
-    GRACE_S,
-    UNKILLABLE_S,
+    PROGRAM,
     AdoptionOrder,
     MpsProcess,
+    adoption_order,
+    control_environment,
+    could_be_ours,
     forget,
+    our_processes,
+    pipe_directory_in,
     record,
     running_servers,
     server_pids,
-    signal_server,
 )
 
 log = logging.getLogger(__name__)
 
-#: It listens after about 2 ms.
-START_TIMEOUT_S = 10.0
-_FIRST_POLL_S = 0.0002
-_MAX_POLL_S = 0.05
-
-#: How soon a command, or a `quit`, is sent again if the control daemon did not receive it.
-COMMAND_RETRY_S = 1.0
-_QUIT_RETRY_S = 0.2
-#: After this many rejections, another program's front-end must be connected.
-_FOREIGN_REJECTIONS = 2
+#: Makes the control daemon serve all users with one server; unknown before 570.
+MULTIUSER = "-multiuser-server"
 
 
 class ControlDaemon:
@@ -122,12 +116,12 @@ class ControlDaemon:
             ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
             # First, because a running one does not need what a new one needs.
-            running = startup.find(desired, ours)
-            self.target = startup.with_recorded_limits(running.plan, before) if running else desired
+            running = find(desired, ours)
+            self.target = with_recorded_limits(running.plan, before) if running else desired
             self.log = LogReader(self.target, self._emit, self.servers)
             self.has_served = self.was_adopted = running is not None
             self.order = running.order if running else None
-            self._process = running.process if running else startup.start(self.program, desired)
+            self._process = running.process if running else start(self.program, desired)
         except HostError:
             self._is_recorded = False
             raise
@@ -137,7 +131,7 @@ class ControlDaemon:
         record(self.target, running.process.pid)
         if running.plan.pipe_group == desired.pipe_group:
             try:
-                startup.set_access(desired)
+                set_access(desired)
             except HostError as error:  # jobs continue
                 log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
@@ -182,164 +176,176 @@ class ControlDaemon:
         self._process = self.order = None
 
 
-class ControlTask:
-    """An operation on a control daemon, with at most one conversation and one probe at a time.
-
-    Subclasses have a `tick` that does what is due and returns when to call it again; nothing blocks.
-    """
-
-    def __init__(self, control: ControlDaemon) -> None:
-        self._control = control
-        self._plan = control.target
-        self._conversation: Conversation | None = None
-        self._probe: Probe | None = None
-
-    def watched(self) -> list[Watchable]:
-        watched: list[Watchable] = [self._probe] if self._probe and self._probe.is_connected else []
-        return [*watched, self._conversation] if self._conversation else watched
-
-    def close(self) -> None:
-        for part in (self._probe, self._conversation):
-            if part:
-                part.close()
-        self._probe = self._conversation = None
-
-    def _wake(self) -> None:
-        wake([self._control.process.pid, *self._control.servers()])
-
-    def _connect(self, now_s: float, timeout_s: float) -> Probe:
-        """Begin a probe; raises UnresponsiveError and ShortageError."""
-        self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
-        return self._probe
-
-    def _converse(
-        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> Conversation:
-        """Begin a conversation; raises HostError if the front-end cannot be started."""
-        place = self._plan.pipe_directory
-        self._conversation = Conversation(self._control.program, place, commands, now_s, timeout_s)
-        return self._conversation
-
-
-class Startup(ControlTask):
-    """Waits until a new control daemon listens, by polling, because no descriptor signals that."""
-
-    def __init__(self, control: ControlDaemon, now_s: float) -> None:
-        super().__init__(control)
-        self._pause_s = _FIRST_POLL_S
-        self._deadline_s = now_s + START_TIMEOUT_S
-
-    def tick(self, now_s: float) -> float | None:
-        """When to call it again; None once it listens. Raises UnresponsiveError at the deadline."""
-        peer = peer_of(self._plan.pipe_directory)
-        if peer and peer.pid == self._control.pid:
-            return None
-        if now_s >= self._deadline_s:
-            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            raise UnresponsiveError(what, log_hint(self._plan))
-        self._pause_s = min(self._pause_s * 1.5, _MAX_POLL_S)
-        return min(now_s + self._pause_s, self._deadline_s)
-
-
-class Shutdown(ControlTask):
-    """Stops a control daemon: `quit -t`, SIGTERM, SIGKILL, each with a timeout.
-
-    A signal ends only the control daemon: its servers would continue without it and keep their GPUs
-    (measured). So they get the signals as well.
-    """
-
-    def __init__(self, control: ControlDaemon, now_s: float, *, timeout_s: int | None) -> None:
-        """`timeout_s` is how long clients have before their servers end; None sends signals at once."""
-        super().__init__(control)
-        #: Whether it has received `quit`, and presumably waits for its servers.
-        self._quit_requested = False
-        self._forced = False
-        #: How often our front-end was rejected because another one was connected.
-        self._rejections = 0
-        self._retry_at_s = now_s
-        self._signal: signal.Signals | None = None
-        self._deadline_s = now_s
-        #: Whether it is stopped because it does not serve.
-        self.is_replacement = timeout_s is None
-        if timeout_s is not None:
-            self._deadline_s = now_s + timeout_s + GRACE_S
-            self._wake()  # a stopped process can neither answer nor exit
-            self._request_quit(now_s)
-
-    def tick(self, now_s: float) -> float:
-        self._poll_answer(now_s)
-        if now_s < self._deadline_s:
-            if self._conversation or self._quit_requested or self._signal:
-                return self._deadline_s
-            if now_s >= self._retry_at_s:
-                self._request_quit(now_s)
-            return min(self._deadline_s, self._retry_at_s)
-        servers = running_servers(self._control.servers())
-        if self._quit_requested and servers and not self._forced:
-            self._forced = True
-            self._signal_servers(servers, signal.SIGKILL)  # it waits for them to end
+def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
+    """The error that would keep a control daemon from being started or adopted; `ours` as in `find`."""
+    try:
+        running = find(plan, ours)
+        if running:
+            running.process.close()
         else:
-            self._signal = signal.SIGKILL if self._signal else signal.SIGTERM
-            self._warn(f"sending {self._signal.name} to the control daemon (PID {self._control.process.pid})")
-            self._control.process.signal(self._signal)
-            self._signal_servers(servers, self._signal)
-        self._deadline_s = now_s + (UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S)
-        return self._deadline_s
+            _prepare(plan)
+    except HostError as error:
+        return error
+    return None
 
-    def _signal_servers(self, servers: Sequence[int], number: signal.Signals) -> None:
-        for pid in servers:
-            try:
-                if signal_server(pid, number):
-                    self._warn(f"sent {number.name} to MPS server (PID {pid})")
-            except ShortageError as error:
-                self._warn(str(error))
 
-    def _request_quit(self, now_s: float) -> None:
-        """Send `quit`; in a shortage of descriptors it is sent again, and clients still get their time."""
-        self._retry_at_s = now_s + _QUIT_RETRY_S
-        left_s = max(0, round(self._deadline_s - GRACE_S - now_s))
-        try:
-            self._converse([PING, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)
-        except ShortageError as error:
-            log.debug("domain %s: cannot ask its control daemon to quit yet: %s", self._plan.name, error)
-        except YunionError as error:
-            self._warn(f"cannot ask its control daemon to quit: {error}")
-            self._deadline_s = now_s
+# -- adoption
 
-    def _poll_answer(self, now_s: float) -> None:
-        """Handle the answer to `quit`, if the front-end has ended."""
-        if self._conversation is None:
-            return
-        try:
-            answer = self._conversation.poll(now_s)
-            if answer is None:
-                return
-            self._quit_requested = bool(answer)
-            if not answer:
-                self._on_rejected(now_s)
-        except ControlError as error:
-            self._quit_requested = (
-                now_s >= self._deadline_s
-            )  # no answer in all that time: it waits for its servers
-            self._warn(
-                "its control daemon did not end in time"
-                if self._quit_requested
-                else f"its control daemon does not quit: {error}"
-            )
-            if not self._control.servers():  # otherwise jobs get their time, and `quit` is sent again
-                self._deadline_s = now_s
-        self._conversation = None
 
-    def _on_rejected(self, now_s: float) -> None:
-        """Another front-end is connected: clients still get their time, and `quit` is sent again.
+class RunningDaemon(NamedTuple):
+    """A running control daemon of ours, and the plan that it serves.
 
-        The first time this may be a front-end of ours whose end the control daemon has not noticed yet.
-        """
-        self._rejections += 1
-        if self._rejections == _FOREIGN_REJECTIONS:
-            self._warn(str(occupied_error(self._plan.pipe_directory)))
-        if self._rejections >= _FOREIGN_REJECTIONS and not self._control.servers():
-            self._deadline_s = now_s  # there is no job to wait for
+    `order` is the order to adopt it, if another program started it.
+    """
 
-    def _warn(self, text: str) -> None:
-        log.warning("domain %s: %s", self._plan.name, text)
+    process: Process
+    plan: DomainPlan
+    order: AdoptionOrder | None = None
+
+
+def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningDaemon | None:
+    """Find the control daemon that already serves the domain's directory, None if none does.
+
+    `ours` are our processes if the caller knows them. Ours is found whether it answers or not; its GPUs may
+    differ from the plan's if a GPU was lost or has returned since. Raises HostError, and leaves the control
+    daemon alone, if we would not have started it or it serves no GPU of the plan.
+    """
+    path = plan.pipe_directory
+    known = our_processes() if ours is None else ours
+    daemons = [daemon for daemon in known if daemon.pipe_directory == path and not daemon.is_server]
+    peer = peer_of(path)
+    hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={path} {PROGRAM}"
+    if not daemons:
+        if peer is None:
+            return None
+        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {path}"
+        if could_be_ours(peer.pid):
+            hint += f"; or adopt it with its jobs: yunion-mps-daemon --adopt {peer.pid}"
+        raise HostError(what, hint, reasons.ADOPTION_REFUSED)
+    daemon = next((daemon for daemon in daemons if peer and daemon.pid == peer.pid), daemons[0])
+    order = adoption_order(daemon.pid)
+    if order and not order.can_serve(plan):
+        what = f"the control daemon (PID {daemon.pid}) that was adopted in {path}"
+        why = "numbers its GPUs in an unknown order, and their memory limits differ"
+        hint = "give its GPUs equal limits, or end it once its jobs have ended"
+        raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
+    if not set(daemon.gpu_uuids) & set(plan.gpu_uuids):
+        what = f"the control daemon (PID {daemon.pid}) that an earlier yunion-mps-daemon left in {path}"
+        raise HostError(f"{what} serves none of its GPUs", hint, reasons.ADOPTION_REFUSED)
+    process = Process.adopt(daemon.pid)
+    if process is None:
+        return None
+    if started_ticks(daemon.pid) != daemon.started_ticks:  # it has ended, and its PID was reused
+        process.close()
+        return None
+    log_directory = daemon.log_directory or plan.log_directory
+    # Its servers have its groups (measured), so without the group they cannot enter a restricted directory.
+    group = plan.pipe_group if directories.is_member(daemon.pid, plan.pipe_group) else ""
+    served = plan._replace(log_directory=log_directory, pipe_group=group).for_gpus(daemon.gpu_uuids)
+    return RunningDaemon(process, served, order)
+
+
+def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
+    """The plan with the GPUs in the running control daemon's order, which its limits refer to."""
+    return plan._replace(
+        pipe_directory=running.pipe_directory,
+        log_directory=running.log_directory,
+        pipe_group=running.pipe_group,  # fixed at its start
+    ).for_gpus(running.gpu_uuids)
+
+
+def with_recorded_limits(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
+    """Add the recorded limits of GPUs for which the plan has none, such as a lost GPU."""
+    before = recorded.for_gpus(plan.gpu_uuids).gpus
+    gpus = (was if now.memory_limit_mib is None else now for now, was in zip(plan.gpus, before))
+    return plan._replace(gpus=tuple(gpus))
+
+
+def create_adoption_order(
+    pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None], plan: DomainPlan
+) -> AdoptionOrder:
+    """The order to adopt another program's control daemon; raises HostError if it cannot be adopted.
+
+    `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None if unknown. The caller knows that the
+    process is NVIDIA's control program and listens in the directory of `plan`.
+    """
+    directory = pipe_directory_in(environment)
+    if directory != plan.pipe_directory:
+        why = f"it was started for {printable(directory)}"
+        raise _adoption_error(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
+    if plan.multiuser:
+        raise _adoption_error(pid, "it was started with another value of cuda_mps_multiuser")
+    gpu_uuids, in_order = _served_gpus(pid, environment, host_gpus)
+    if set(gpu_uuids) != set(plan.gpu_uuids):
+        raise _adoption_error(pid, "it does not serve exactly the GPUs that the configuration divides")
+    order = AdoptionOrder(pid, started_ticks(pid) or 0, gpu_uuids, in_order, plan.pipe_directory)
+    if not order.can_serve(plan):
+        why = "its CUDA_DEVICE_ORDER is not PCI_BUS_ID, so its numbering of the GPUs is unknown"
+        raise _adoption_error(pid, f"{why}, and their memory limits differ")
+    if not order.started_ticks:
+        raise _adoption_error(pid, "it has ended")
+    return order
+
+
+def _served_gpus(
+    pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None]
+) -> tuple[tuple[str, ...], bool]:
+    """The UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
+
+    CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own order, which is the PCI order
+    only if CUDA_DEVICE_ORDER says so.
+    """
+    known = tuple(uuid for uuid in host_gpus if uuid is not None)
+    if len(known) < len(host_gpus):
+        raise _adoption_error(pid, "a GPU of this host has no known UUID")
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return known, len(known) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    uuids = tuple(word.strip() for word in named.split(","))
+    if not set(uuids) <= set(known):
+        raise _adoption_error(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs identify GPUs")
+    return uuids, True
+
+
+def _adoption_error(pid: int, why: str) -> HostError:
+    hint = "it was not touched; once its jobs have ended, end it, and yunion-mps starts its own"
+    what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
+    return HostError(what, hint, reasons.ADOPTION_REFUSED)
+
+
+# -- start
+
+
+def start(program: str, plan: DomainPlan) -> Process:
+    """Start NVIDIA's control daemon in the foreground, appending to its log; raises HostError."""
+    _prepare(plan)
+    with directories.use(plan.log_directory) as directory:
+        output = directories.open_log(directory, plan.log_directory, LOG_NAME)
+    if plan.pipe_group:
+        directories.join(plan.pipe_group)
+    command = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
+    record(plan)
+    try:
+        environment = control_environment(plan, program)
+        process = spawn(command, environment, stdin=None, stdout=output, stderr=output)
+    except HostError:
+        forget(plan)
+        raise
+    finally:
+        os.close(output)
+    record(plan, process.pid)
+    return process
+
+
+def _prepare(plan: DomainPlan) -> None:
+    """Create both directories; raises HostError if they contain another user's files, or cannot be read."""
+    set_access(plan)
+    for path in (plan.log_directory, plan.pipe_directory):
+        with directories.use(path) as directory:
+            directories.check_entries(directory, path)
+
+
+def set_access(plan: DomainPlan) -> None:
+    """Create the pipe directory, and set its permissions as planned; raises HostError."""
+    with directories.use(plan.pipe_directory) as directory:
+        directories.set_access(directory, plan.pipe_directory, plan.pipe_group)

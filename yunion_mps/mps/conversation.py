@@ -1,6 +1,7 @@
-"""Conversations with a control daemon: which process it is, whether it serves, and its answers to commands.
+"""Conversations with a control daemon: which process it is, its answers to commands, and why it has none.
 
-Nothing here blocks: a conversation or a probe is polled with the time, and has a deadline.
+Nothing here blocks, except for half a second of diagnosis: a conversation or a probe is polled with the time,
+and has a deadline.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.escaping import decoded
-from yunion_mps.host.proc import Peer, all_pids, count_open, peer_credentials, program_name, uid_of
+from yunion_mps.host.proc import (
+    Peer,
+    all_pids,
+    connected_inodes,
+    count_open,
+    describe_process,
+    is_stopped,
+    peer_credentials,
+    program_name,
+    socket_holders,
+    uid_of,
+)
 from yunion_mps.host.processes import Process, spawn
-from yunion_mps.mps.diagnosis import front_end_at
-from yunion_mps.mps.processes import PROGRAM, client_variables
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
+from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
@@ -34,6 +45,8 @@ _REJECTED = "Cannot send command to MPS control daemon process"
 _MAX_ANSWER = 1 << 20
 #: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
 _ACCEPTS = 1 << 16
+#: How many connections a control daemon's queue holds (measured); another one is refused.
+_QUEUE = 128
 
 
 class UnresponsiveError(ControlError):
@@ -251,3 +264,63 @@ class Probe:
 
     def close(self) -> None:
         self._connection.close()
+
+
+# -- why it does not answer: it serves all processes from one loop, which blocks on one connection (measured)
+
+
+def diagnose(pid: int, pipe_directory: str) -> Reason:
+    """The cause, empty if none is found. Never raises; takes up to half a second."""
+    with contextlib.suppress(Exception):
+        stopped = _stopped_process(pid)
+        if stopped:
+            return Reason(stopped, CONTROL_DAEMON_SILENT)
+        return Reason(_blocking_connection(pid, pipe_directory), CONTROL_DAEMON_BUSY)
+    return NO_REASON
+
+
+def front_end_at(pipe_directory: str) -> str:
+    """The front-ends that are connected there, as text; empty if there are none. Never raises."""
+    with contextlib.suppress(Exception):
+        connected = connections(pipe_directory)
+        return ", ".join(describe_process(pid) for pid in connected if program_name(pid) == PROGRAM)
+    return ""
+
+
+def _stopped_process(pid: int) -> str:
+    if is_stopped(pid):
+        return "it was stopped by a signal (SIGSTOP) or a debugger"
+    for server in server_pids(pid):
+        if is_stopped(server):
+            return f"its MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger"
+    return ""
+
+
+def _blocking_connection(pid: int, pipe_directory: str) -> str:
+    """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
+    known = {pid, os.getpid(), *server_pids(pid)}
+    counts = connections(pipe_directory)
+    strangers = [other for other in counts if other not in known and program_name(other) != PROGRAM]
+    if sum(counts.values()) > _QUEUE:
+        most = sorted(strangers, key=lambda other: -counts[other])[:5]
+        who = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)
+        return f"its queue is full, so no other process can connect: {who}"
+    stopped = [other for other in strangers if is_stopped(other)]
+    who = ", ".join(describe_process(other) for other in stopped[:1] or strangers[:5])
+    if stopped:
+        return f"{who} is connected to it and was stopped, so all others wait for that process"
+    if strangers:
+        one_of = "one of " if len(strangers) > 1 else ""
+        return f"{one_of}{who} is connected to it but sends nothing, so all others wait for that process"
+    return ""
+
+
+def connections(*pipe_directories: str) -> dict[int, int]:
+    """The number of connections to these control daemons of each process, by PID, accepted or not.
+
+    Raises OSError if the kernel does not support the query.
+    """
+    # The second is where root's front-ends connect (measured).
+    names = ("control", "control_privileged")
+    paths = [f"{directory}/{name}" for directory in pipe_directories for name in names]
+    return socket_holders(connected_inodes(paths))

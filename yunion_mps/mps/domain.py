@@ -18,14 +18,12 @@ from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
-from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, Shutdown, Startup
+from yunion_mps.mps.control_daemon import ControlDaemon, in_running_order
 from yunion_mps.mps.conversation import UnresponsiveError
-from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
-from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
+from yunion_mps.mps.limits import HealthMonitor, LimitsChangedError, LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
-from yunion_mps.mps.startup import in_running_order
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -39,6 +37,7 @@ from yunion_mps.mps.states import (
     StateMachine,
     after_failure,
 )
+from yunion_mps.mps.tasks import ControlTask, Recovery, Shutdown, Startup
 from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import (
@@ -27,12 +28,10 @@ from yunion_mps.mps.processes import (
     record_order,
 )
 from yunion_mps.mps.rollover import OrphanedServers
-from yunion_mps.mps.startup import create_adoption_order
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
-from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.supervisor.recovery import gpus_of, left_running
+from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 
 log = logging.getLogger("yunion_mps.daemon")
 

@@ -24,7 +24,7 @@ from yunion_mps.service.state import (
     unusable_reasons,
 )
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.supervisor.status import warnings
+from yunion_mps.supervisor.changes import warnings
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

@@ -19,14 +19,19 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
+from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
 from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.preflight import Preflight
-from yunion_mps.supervisor.recovery import RESTORED_LATER, Leftovers, find_leftovers, gpus_of, left_running
-from yunion_mps.supervisor.status import notice, statuses
+from yunion_mps.supervisor.preflight import (
+    RESTORED_LATER,
+    Leftovers,
+    Preflight,
+    find_leftovers,
+    gpus_of,
+    left_running,
+)
 
 __all__ = ["Change", "Supervisor"]
 

@@ -15,7 +15,7 @@ from yunion_mps.models import Event, Gpu, Plan
 from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.recovery import gpus_of, left_running
+from yunion_mps.supervisor.preflight import gpus_of, left_running
 
 log = logging.getLogger(__name__)
 

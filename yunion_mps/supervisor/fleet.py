@@ -12,19 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Optional
 
 from yunion_mps import reasons
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event
+from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess, our_processes
-from yunion_mps.mps.startup import start_error
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.recovery import LimitRecords
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +218,69 @@ class Fleet:
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
+
+
+class LimitRecords:
+    """Records each domain's limits in effect, for the next daemon if this one is killed.
+
+    MPS servers keep their limits and outlive the daemon. A failure to write is logged and retried.
+    """
+
+    def __init__(self, store: Callable[[], Store]) -> None:
+        """`store` opens the state file; raises HostError if it cannot."""
+        self._store = store
+        self._written: dict[str, LimitsInEffect] = {}
+
+    def write(self, domains: Iterable[Domain]) -> None:
+        """Record the limits in effect if they have changed.
+
+        While limits are being set, the previous record is kept: it names the servers with the old limits.
+        """
+        for domain in domains:
+            if domain.state == READY:
+                self._write(domain.in_effect.pipe_directory, domain.limits_in_effect)
+
+    def rewrite(self, domains: Iterable[Domain]) -> None:
+        """Record the limits again; raises HostError if that fails, because then nothing may change."""
+        for domain in domains:
+            if domain.state == READY:
+                self._store().record_limits(
+                    domain.in_effect.pipe_directory, domain.limits_in_effect.to_json()
+                )
+
+    def write_before_change(self, domain: Domain, plan: DomainPlan) -> None:
+        """Record which servers keep the present limits, before new servers get different ones.
+
+        Otherwise, if this daemon were killed in between, the next one would assume that they have the new
+        limits.
+        """
+        if plan != domain.desired and domain.status().pid is not None:
+            servers = tuple(domain.server_pids())
+            self._write(domain.in_effect.pipe_directory, LimitsInEffect(domain.in_effect, servers))
+
+    def read(self, pipe_directory: str) -> LimitsInEffect | None:
+        """Return the limits recorded last, by this or an earlier daemon."""
+        try:
+            return LimitsInEffect.from_json(self._store().recorded_limits(pipe_directory))
+        except HostError:
+            return None
+
+    def forget(self, domain: Domain) -> None:
+        """Delete the record of a control daemon that has ended for good."""
+        self._written.pop(domain.in_effect.pipe_directory, None)
+        try:
+            self._store().forget_limits(domain.in_effect.pipe_directory)
+        except HostError as error:
+            log.warning("domain %s: its record cannot be deleted: %s", domain.in_effect.name, error.message)
+
+    def _write(self, pipe_directory: str, value: LimitsInEffect) -> None:
+        if self._written.get(pipe_directory) == value:
+            return
+        try:
+            self._store().record_limits(pipe_directory, value.to_json())
+            self._written[pipe_directory] = value
+        except HostError as error:
+            log.warning("the limits in effect in %s cannot be recorded: %s", pipe_directory, error.message)
 
 
 class Jobs:

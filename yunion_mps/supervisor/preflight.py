@@ -1,23 +1,51 @@
-"""Configuration and inventory, checked together before anything changes: at a start, reload or check."""
+"""What is known before anything changes: configuration and inventory, checked together, and what still runs.
+
+Control daemons that an earlier daemon left running are found by their processes.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
+from yunion_mps.host.processes import Process, readable, spawn
+from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served, machine_id, scan, with_served
-from yunion_mps.models import Config, Driver, Inventory, Plan
-from yunion_mps.mps.processes import find_control_program
+from yunion_mps.models import Config, DomainPlan, Driver, Inventory, Plan
+from yunion_mps.mps.control_daemon import MULTIUSER
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import (
+    PROGRAM,
+    MpsProcess,
+    client_variables,
+    find_control_program,
+    our_processes,
+    server_path,
+)
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 
+log = logging.getLogger(__name__)
+
 #: What happens to a setting with a minor problem.
 IGNORED_SETTING = "the daemon ignores this setting"
+RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
+
+#: How long a trial of a control program may take: it serves within milliseconds, or later under load.
+_TRIAL_S = 2.0
+_TRIAL_POLL_S = 0.005
+
+#: The results of trials, by a program's path, modification time and size.
+_knows_multiuser: dict[tuple[str, int, int], bool] = {}
 
 
 class Preflight(NamedTuple):
@@ -99,8 +127,6 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
     """Drop cuda_mps_multiuser if NVIDIA's program does not support it, with a warning."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
-    from yunion_mps.mps.startup import knows_multiuser  # rarely needed
-
     # A directory for the sockets of a trial run: ours if the daemon has run before.
     directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"
     try:
@@ -113,3 +139,126 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
         f"cuda_mps_multiuser is true, but {program} does not support it: users wait for each other's jobs"
     )
     return config._replace(cuda_mps_multiuser=False), (Reason(warning, reasons.MULTIUSER_UNSUPPORTED),)
+
+
+def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL_S) -> bool:
+    """Whether the program can serve all users at once; may block until the deadline, so call it on a thread.
+
+    Programs before 570 start as a front-end if they get an unknown flag, and versions are unreliable because
+    vendors backport changes. So the program is tried in a temporary directory below `run_directory`, whose
+    path must be short, because it holds a socket. The result is cached until the program changes. Raises
+    HostError if it cannot be tried.
+    """
+    try:
+        info = os.stat(program)
+        key = (program, info.st_mtime_ns, info.st_size)
+        if key in _knows_multiuser:
+            return _knows_multiuser[key]
+        knows = _try_multiuser(program, run_directory, deadline_s)
+    except OSError as error:
+        raise HostError(f"{program} cannot be run: {error.strerror}", "check the file system") from None
+    if knows is not None:
+        _knows_multiuser[key] = knows
+    return knows is True
+
+
+def _try_multiuser(program: str, run_directory: str, deadline_s: float) -> bool | None:
+    # Imported here, because they take several milliseconds and few hosts need them.
+    import shutil
+    import tempfile
+
+    directory = tempfile.mkdtemp(prefix="try.", dir=run_directory)
+    try:
+        variables = {
+            **client_variables(directory),
+            "PATH": server_path(program),
+            "CUDA_MPS_LOG_DIRECTORY": directory,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        with open(os.devnull, "r+b") as null:
+            output = null.fileno()
+            process = spawn([program, "-f", MULTIUSER], variables, stdin=None, stdout=output, stderr=output)
+        try:
+            return _wait_until_serving(process, directory, deadline_s)
+        finally:
+            process.kill()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_until_serving(process: Process, directory: str, deadline_s: float) -> bool | None:
+    """Whether it serves there; None if it neither serves nor exits before the deadline."""
+    end_s = time.monotonic() + deadline_s
+    while time.monotonic() < end_s:
+        if process.status() is not None:
+            return False
+        peer = peer_of(directory)
+        if peer and peer.pid == process.pid:
+            return True
+        readable(process.fileno(), _TRIAL_POLL_S)
+    return None
+
+
+# -- what an earlier daemon left running
+
+
+class Leftovers(NamedTuple):
+    """Processes of an earlier daemon that the plan does not adopt.
+
+    `running` lists all of our processes, `known` the limits of domains to supervise until they have no jobs;
+    `notice` says what the operator has to do about a control daemon without a record.
+    """
+
+    running: list[MpsProcess]
+    known: list[LimitsInEffect]
+    notice: str
+
+
+def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftovers:
+    """Find leftovers; raise HostError if a control daemon without a record serves a GPU that the plan needs.
+
+    It may have jobs, so it is left alone, and none of its GPUs gets a second control daemon.
+    """
+    gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
+    needed = {uuid for uuids in gpus.values() for uuid in uuids}
+    found = Leftovers(left_running(store), [], "")
+    for process in found.running:
+        directory = process.pipe_directory
+        if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
+            continue
+        recorded = LimitsInEffect.from_json(store.recorded_limits(directory)) if store else None
+        if recorded is None and process.plan:  # its daemon ended before it served
+            recorded = LimitsInEffect(process.plan, ())
+        if recorded and recorded.plan.gpu_uuids == process.gpu_uuids:
+            found.known.append(recorded)
+            continue
+        what = f"a control daemon (PID {process.pid}) from an earlier run still serves {directory}"
+        hint = (
+            f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}; "
+            f"{RESTORED_LATER}"
+        )
+        if needed & set(process.gpu_uuids):
+            raise HostError(what, hint)
+        log.error("%s. %s", what, hint)
+        found = found._replace(notice=f"{what}; {hint}")
+    return found
+
+
+def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
+    """Return our MPS processes that run in pipe directories which are not `watched`.
+
+    Deletes records of directories without processes. Raises ShortageError if processes cannot be listed.
+    """
+    running = our_processes()
+    used = {*watched, *(process.pipe_directory for process in running)}
+    try:
+        for directory in store.recorded_domains() if store else ():
+            if store and directory not in used:
+                store.forget_limits(directory)
+    except HostError as error:
+        log.warning("records of ended control daemons cannot be deleted: %s. %s", error.message, error.hint)
+    return [process for process in running if process.pipe_directory not in watched]
+
+
+def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
+    return {uuid for process in processes for uuid in process.gpu_uuids}

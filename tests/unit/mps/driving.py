@@ -17,7 +17,7 @@ from pathlib import Path
 from yunion_mps.errors import YunionError
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
-from yunion_mps.mps.diagnosis import front_end_at
+from yunion_mps.mps.conversation import front_end_at
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import client_variables, control_environment

@@ -10,8 +10,8 @@ import sys
 import pytest
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
+from yunion_mps.mps.control_daemon import find, start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
-from yunion_mps.mps.startup import find, start_error
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
 from .driving import Bench

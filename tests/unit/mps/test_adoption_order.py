@@ -11,6 +11,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.processes import Process
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps.control_daemon import create_adoption_order, find
 from yunion_mps.mps.processes import (
     AdoptionOrder,
     adoption_order,
@@ -18,7 +19,6 @@ from yunion_mps.mps.processes import (
     orphaned_servers,
     record_order,
 )
-from yunion_mps.mps.startup import create_adoption_order, find
 from yunion_mps.mps.states import READY, STOPPED
 
 from .driving import Bench

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.startup import MULTIUSER, knows_multiuser
+from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.states import READY
+from yunion_mps.supervisor.preflight import knows_multiuser
 
 from .driving import Bench
 

@@ -18,6 +18,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import children_of, program_name, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import processes
+from yunion_mps.mps.control_daemon import find, start
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.processes import (
     MARK,
@@ -28,7 +29,6 @@ from yunion_mps.mps.processes import (
     record,
     server_pids,
 )
-from yunion_mps.mps.startup import find, start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 

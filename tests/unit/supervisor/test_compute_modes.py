@@ -10,7 +10,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.json_values import devices_json
-from yunion_mps.supervisor.status import warnings
+from yunion_mps.supervisor.changes import warnings
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 

@@ -7,9 +7,8 @@ from yunion_mps.config import KEYS
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.json_values import devices_json
-from yunion_mps.supervisor.changes import PLANNED_KEYS
+from yunion_mps.supervisor.changes import PLANNED_KEYS, warnings
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.status import warnings
 
 from unit.supervised import Begin, MakeHost, Supervise, budgets, configure, modes, pid
 

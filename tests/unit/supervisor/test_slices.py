@@ -6,10 +6,9 @@ import json
 import time
 
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
+from yunion_mps.mps.control_daemon import in_running_order, with_recorded_limits
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.startup import in_running_order, with_recorded_limits
 from yunion_mps.service.queries import Queries
-from yunion_mps.supervisor.recovery import from_json, to_json
 
 from simhost import SimHost
 from unit.supervised import Begin, MakeHost, MakeStandIns, Supervise, attach
@@ -38,14 +37,14 @@ def write(host: SimHost, division: str) -> None:
 
 
 def test_what_is_recorded_of_slices_and_pools_is_read_as_it_was() -> None:
-    recorded = json.loads(json.dumps(to_json(LimitsInEffect(PLAN, (5,)))))
-    assert from_json(recorded) == LimitsInEffect(PLAN, (5,))
-    read = from_json(recorded)
+    recorded = json.loads(json.dumps(LimitsInEffect(PLAN, (5,)).to_json()))
+    assert LimitsInEffect.from_json(recorded) == LimitsInEffect(PLAN, (5,))
+    read = LimitsInEffect.from_json(recorded)
     assert read is not None
     assert isinstance(read.plan.gpus[0].slices[0], Slice)
     assert isinstance(read.plan.gpus[1].pool, Pool)
     del recorded["plan"]["gpus"]  # what cannot be understood says nothing
-    assert from_json(recorded) is None
+    assert LimitsInEffect.from_json(recorded) is None
 
 
 def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
