@@ -7,8 +7,8 @@ from typing import Any
 
 from . import layout
 from .catalog import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
-from .description import PROCESS_TYPES, GpuDescription, ProcessDescription
-from .state import StateFile
+from .description import GpuDescription
+from .state import PROCESS_TYPES, StateFile
 from .tree import plug_in, unplug
 
 
@@ -43,7 +43,7 @@ class SimGpu:
     @mig.setter
     def mig(self, on: bool) -> None:
         if not self._slot.mig_capable:
-            raise ValueError(f"a {self.description.kind} has no MIG mode")
+            raise ValueError(f"a {self.description.name} has no MIG mode")
         with self._file.changing():
             self._slot.mig_current = self._slot.mig_pending = on
 
@@ -73,8 +73,8 @@ class SimGpu:
             self._slot.present = 1
 
     def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
-        """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C, M+C or G; `sm` in percent."""
-        self._file.add_process(self.slot, ProcessDescription(pid, used_mib, kind, sm))
+        """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C or M+C; `sm` in percent."""
+        self._file.add_process(self.slot, pid, used_mib, kind, sm)
 
     def load(
         self, utilization: int | None, temperature_c: int | None = None, power_w: float | None = None
@@ -95,7 +95,7 @@ class SimGpu:
         self._file.add_event(self.slot, code)
 
     def show(self) -> dict[str, Any]:
-        """Return what the GPU is now, for people and programs."""
+        """Return what can change of the GPU as it is now, for people and programs."""
         slot = self._slot
         types = {number: name for name, number in PROCESS_TYPES.items()}
         processes = [
@@ -108,15 +108,11 @@ class SimGpu:
             if p.pid
         ]
         return {
-            "slot": self.slot,
-            "kind": self.description.kind,
             "name": self.description.name,
             "uuid": self.uuid,
             "pci": self.description.address,
-            "render": self.description.render,
-            "memory_mib": self.description.memory_mib,
             "compute_mode": self.compute_mode,
-            "mig": self.mig if slot.mig_capable else None,
+            "mig": self.mig,
             "lost": bool(slot.lost),
             "present": bool(slot.present),
             "processes": processes,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from .description import REFERENCE, Description, HostDescription, parse_description, parse_failure
+from .description import REFERENCE, Description, HostDescription, parse_description
 from .environment import host_environment
 from .gpu import SimGpu
 from .install import built_library, install, library_path
@@ -75,7 +75,11 @@ class SimHost(Closes):
             if root is None:
                 shutil.rmtree(place, ignore_errors=True)
             raise
-        return cls(place, host, state, temporary=root is None)
+        made = cls(place, host, state, temporary=root is None)
+        for gpu in made.gpus:
+            for process in gpu.description.processes:
+                gpu.add_process(**process)
+        return made
 
     @classmethod
     def attach(cls, root: Path) -> SimHost:
@@ -114,22 +118,14 @@ class SimHost(Closes):
         `times=None`: until cleared. `delay_ms` passes first, less if the rule is cleared meanwhile; the
         error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on.
         """
-        rule = {"call": call, "error": error, "gpu": gpu, "times": times, "delay_ms": delay_ms}
-        given = {key: value for key, value in rule.items() if value is not None}
-        self._state.add_failure(parse_failure(given, "failure", len(self.gpus)))
+        self._state.add_failure(call, error, gpu, times, delay_ms)
 
     def show(self) -> dict[str, Any]:
-        return {
-            "root": str(self.root),
-            "driver": self.description.driver_version,
-            "library": self.library.exists(),
-            "failures": self._state.failures(),
-            "gpus": [gpu.show() for gpu in self.gpus],
-        }
+        return {"failures": self._state.failures(), "gpus": [gpu.show() for gpu in self.gpus]}
 
-    def clear(self, call: str | None = None) -> None:
-        """Take back the failures of one call, or all; calls that hang in them go on."""
-        self._state.clear_failures(call)
+    def clear(self) -> None:
+        """Take back all failures; calls that hang in them go on."""
+        self._state.clear_failures()
 
     def hide_library(self) -> None:
         """Take the library away: programs started from now on find no driver."""
@@ -148,28 +144,15 @@ class SimHost(Closes):
     def _hidden_library(self) -> Path:
         return self.library.with_name(f"hidden-{self.library.name}")
 
-    def run(
-        self,
-        command: Sequence[object],
-        **options: Any,
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on the host: subprocess.run in its environment, output captured, 2 min at most."""
         settings = {"capture_output": True, "text": True, "env": self.env, "timeout": 120, **options}
         return subprocess.run(self._argv(command), **settings)
 
-    def popen(
-        self,
-        command: Sequence[object],
-        **options: Any,
-    ) -> subprocess.Popen[str]:
+    def popen(self, command: Sequence[object], **options: Any) -> subprocess.Popen[str]:
         """Start a command on the host: subprocess.Popen in its environment, with text pipes."""
-        settings = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-            "env": self.env,
-            **options,
-        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        settings = {**pipes, "text": True, "env": self.env, **options}
         return subprocess.Popen(self._argv(command), **settings)
 
     def _argv(self, command: Sequence[object]) -> list[str]:

@@ -11,7 +11,7 @@ import ctypes
 from typing import Any
 
 MAGIC = 0x53494D48  # "SIMH"
-VERSION = 2
+VERSION = 3
 
 MAX_GPUS = 64
 MAX_PROCESSES = 32  # a GPU
@@ -23,7 +23,7 @@ ALL_GPUS = -1  # Failure.gpu
 UNKNOWN_MIB = 0xFFFFFFFFFFFFFFFF  # Process.used_mib: the driver cannot tell
 UNSET = 0xFFFFFFFF  # Process.sm_percent: no sample of it; Gpu.utilization: that of its processes
 
-PROCESS_COMPUTE, PROCESS_MPS, PROCESS_GRAPHICS = 1, 2, 3
+PROCESS_COMPUTE, PROCESS_MPS = 1, 2
 
 
 class Process(ctypes.Structure):
@@ -50,22 +50,13 @@ class Gpu(ctypes.Structure):
         ("pci_bus", ctypes.c_uint32),
         ("pci_device", ctypes.c_uint32),
         ("pci_device_id", ctypes.c_uint32),  # device << 16 | vendor, as NVML has it
-        ("pci_subsystem_id", ctypes.c_uint32),
-        ("pci_class", ctypes.c_uint32),
         ("capability_major", ctypes.c_uint32),
         ("capability_minor", ctypes.c_uint32),
-        ("architecture", ctypes.c_uint32),  # nvmlDeviceArchitecture_t
-        ("brand", ctypes.c_uint32),  # nvmlBrandType_t
         ("minor", ctypes.c_uint32),  # of /dev/nvidia<minor>
-        ("link_generation_max", ctypes.c_uint32),
-        ("link_width_max", ctypes.c_uint32),
-        ("link_generation", ctypes.c_uint32),
-        ("link_width", ctypes.c_uint32),
         ("mig_capable", ctypes.c_uint32),
         ("mig_current", ctypes.c_uint32),
         ("mig_pending", ctypes.c_uint32),
         ("compute_mode", ctypes.c_uint32),  # nvmlComputeMode_t
-        ("persistence", ctypes.c_uint32),
         ("present", ctypes.c_uint32),  # 0: not enumerated by the next nvmlInit
         ("lost", ctypes.c_uint32),  # 1: every call on its handle gives GPU_IS_LOST
         ("lost_lookup", ctypes.c_uint32),  # what looking up a lost GPU's handle gives (nvmlReturn_t)
@@ -109,7 +100,6 @@ class State(ctypes.Structure):
         ("size", ctypes.c_uint32),
         ("changes", ctypes.c_uint32),  # counts changes; a futex on which the C side waits
         ("driver_version", ctypes.c_char * 80),
-        ("nvml_version", ctypes.c_char * 80),
         ("cuda_version", ctypes.c_uint32),  # 1000 * major + 10 * minor
         ("gpu_count", ctypes.c_uint32),  # slots in use
         ("failure_count", ctypes.c_uint32),  # rules in effect; 0 keeps the calls off the lock
@@ -130,7 +120,7 @@ _C_TYPES = {
 }
 _CONSTANTS = (
     "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS UNSET "
-    "PROCESS_COMPUTE PROCESS_MPS PROCESS_GRAPHICS"
+    "PROCESS_COMPUTE PROCESS_MPS"
 )
 
 

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from . import layout
-from .catalog import ERRORS, EVENT_XID, KINDS, architecture
-from .description import (
-    PROCESS_TYPES,
-    FailureDescription,
-    GpuDescription,
-    HostDescription,
-    ProcessDescription,
-)
+from .catalog import ERRORS, EVENT_XID, VENDOR
+from .description import GpuDescription, HostDescription
+
+# As nvidia-smi's table has them: compute, a client of MPS.
+PROCESS_TYPES = {"C": layout.PROCESS_COMPUTE, "M+C": layout.PROCESS_MPS}
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # linux: the number of futex(2)
 _FUTEX_WAKE = 1
@@ -54,7 +51,6 @@ class StateFile:
         """Write the state that a description asks for; anybody on the machine may map it."""
         state = layout.State(magic=layout.MAGIC, version=layout.VERSION, size=layout.STATE_SIZE)
         state.driver_version = host.driver_version.encode()
-        state.nvml_version = f"{host.cuda_version[0]}.{host.driver_version}".encode()
         state.cuda_version = host.cuda_version[0] * 1000 + host.cuda_version[1] * 10
         state.gpu_count = len(host.gpus)
         for slot, gpu in enumerate(host.gpus):
@@ -63,10 +59,7 @@ class StateFile:
         temporary.write_bytes(bytes(state))
         temporary.chmod(0o666)
         temporary.replace(path)
-        made = cls(path)
-        for failure in host.failures:
-            made.add_failure(failure)
-        return made
+        return cls(path)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[layout.State]:
@@ -84,7 +77,7 @@ class StateFile:
         word = ctypes.byref(self.state, layout.State.changes.offset)
         ctypes.CDLL(None).syscall(number, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def add_failure(self, failure: FailureDescription) -> None:
+    def add_failure(self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int) -> None:
         """Add a rule; the first rule that fits a call decides about it."""
         with self.changing() as state:
             free = next((slot for slot in state.failures if not slot.call), None)
@@ -92,11 +85,11 @@ class StateFile:
                 raise StateError(f"no more than {layout.MAX_FAILURES} failures at once: clear some")
             state.last_failure_id += 1
             free.id = state.last_failure_id
-            free.gpu = layout.ALL_GPUS if failure.gpu is None else failure.gpu
-            free.error = ERRORS[failure.error]
-            free.times = layout.FOREVER if failure.times is None else failure.times
-            free.delay_ms = failure.delay_ms
-            free.call = _unversioned(failure.call).encode()
+            free.gpu = layout.ALL_GPUS if gpu is None else gpu
+            free.error = ERRORS[error]
+            free.times = layout.FOREVER if times is None else times
+            free.delay_ms = delay_ms
+            free.call = _unversioned(call).encode()
             state.failure_count += 1
 
     def failures(self) -> list[dict[str, Any]]:
@@ -113,25 +106,25 @@ class StateFile:
             if slot.call
         ]
 
-    def clear_failures(self, call: str | None = None) -> None:
-        """Take back the rules for one call, or all of them."""
-        wanted = _unversioned(call).encode() if call else None
+    def clear_failures(self) -> None:
         with self.changing() as state:
             for slot in state.failures:
-                if slot.call and wanted in (None, slot.call):
-                    slot.call = b""
-                    state.failure_count -= 1
+                slot.call = b""
+            state.failure_count = 0
 
-    def add_process(self, gpu: int, process: ProcessDescription) -> None:
-        """Put a process on a GPU; one that is there changes its memory."""
+    def add_process(self, gpu: int, pid: int, used_mib: int | None, kind: str, sm: int | None) -> None:
+        """Put a process on a GPU; one that is there is changed."""
         with self.changing() as state:
             slots = state.gpus[gpu].processes
-            slot = next((slot for slot in slots if slot.pid == process.pid), None) or next(
+            slot = next((slot for slot in slots if slot.pid == pid), None) or next(
                 (slot for slot in slots if not slot.pid), None
             )
             if slot is None:
                 raise StateError(f"no more than {layout.MAX_PROCESSES} processes on a GPU")
-            _fill_process(slot, process)
+            slot.type = PROCESS_TYPES[kind]
+            slot.used_mib = layout.UNKNOWN_MIB if used_mib is None else used_mib
+            slot.sm_percent = layout.UNSET if sm is None else sm
+            slot.pid = pid
 
     def remove_process(self, gpu: int, pid: int) -> bool:
         """Take a process off a GPU; false where it was not there."""
@@ -157,34 +150,19 @@ def _unversioned(call: str) -> str:
 
 
 def _fill(slot: layout.Gpu, gpu: GpuDescription) -> None:
-    kind = KINDS[gpu.kind]
+    kind = gpu.kind
     slot.uuid, slot.name = gpu.uuid.encode(), gpu.name.encode()
     slot.memory_mib = gpu.memory_mib
     slot.reserved_mib = gpu.memory_mib // 128  # made up, of the usual size
     slot.pci_domain, slot.pci_bus, slot.pci_device = gpu.pci
-    slot.pci_device_id = gpu.device << 16 | gpu.vendor
-    slot.pci_subsystem_id = kind.subsystem << 16 | gpu.vendor
-    slot.pci_class = kind.pci_class
-    slot.capability_major, slot.capability_minor = gpu.capability
-    slot.architecture = architecture(gpu.capability)
-    slot.brand = kind.brand
+    slot.pci_device_id = kind.device << 16 | VENDOR
+    slot.capability_major, slot.capability_minor = kind.capability
     slot.minor = gpu.minor
-    slot.link_generation_max, slot.link_width_max = gpu.link
-    slot.link_generation, slot.link_width = gpu.current_link
-    slot.mig_capable = gpu.mig is not None
-    slot.mig_current = slot.mig_pending = bool(gpu.mig)
+    slot.mig_capable = kind.mig
+    slot.mig_current = slot.mig_pending = gpu.mig
     slot.compute_mode = gpu.compute_mode
     slot.present = 1
     slot.lost, slot.lost_lookup = gpu.lost, ERRORS["gpu_is_lost"]
     slot.utilization = layout.UNSET
     slot.power_limit_mw = kind.power_limit_w * 1000
     slot.power_mw, slot.temperature_c = slot.power_limit_mw // 8, 32  # made up, as of an idle one
-    for place, process in zip(slot.processes, gpu.processes):
-        _fill_process(place, process)
-
-
-def _fill_process(slot: layout.Process, process: ProcessDescription) -> None:
-    slot.type = PROCESS_TYPES[process.type]
-    slot.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib
-    slot.sm_percent = layout.UNSET if process.sm is None else process.sm
-    slot.pid = process.pid

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from .catalog import KINDS, LINK_SPEEDS
+from .catalog import VENDOR
 from .description import GpuDescription, HostDescription
 
 MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
@@ -21,6 +21,8 @@ _DRIVER = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Fri Jun 13 09:12:41 UTC 2025
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14+deb12u1)
 """
+#: PCI Express: GT/s a lane of each generation, as the kernel prints it.
+_LINK_SPEEDS = {3: "8.0 GT/s PCIe", 4: "16.0 GT/s PCIe", 5: "32.0 GT/s PCIe"}
 _HOST_CONF = """\
 # The simulated host's; Cloudpods' host agent owns most keys of the real one.
 enable_cuda_mps: true
@@ -62,21 +64,14 @@ def plug_in(root: Path, gpu: GpuDescription) -> None:
     """Make the files of one GPU: what a kernel with a bound nvidia driver shows of it."""
     folder = _device_folder(root, gpu)
     os.makedirs(folder, exist_ok=True)
-    kind = KINDS[gpu.kind]
     attributes = {
-        "vendor": f"{gpu.vendor:#06x}",
-        "device": f"{gpu.device:#06x}",
-        "subsystem_vendor": f"{gpu.vendor:#06x}",
-        "subsystem_device": f"{kind.subsystem:#06x}",
-        "class": f"{kind.pci_class:#08x}",
+        "vendor": f"{VENDOR:#06x}",
+        "device": f"{gpu.kind.device:#06x}",
+        "class": "0x030200",  # a 3D controller
         "numa_node": str(gpu.numa_node),
-        "max_link_speed": LINK_SPEEDS[gpu.link[0]],
-        "max_link_width": str(gpu.link[1]),
-        "current_link_speed": LINK_SPEEDS[gpu.current_link[0]],
-        "current_link_width": str(gpu.current_link[1]),
-        "uevent": f"DRIVER=nvidia\nPCI_CLASS={kind.pci_class:X}\nPCI_ID={gpu.vendor:04X}:{gpu.device:04X}\n"
-                  f"PCI_SUBSYS_ID={gpu.vendor:04X}:{kind.subsystem:04X}\nPCI_SLOT_NAME={gpu.address}",
-    }  # fmt: skip
+        "max_link_speed": _LINK_SPEEDS[gpu.kind.generation],
+        "max_link_width": "16",
+    }
     for name, value in attributes.items():
         _write(folder / name, f"{value}\n")
     _link(folder / "driver", "../../../bus/pci/drivers/nvidia")

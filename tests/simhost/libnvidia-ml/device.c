@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include "nvml.h"
-#include "unsupported.h"
 
 enum { COMPUTE_DEFAULT = 0, COMPUTE_PROHIBITED = 2, COMPUTE_EXCLUSIVE_PROCESS = 3 };
 
@@ -12,16 +11,6 @@ typedef struct {
     unsigned int domain, bus, device, pci_device_id, pci_subsystem_id;
     char bus_id[32];
 } nvmlPciInfo_t;
-
-typedef struct { /* before nvmlDeviceGetPciInfo_v3 the last 16 bytes were reserved words */
-    char bus_id_legacy[16];
-    unsigned int domain, bus, device, pci_device_id, pci_subsystem_id, reserved[4];
-} nvmlPciInfo_v2_t;
-
-typedef struct {
-    unsigned int version, domain, bus, device, pci_device_id, pci_subsystem_id, base_class, sub_class;
-    char bus_id[32];
-} nvmlPciInfoExt_v1_t;
 
 typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } nvmlMemory_v2_t;
@@ -47,19 +36,10 @@ NVML nvmlDeviceGetName(nvmlDevice_t gpu, char *name, unsigned int size)
     }
 
 NUMBER_OF_GPU(nvmlDeviceGetMinorNumber, gpu->minor)
-NUMBER_OF_GPU(nvmlDeviceGetArchitecture, gpu->architecture)
-NUMBER_OF_GPU(nvmlDeviceGetBrand, gpu->brand)
-NUMBER_OF_GPU(nvmlDeviceGetMaxPcieLinkGeneration, gpu->link_generation_max)
-NUMBER_OF_GPU(nvmlDeviceGetGpuMaxPcieLinkGeneration, gpu->link_generation_max)
-NUMBER_OF_GPU(nvmlDeviceGetMaxPcieLinkWidth, gpu->link_width_max)
-NUMBER_OF_GPU(nvmlDeviceGetCurrPcieLinkGeneration, gpu->link_generation)
-NUMBER_OF_GPU(nvmlDeviceGetCurrPcieLinkWidth, gpu->link_width)
-NUMBER_OF_GPU(nvmlDeviceGetPersistenceMode, gpu->persistence)
+NUMBER_OF_GPU(nvmlDeviceGetPersistenceMode, 0)
 NUMBER_OF_GPU(nvmlDeviceGetDisplayActive, 0)
-NUMBER_OF_GPU(nvmlDeviceGetDisplayMode, 0)
-NUMBER_OF_GPU(nvmlDeviceGetPerformanceState, 0)
-NUMBER_OF_GPU(nvmlDeviceGetMaxMigDeviceCount, gpu->mig_capable ? 7 : 0)
 NUMBER_OF_GPU(nvmlDeviceIsMigDeviceHandle, 0)
+NUMBER_OF_GPU(nvmlDeviceGetPerformanceState, 0)
 
 NVML nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor)
 {
@@ -74,37 +54,9 @@ NVML nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
     ENTER_DEVICE(gpu, pci);
     *pci = (nvmlPciInfo_t){
         .domain = gpu->pci_domain, .bus = gpu->pci_bus, .device = gpu->pci_device,
-        .pci_device_id = gpu->pci_device_id, .pci_subsystem_id = gpu->pci_subsystem_id,
+        .pci_device_id = gpu->pci_device_id,
     };
     snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%04X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
-    snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
-    return SUCCESS;
-}
-
-NVML nvmlDeviceGetPciInfo_v2(nvmlDevice_t gpu, nvmlPciInfo_v2_t *pci)
-{
-    nvmlPciInfo_t full;
-    nvmlReturn_t error = nvmlDeviceGetPciInfo_v3(gpu, &full);
-
-    if (!error && !pci)
-        error = INVALID_ARGUMENT;
-    if (!error) {
-        memset(pci, 0, sizeof *pci);
-        memcpy(pci, &full, offsetof(nvmlPciInfo_v2_t, reserved));
-    }
-    return error;
-}
-
-NVML nvmlDeviceGetPciInfo(nvmlDevice_t gpu, nvmlPciInfo_v2_t *pci) { return nvmlDeviceGetPciInfo_v2(gpu, pci); }
-
-NVML nvmlDeviceGetPciInfoExt(nvmlDevice_t gpu, nvmlPciInfoExt_v1_t *pci)
-{
-    ENTER_DEVICE(gpu, pci);
-    if (pci->version != (sizeof *pci | 1u << 24))
-        return ARGUMENT_VERSION_MISMATCH;
-    pci->domain = gpu->pci_domain, pci->bus = gpu->pci_bus, pci->device = gpu->pci_device;
-    pci->pci_device_id = gpu->pci_device_id, pci->pci_subsystem_id = gpu->pci_subsystem_id;
-    pci->base_class = gpu->pci_class >> 16, pci->sub_class = gpu->pci_class >> 8 & 0xff;
     snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
     return SUCCESS;
 }
@@ -172,15 +124,6 @@ NVML nvmlDeviceSetComputeMode(nvmlDevice_t gpu, unsigned int mode)
     return SUCCESS;
 }
 
-NVML nvmlDeviceSetPersistenceMode(nvmlDevice_t gpu, unsigned int mode)
-{
-    ENTER_DEVICE(gpu, mode <= 1);
-    if (geteuid() != 0)
-        return NO_PERMISSION;
-    __atomic_store_n(&gpu->persistence, mode, __ATOMIC_RELEASE);
-    return SUCCESS;
-}
-
 NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
 {
     ENTER_DEVICE(gpu, current && pending);
@@ -188,13 +131,6 @@ NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int 
         return NOT_SUPPORTED;
     *pending = gpu->mig_pending;
     return give(current, gpu->mig_current);
-}
-
-/* MIG mode without a MIG device in it: an index that is in range is not found. */
-NVML nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t gpu, unsigned int index, nvmlDevice_t *device)
-{
-    ENTER_DEVICE(gpu, device && (!gpu->mig_capable || index < 7));
-    return gpu->mig_capable ? NOT_FOUND : NOT_SUPPORTED;
 }
 
 NVML nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *utilization)
@@ -208,7 +144,6 @@ NVML nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *utilizat
 
 NUMBER_OF_GPU(nvmlDeviceGetPowerUsage, gpu->power_mw)
 NUMBER_OF_GPU(nvmlDeviceGetEnforcedPowerLimit, gpu->power_limit_mw)
-NUMBER_OF_GPU(nvmlDeviceGetPowerManagementLimit, gpu->power_limit_mw)
 
 NVML nvmlDeviceGetTemperature(nvmlDevice_t gpu, unsigned int sensor, unsigned int *temperature)
 {
@@ -216,12 +151,31 @@ NVML nvmlDeviceGetTemperature(nvmlDevice_t gpu, unsigned int sensor, unsigned in
     return give(temperature, gpu->temperature_c);
 }
 
-/* All take the GPU first; what else they take is left alone, which the C ABIs of Linux allow. */
+/* What nvidia-smi 535 and 550 look up and this host does not measure: N/A, where a call that does not exist is ERR!.
+ * All take the GPU first; what else they take is left alone, which the C ABIs of Linux allow. */
 #define UNSUPPORTED(function)             \
     NVML function(nvmlDevice_t gpu)       \
     {                                     \
         ENTER_DEVICE(gpu, true);          \
         return NOT_SUPPORTED;             \
     }
+#define GET(what) UNSUPPORTED(nvmlDeviceGet##what)
 
-UNSUPPORTED_CALLS(UNSUPPORTED)
+UNSUPPORTED(nvmlDeviceSetPersistenceMode)
+GET(AccountingBufferSize) GET(AccountingMode) GET(AccountingPids) GET(AccountingStats)
+GET(ApplicationsClock) GET(Architecture) GET(Attributes_v2) GET(AutoBoostedClocksEnabled)
+GET(BAR1MemoryInfo) GET(BoardId) GET(BoardPartNumber) GET(Brand) GET(BridgeChipInfo) GET(Clock)
+GET(ClockInfo) GET(CpuAffinity) GET(CurrPcieLinkGeneration) GET(CurrPcieLinkWidth)
+GET(CurrentClocksThrottleReasons) GET(DecoderUtilization) GET(DefaultApplicationsClock) GET(DisplayMode)
+GET(DriverModel) GET(EccMode) GET(EncoderSessions) GET(EncoderStats) GET(EncoderUtilization)
+GET(FBCSessions) GET(FBCStats) GET(FanSpeed) GET(GpcClkVfOffset) GET(GpuMaxPcieLinkGeneration)
+GET(GpuOperationMode) GET(GspFirmwareMode) GET(GspFirmwareVersion) GET(InforomImageVersion)
+GET(InforomVersion) GET(JpgUtilization) GET(LastBBXFlushTime) GET(MaxClockInfo) GET(MaxMigDeviceCount)
+GET(MaxPcieLinkGeneration) GET(MaxPcieLinkWidth) GET(MemoryAffinity) GET(MemoryErrorCounter)
+GET(MigDeviceHandleByIndex) GET(ModuleId) GET(MultiGpuBoard) GET(NumaNodeId) GET(OfaUtilization)
+GET(PcieReplayCounter) GET(PcieThroughput) GET(PowerManagementDefaultLimit) GET(PowerManagementLimit)
+GET(PowerManagementLimitConstraints) GET(PowerManagementMode) GET(PowerState) GET(RemappedRows)
+GET(RetiredPages) GET(RetiredPagesPendingStatus) GET(RetiredPages_v2) GET(RowRemapperHistogram)
+GET(Serial) GET(SramEccErrorStatus) GET(SupportedClocksThrottleReasons) GET(SupportedGraphicsClocks)
+GET(SupportedMemoryClocks) GET(TemperatureThreshold) GET(TotalEccErrors) GET(VbiosVersion)
+GET(ViolationStatus) GET(VirtualizationMode)

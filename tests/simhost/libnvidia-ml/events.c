@@ -90,8 +90,3 @@ NVML nvmlEventSetWait_v2(struct event_set *set, nvmlEventData_t *data, unsigned 
             return TIMEOUT;
     }
 }
-
-NVML nvmlEventSetWait(struct event_set *set, nvmlEventData_t *data, unsigned int timeout_ms)
-{
-    return nvmlEventSetWait_v2(set, data, timeout_ms);
-}

@@ -7,14 +7,9 @@ static pthread_mutex_t init_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 NVML nvmlInitWithFlags(unsigned int flags)
 {
-    nvmlReturn_t error = SUCCESS;
-
     (void)flags;
     pthread_mutex_lock(&init_mutex);
-    if (!map_state())
-        error = UNKNOWN;
-    else
-        error = injected(__func__, -1);
+    nvmlReturn_t error = map_state() ? injected(__func__, -1) : UNKNOWN;
     if (!error && !references)
         find_gpus();
     if (!error)
@@ -24,7 +19,6 @@ NVML nvmlInitWithFlags(unsigned int flags)
 }
 
 NVML nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
-NVML nvmlInit(void) { return nvmlInitWithFlags(0); }
 
 NVML nvmlShutdown(void)
 {
@@ -62,22 +56,11 @@ NVML nvmlSystemGetDriverVersion(char *version, unsigned int size)
     return give_text(version, size, state->driver_version);
 }
 
-NVML nvmlSystemGetNVMLVersion(char *version, unsigned int size)
-{
-    ENTER(version);
-    return give_text(version, size, state->nvml_version);
-}
-
-NVML nvmlSystemGetCudaDriverVersion(int *version)
-{
-    ENTER(version);
-    *version = (int)state->cuda_version;
-    return SUCCESS;
-}
-
 NVML nvmlSystemGetCudaDriverVersion_v2(int *version)
 {
     ENTER(version);
     *version = (int)state->cuda_version;
     return SUCCESS;
 }
+
+NVML nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }

@@ -35,21 +35,13 @@ static nvmlReturn_t look_up(const char *call, struct sim_gpu *gpu, nvmlDevice_t 
     return error ? error : gpu ? found(gpu, device) : NOT_FOUND;
 }
 
-static nvmlReturn_t count_gpus(unsigned int *count) { return give(count, order_count); }
-
-NVML nvmlDeviceGetCount_v2(unsigned int *count) { ENTER(count); return count_gpus(count); }
-NVML nvmlDeviceGetCount(unsigned int *count) { ENTER(count); return count_gpus(count); }
+NVML nvmlDeviceGetCount_v2(unsigned int *count) { ENTER(count); return give(count, order_count); }
 
 NVML nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device)
 {
     if (references && (!device || index >= order_count))
         return INVALID_ARGUMENT;
     return look_up(__func__, references ? &state->gpus[order[index]] : NULL, device);
-}
-
-NVML nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device)
-{
-    return nvmlDeviceGetHandleByIndex_v2(index, device);
 }
 
 NVML nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
@@ -87,17 +79,6 @@ NVML nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
         if (has_address(&state->gpus[order[i]], address))
             gpu = &state->gpus[order[i]];
     return look_up(__func__, gpu, device);
-}
-
-NVML nvmlDeviceGetHandleByPciBusId(const char *address, nvmlDevice_t *device)
-{
-    return nvmlDeviceGetHandleByPciBusId_v2(address, device);
-}
-
-NVML nvmlDeviceGetHandleBySerial(const char *serial, nvmlDevice_t *device)
-{
-    ENTER(serial && device);
-    return NOT_FOUND;
 }
 
 NVML nvmlDeviceGetIndex(nvmlDevice_t gpu, unsigned int *index)

@@ -4,10 +4,9 @@
 
 #include "nvml.h"
 
-typedef struct { unsigned int pid; unsigned long long used; } nvmlProcessInfo_v1_t;
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; }
     nvmlProcessInfo_v2_t;
-typedef struct { /* nvidia-smi's own; versions 1 and 2 are how it begins */
+typedef struct { /* nvidia-smi's own; NVML's is how it begins */
     unsigned int pid;
     unsigned long long used;
     unsigned int gpu_instance, compute_instance;
@@ -72,22 +71,15 @@ static nvmlReturn_t give_processes(struct sim_gpu *gpu, uint32_t type, unsigned 
     return n > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-#define PROCESSES(function, type, entry)                                                       \
-    NVML function(nvmlDevice_t gpu, unsigned int *count, entry *processes)                     \
+#define PROCESSES(function, type)                                                              \
+    NVML function(nvmlDevice_t gpu, unsigned int *count, nvmlProcessInfo_v2_t *processes)      \
     {                                                                                          \
         ENTER_DEVICE(gpu, count && (processes || !*count));                                    \
-        return give_processes(gpu, type, count, processes, sizeof(entry));                     \
+        return give_processes(gpu, type, count, processes, sizeof *processes);                 \
     }
 
-PROCESSES(nvmlDeviceGetComputeRunningProcesses, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v1_t)
-PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
-PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
-PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, SIM_PROCESS_MPS, nvmlProcessInfo_v1_t)
-PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
-PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
-PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v1_t)
-PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
-PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS)
 
 typedef struct {
     unsigned int pid;
@@ -136,8 +128,8 @@ static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
     }
 
 PRIVATE_PROCESSES(nvmlDeviceGetComputeRunningProcesses_private, SIM_PROCESS_COMPUTE)
-PRIVATE_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_private, SIM_PROCESS_GRAPHICS)
 PRIVATE_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_private, SIM_PROCESS_MPS)
+PRIVATE_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_private, 0) /* there are none */
 
 /*
  * nvidia-smi refuses a library without this ("Mismatch in versions"). A table begins with its size in bytes. The

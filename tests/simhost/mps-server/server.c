@@ -5,9 +5,7 @@
  *
  * The file `behaviour` beside it says in words what it does:
  * `asked`: the control daemon is one that asks for its status, and whether it can end (550);
- * `starting`: it is not ready until the word goes;
- * `failing`: it exits with 1, as without a GPU;
- * `following`: it ends when the control daemon does; else it serves on until its last client is gone. */
+ * `failing`: it exits with 1, as without a GPU. */
 #define _GNU_SOURCE
 #include <libgen.h>
 #include <limits.h>
@@ -73,10 +71,10 @@ static void leave_control(void)
     control = -1;
 }
 
-/* The control daemon went without a word. */
+/* The control daemon went without a word: it serves on until its last client is gone. */
 static void lose_control(void)
 {
-    if (!is_ready || behaves("following"))
+    if (!is_ready)
         exit(1);
     leave_control();
 }
@@ -280,10 +278,7 @@ static void serve(void)
 
 int main(void)
 {
-    pid_t parent = getppid();
     signal(SIGINT, SIG_DFL); /* which ends it by force; a shell may have it ignored */
-    while (behaves("starting") && getppid() == parent)
-        usleep(5000);
     if (behaves("failing"))
         return 1;
     connect_to_control();

@@ -102,14 +102,12 @@ def test_ctl_does_each_of_its_commands() -> None:
     simhost-ctl xid 0 31
     simhost-ctl fail nvmlDeviceGetUUID gpu_is_lost --gpu 0 --times 2 --delay-ms 5
     simhost-ctl lose 0
-    simhost-ctl hide-library
     simhost-ctl show
     """
     shown = json.loads(run("--", "sh", "-c", script).stdout)
     (gpu,) = shown["gpus"]
     assert (gpu["compute_mode"], gpu["lost"], gpu["present"]) == ("exclusive_process", True, True)
     assert gpu["processes"] == [{"pid": 78, "used_mib": 20, "type": "M+C"}]
-    assert shown["library"] is False
     assert shown["failures"] == [
         {"call": "nvmlDeviceGetUUID", "error": "gpu_is_lost", "gpu": 0, "times": 2, "delay_ms": 5}
     ]
@@ -117,10 +115,8 @@ def test_ctl_does_each_of_its_commands() -> None:
 
 def test_ctl_takes_it_all_back(tmp_path: Path) -> None:
     file = tmp_path / "gpus.yml"
-    file.write_text(
-        "gpus: [{kind: a100, mig: true}, {kind: t4, lost: true}]\nfailures: [{call: '*', error: unknown}]\n"
-    )
-    steps = ["mig 0 off", "remove 0", "restore 0", "restore 1", "clear", "hide-library", "show-library"]
+    file.write_text("gpus: [{kind: a100, mig: true}, {kind: t4, lost: true}]\n")
+    steps = ["mig 0 off", "remove 0", "restore 0", "restore 1", "load 0 97", "fail '*' unknown", "clear"]
     script = " && ".join([*(f"simhost-ctl {step}" for step in steps), "nvidia-smi -L | wc -l"])
     assert run("--gpus", str(file), "--", "sh", "-c", script).stdout == "2\n"
 
@@ -128,7 +124,7 @@ def test_ctl_takes_it_all_back(tmp_path: Path) -> None:
 def test_ctl_refuses_what_cannot_be() -> None:
     script = "simhost-ctl lose 1; simhost-ctl process 0 remove 5; simhost-ctl mig 0 on"
     done = run("--", "sh", "-c", script)
-    wrong = ("GPU 1: the host has GPUs 0 to 0", "no process 5 on GPU 0", "a tesla-p40 has no MIG mode")
+    wrong = ("GPU 1: the host has GPUs 0 to 0", "no process 5 on GPU 0", "a Tesla P40 has no MIG mode")
     assert (done.returncode, done.stderr) == (2, "".join(f"simhost-ctl: {words}\n" for words in wrong))
 
 

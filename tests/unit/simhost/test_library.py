@@ -32,8 +32,3 @@ def test_state_of_another_version_is_refused_by_both_sides(make_host: MakeHost) 
     with pytest.raises(StateError, match="use a new root"):
         SimHost.attach(host.root)
     assert "no state of this library's layout" in host.run(["nvidia-smi", "-L"]).stderr
-
-
-def test_a_folder_without_a_host_is_no_host(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="no simulated host here"):
-        SimHost.attach(tmp_path)

@@ -27,7 +27,6 @@ def test_reference_case_is_as_the_kernel_shows_it(make_host: MakeHost) -> None:
     assert shown["class"] == "0x030200\n"
     assert shown["numa_node"] == "-1\n"
     assert (shown["max_link_speed"], shown["max_link_width"]) == ("8.0 GT/s PCIe\n", "16\n")
-    assert (shown["current_link_speed"], shown["current_link_width"]) == ("8.0 GT/s PCIe\n", "16\n")
     driver = host.root / "sys/bus/pci/devices/0000:00:06.0/driver"
     assert driver.resolve() == (host.root / "sys/bus/pci/drivers/nvidia").resolve()
     by_path = host.root / "dev/dri/by-path"
@@ -57,15 +56,6 @@ def test_configuration_shares_every_gpu(make_host: MakeHost) -> None:
     }
 
 
-def test_links_numa_nodes_and_domains_are_the_descriptions(make_host: MakeHost) -> None:
-    link = {"speed": 64, "width": 8}
-    host = make_host([{"kind": "b200", "pci": "10000:e1:00.0", "numa_node": 3, "link": link, "render": 200}])
-    shown = attributes(host, "10000:e1:00.0")
-    assert (shown["max_link_speed"], shown["max_link_width"]) == ("64.0 GT/s PCIe\n", "8\n")
-    assert shown["numa_node"] == "3\n"
-    assert os.readlink(host.root / "dev/dri/by-path/pci-10000:e1:00.0-render") == "../renderD200"
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
 def test_temporary_root_is_removed_when_the_host_cannot_be_made(make_host: MakeHost) -> None:
     create = "from simhost import SimHost; SimHost.create()"
@@ -87,7 +77,7 @@ def test_named_root_keeps_its_state_and_edits(tmp_path: Path) -> None:
         host.gpus[0].compute_mode = "prohibited"
     with SimHost.create(None, root) as again:
         assert again.gpus[0].compute_mode == "prohibited"
-        assert again.gpus[0].description.kind == "t4"
+        assert again.gpus[0].description.name == "Tesla T4"
     assert configuration.read_text() == "enable_cuda_mps: false\n"
     with pytest.raises(StateError, match="holds a host of another description"):
         SimHost.create([{"kind": "l4"}], root)
