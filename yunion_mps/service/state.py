@@ -89,7 +89,7 @@ def not_ready_reasons(snapshot: Snapshot) -> list[str]:
     unusable = unusable_reasons(snapshot)
     if not snapshot.enabled or not all(unusable.values()):
         return []
-    lines = [snapshot.notice]
+    lines: list[str] = [snapshot.notice]
     lines += [f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains if one.state != READY]
     faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
     lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]
