@@ -6,6 +6,7 @@ is a client here. Only a re-exec is not asked for at random, because it ends con
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import requests
 import schemathesis
 from openapi_schema_validator import OAS31Validator
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_WAIT_S
@@ -34,6 +36,9 @@ SETTINGS: dict[str, Any] = {
     "cache": {"enabled": False},
     "analysis": {"constants": {"enabled": False}},
 }
+
+#: What is said of members that are right by themselves, but not together; a schema does not tell.
+CONTRADICTION = re.compile("cannot be combined|mutually exclusive|requires|does not apply to kind name")
 
 DOCUMENT: Any = document()
 api = schemathesis.openapi.from_dict(DOCUMENT, config=schemathesis.Config.from_dict(SETTINGS))
@@ -75,7 +80,9 @@ def test_the_daemon_answers_every_request_as_its_document_says(
     body: Any = case.body
     if isinstance(body, dict) and body.get("wait_s") in range(1, MAX_WAIT_S + 1):
         body["wait_s"] = 0
-    case.call_and_validate(base_url=BASE, session=session)
+    response = case.call(base_url=BASE, session=session)
+    contradicts = response.status_code == 400 and CONTRADICTION.search(response.text)
+    case.validate_response(response, excluded_checks=[positive_data_acceptance] if contradicts else [])
 
 
 def test_the_program_after_a_reexec_answers_as_the_document_says(daemon_of_three: Daemon) -> None:

@@ -140,13 +140,15 @@ class ReadOnlyHandler:
         if refusal:
             return refusal
         if request.method not in ("GET", "HEAD"):
-            return problem(405, f"{request.method} is not supported here", headers=(("Allow", "GET, HEAD"),))
+            return problem(
+                405, f"{request.method} is not supported here", "use GET", (("Allow", "GET, HEAD"),)
+            )
         try:
             return self._route(urlsplit(request.target), request)
         except BadRequestError as error:
             return problem(400, error.message, error.hint)
         except ValueError:
-            return problem(400, "the request's target is not a valid URL")
+            return problem(400, "the request's target is not a valid URL", "write a path such as /")
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         raise NotImplementedError

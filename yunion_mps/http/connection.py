@@ -179,10 +179,12 @@ class Connection(asyncio.BufferedProtocol):
             more = self._handle()
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
-            why = f"the request is not valid HTTP: {error}"
+            what = str(error).partition(":")[0]  # h11 adds the bytes
+            why, hint = f"the request is not valid HTTP: {what}", "send HTTP/1.1 requests, as curl does"
             if status == 431:
                 why = f"the request's header is larger than {self._limits.head_bytes} bytes"
-            self._refuse(problem(status, why))
+                hint = "send fewer or shorter headers"
+            self._refuse(problem(status, why, hint))
             return
         if self._pending:
             if len(self._http.trailing_data[0]) <= BUFFER_BYTES:
@@ -259,7 +261,9 @@ class Connection(asyncio.BufferedProtocol):
         if failure:  # without an answer, the client would wait forever
             log.error("a request could not be answered", exc_info=failure)
         self._respond(
-            problem(500, "internal error in the daemon; see its log") if failure else awaited.result()
+            problem(500, "internal error", "see the service's log: journalctl -u 'yunion-mps-*'")
+            if failure
+            else awaited.result()
         )
         if not self._transport.is_closing():
             self._process()
@@ -329,6 +333,6 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_admitted:
             self._refuse(TOO_MANY)
         elif self._request_has_begun and not self._blocked and not self._transport.is_closing():
-            self._refuse(problem(408, "the request did not arrive in time"))
+            self._refuse(problem(408, "the request did not arrive in time", "send it at once"))
         else:
             self._transport.abort()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps.escaping import printable
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operation import ConflictingParametersError
 from yunion_mps.http.operations import COMMAND_LENGTH
+from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder
 from yunion_mps.service.clients import ClientService
@@ -153,17 +153,11 @@ class Handlers:
         idempotency_key: str | None,
     ) -> answers.LeaseRecord | Created:
         if memory_mib is not None and memory_units is not None:
-            raise ConflictingParametersError(
-                "memory_mib and memory_units are mutually exclusive", "use one of them"
-            )
+            raise BadRequestError("memory_mib and memory_units are mutually exclusive", "use one of them")
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
-            raise ConflictingParametersError(
-                "devices cannot be combined with count or memory", "omit one of them"
-            )
+            raise BadRequestError("devices cannot be combined with count or memory", "omit one of them")
         if across and count == 1:
-            raise ConflictingParametersError(
-                "across requires several devices, but count is 1", "set count to 2 or more"
-            )
+            raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
         mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, allow_unlimited)
         queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
@@ -197,21 +191,19 @@ def _holder(
     name: str | None,
     ttl_s: int | None,
 ) -> Holder:
-    """The holder that the members name; raises ConflictingParametersError, NotFoundError, NotAllowedError."""
+    """The holder that the members name; raises BadRequestError, NotFoundError, NotAllowedError."""
     if (kind or (name and "name")) == "name":
         if not name or ttl_s is None:
-            what = "a holder of kind name needs both a name and a time to live"
-            raise ConflictingParametersError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
+            what = "a holder of kind name requires both name and ttl_s"
+            raise BadRequestError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
         for member, value in (("pid", pid), ("command", command)):
             if value is not None:
-                raise ConflictingParametersError(
-                    f"holder.{member} does not apply to kind name", "omit one of them"
-                )
+                raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")
         return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).owner.unit)
     for member, value in (("name", name), ("ttl_s", ttl_s)):
         if value is not None:
-            raise ConflictingParametersError(f"holder.{member} requires kind name", "omit one of them")
+            raise BadRequestError(f"holder.{member} requires kind name", "omit one of them")
     if kind == "connection" and pid not in (None, request.pid):
-        raise ConflictingParametersError("holder.pid requires kind process or container", "omit one of them")
+        raise BadRequestError("holder.pid requires kind process or container", "omit one of them")
     holder = process_holder(_caller(request), kind or "process", request.pid if pid is None else pid)
     return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))

@@ -51,7 +51,7 @@ Answer = Union[Response, Awaitable[Response]]
 
 
 def problem(
-    status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = (), code: str = ""
+    status: int, detail: str, hint: str, headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
     """An error as problem details; `code` is the reason code, by default the status's."""
     from http import HTTPStatus  # 3 ms, which a client need not pay

@@ -24,7 +24,6 @@ from yunion_mps.http.parameters import (
     body_arguments,
     query_arguments,
 )
-from yunion_mps.reasons import INVALID_REQUEST
 
 T = TypeVar("T")
 
@@ -37,11 +36,6 @@ SLOW_S = 150.0
 
 #: Who has access: every user that can connect; the owner and root (`service.permissions`); only root.
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
-
-
-class ConflictingParametersError(YunionError):
-    exit_code = 2
-    code = INVALID_REQUEST
 
 
 #: The status of each class of errors, subclasses first; 409 for all others.

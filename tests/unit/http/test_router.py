@@ -274,7 +274,7 @@ def test_an_idempotency_key_has_a_form(shared: Router, key: str) -> None:
 
 NAMED = "devices cannot be combined with count or memory"
 TOGETHER = "memory_mib and memory_units are mutually exclusive"
-NEEDS = "a holder of kind name needs both a name and a time to live"
+NEEDS = "a holder of kind name requires both name and ttl_s"
 SO = 'write "holder": {"name": "job-17", "ttl_s": 600}'
 LEAVE_OUT = "omit one of them"
 
@@ -302,7 +302,7 @@ LEAVE_OUT = "omit one of them"
 def test_members_of_a_lease_request_that_contradict_each_other_are_refused(
     shared: Router, words: str, detail: str, hint: str
 ) -> None:
-    assert problem(ask(shared, "/v1/leases", "POST", posted(words)[0])) == (409, detail, hint)
+    assert problem(ask(shared, "/v1/leases", "POST", posted(words)[0])) == (400, detail, hint)
 
 
 @pytest.mark.parametrize(
