@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
     scripts = os.path.dirname(here)
-    # The checkout's own yunion_mps, of which the clients' CUDA comes, works without being installed.
+    # The clients use CUDA through the checkout's own yunion_mps, which does not have to be installed.
     sys.path[:] = [scripts, os.path.dirname(scripts), *(path for path in sys.path if path != here)]
     if sys.argv[1:2] == ["--client"]:
         from gpu_check.client import main as client

@@ -1,4 +1,4 @@
-"""`scripts/gpu-check`: look, measure, write; whatever happens, end what was started."""
+"""`scripts/gpu-check`: find a GPU, run the steps, write the results, and end all processes of the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 from gpu_check import (
     page,
+    steps_daemon,
     steps_ends,
     steps_faults,
     steps_look,
     steps_memory,
-    steps_ours,
     steps_recovery,
     steps_sharing,
     steps_users,
 )
-from gpu_check.host import Found, NoGpu, look, meet, notes
+from gpu_check.host import DriverFiles, NoGpu, find_driver, notes, probe
 from gpu_check.processes import become_subreaper, end_all
 from gpu_check.runner import run_steps
 from gpu_check.values import Host, Step
@@ -46,12 +46,12 @@ STEPS: tuple[Step, ...] = (
     *steps_faults.STEPS,
     *steps_users.STEPS,
     *steps_recovery.STEPS,
-    *steps_ours.STEPS,
+    *steps_daemon.STEPS,
 )
 
 
 class Interrupted(BaseException):
-    """A signal asked for the end; the text is its number."""
+    """A signal interrupted the run; the text is its number."""
 
 
 def main(arguments: Sequence[str], steps: Sequence[Step] = STEPS) -> int:
@@ -93,24 +93,31 @@ def _interrupt(number: int, _: object) -> None:
 def _parse(arguments: Sequence[str], steps: Sequence[Step]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("gpu-check", description=_DESCRIPTION)
     names = [step.name for step in steps]
-    parser.add_argument("--output", metavar="DIR", default=os.path.join(_CHECKOUT, "docs/gpu"))
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        default=os.path.join(_CHECKOUT, "docs/gpu"),
+        help="directory for the results (default: docs/gpu)",
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit of the whole run (default: 8)")
-    parser.add_argument("--device", type=int, default=0, help="the GPU's number in PCI order (default: 0)")
-    parser.add_argument("--programs", metavar="DIR", default="", help="search here first for programs")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU in PCI order (default: 0)")
+    parser.add_argument(
+        "--programs", metavar="DIR", default="", help="directory to search first for NVIDIA's programs"
+    )
     parser.add_argument("--only", metavar="STEP[,STEP...]", help="run only these steps, in this order")
     parser.add_argument("--list", action="store_true", help="list the steps, and exit")
     options = parser.parse_args(arguments)
     options.only = [name for name in (options.only or "").split(",") if name]
     unknown = [name for name in options.only if name not in names]
     if unknown:
-        parser.error(f"no such step: {', '.join(unknown)} (there are: {', '.join(names)})")
+        parser.error(f"unknown step: {', '.join(unknown)} (choose from: {', '.join(names)})")
     return options
 
 
 def _measure(options: argparse.Namespace, steps: Sequence[Step], directory: str) -> int:
     start_s = time.monotonic()
-    found = look(options.programs)
-    host = meet(found, directory, options.device)
+    found = find_driver(options.programs)
+    host = probe(found, directory, options.device)
     result = _head(found, host, steps)
     os.makedirs(options.output, exist_ok=True)
     stem = _stem(options.output, result["date"], host.gpu["name"])
@@ -127,12 +134,12 @@ def _measure(options: argparse.Namespace, steps: Sequence[Step], directory: str)
     return 0
 
 
-def _head(found: Found, host: Host, steps: Sequence[Step]) -> dict[str, Any]:
+def _head(found: DriverFiles, host: Host, steps: Sequence[Step]) -> dict[str, Any]:
     now = dt.datetime.now(dt.timezone.utc)
     return {
         "version": 1,
         "date": now.strftime("%Y-%m-%d"),
-        "begun": now.isoformat(timespec="seconds"),
+        "started": now.isoformat(timespec="seconds"),
         "seconds": 0.0,
         "gpu": host.gpu,
         "settings": host.settings,
@@ -160,7 +167,7 @@ def _try(make: Callable[[Host], list[str]], host: Host) -> list[str]:
 
 
 def _stem(folder: str, date: str, name: str) -> str:
-    """A file name that is not taken, without its ending."""
+    """Return the path of new result files, without the extension."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
     stem = os.path.join(folder, f"{date}-{slug}")
     number = 2
@@ -171,7 +178,7 @@ def _stem(folder: str, date: str, name: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Put the file in its place whole, so that an interrupted run leaves the one before."""
+    """Replace the file atomically, so that an interrupted run leaves the previous version."""
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(f"{path}.new", path)

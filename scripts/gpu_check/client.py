@@ -1,8 +1,8 @@
-"""One CUDA client, in a process of its own so that it has its own environment: `gpu-check --client`.
+"""One CUDA client, in its own process so that it has its own environment: `gpu-check --client`.
 
-It reads commands from standard input and writes events to standard output, one JSON object a line. Every
-event has `t`, the machine's monotonic clock in seconds. First comes `started`, then `ready` or `error`; a
-command is answered with `reply`. It ends with its input.
+It reads commands from standard input and writes events to standard output, one JSON object per line. Every
+event has `t`, the machine's monotonic clock in seconds. The first event is `started`, the next `ready` or
+`error`; each command gets a `reply`. The client exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FAULT = """
 
 
 class TimedDriver(CudaDriver):
-    """Remembers how long the calls of a start took; raises CudaError."""
+    """Records how long the startup calls took; raises CudaError."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -69,7 +69,7 @@ class TimedDriver(CudaDriver):
 
 
 class CheckedGpu(CudaGpu):
-    """The GPU with all that the steps ask about it."""
+    """The GPU, with the queries and the faulty kernel that the steps need."""
 
     def __init__(self, driver: TimedDriver, ordinal: int) -> None:
         super().__init__(driver, ordinal, WORK + _FAULT)
@@ -77,7 +77,7 @@ class CheckedGpu(CudaGpu):
         self._fault = self._function("fault")
 
     def facts(self) -> dict[str, Any]:
-        """What the device says of itself, as it looks from this client."""
+        """What CUDA reports about the device to this client."""
         version, total, count = c_int(), c_size_t(), c_int()
         self._call("cuDriverGetVersion", byref(version))
         self._call("cuDeviceTotalMem_v2", byref(total), self._device)
@@ -103,7 +103,7 @@ class CheckedGpu(CudaGpu):
         return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
     def fault(self) -> None:
-        """Store to an address that is not there; raises CudaError, and this context is lost after it."""
+        """Write to an invalid address; raises CudaError and makes this context unusable."""
         address = c_uint64(_BAD_ADDRESS)
         self._launch(self._fault, 1, 1, (c_void_p * 1)(ctypes.addressof(address)))
         self._call("cuCtxSynchronize")
@@ -114,7 +114,7 @@ class CheckedGpu(CudaGpu):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be a client until the input ends; returns 3 if no GPU works for it."""
+    """Run a client until its input ends; returns 3 if it cannot use a GPU."""
     options = _parse(arguments)
     die_with_parent()
     if options.uid is not None:
@@ -145,11 +145,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _become(uid: int) -> None:
-    """Be another user, once everything is imported that this one may not be able to read."""
+    """Switch to another user, after importing what that user may not be able to read."""
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
-    # A process that changed its user is hidden in /proc from its new user; a real client is not.
+    # Its new user cannot inspect a process that has changed its user, but can inspect a real client.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     die_with_parent()
 
@@ -159,7 +159,7 @@ def _say(event: str, **values: Any) -> None:
 
 
 class Commands:
-    """What a client can be told to do, each command a method of its name."""
+    """The client's commands, each a method of that name."""
 
     def __init__(self, gpu: CheckedGpu) -> None:
         self._gpu = gpu
@@ -167,7 +167,7 @@ class Commands:
         self._ended = False
 
     def serve(self) -> None:
-        """Obey until the input ends."""
+        """Execute commands until the input ends."""
         while (line := self._line(None)) is not None:
             request = json.loads(line)
             name = request.pop("do")
@@ -181,7 +181,7 @@ class Commands:
             _say("reply", to=name, **reply)
 
     def _line(self, timeout_s: float | None) -> bytes | None:
-        """The next line; None at the input's end, or b"" if none came in time."""
+        """Return the next line; None at the end of the input, b"" at the timeout."""
         while b"\n" not in self._input:
             if self._ended:
                 return None
@@ -194,12 +194,12 @@ class Commands:
         return line
 
     def memory(self) -> dict[str, Any]:
-        """What this client sees of the memory."""
+        """Free and total memory as seen by this client."""
         free, total = self._gpu.memory_mib()
         return {"free_mib": round(free, 1), "total_mib": round(total, 1)}
 
     def allocate(self, mib: int) -> dict[str, Any]:
-        """Try for one piece, and give it back at once."""
+        """Allocate one block, and free it at once."""
         try:
             self._gpu.allocate(mib)
         finally:
@@ -207,9 +207,9 @@ class Commands:
         return {"mib": mib}
 
     def fill(self, cap_mib: int) -> dict[str, Any]:
-        """Take ever smaller pieces until nothing more is to be had, or `cap_mib` are; then give all back.
+        """Allocate ever smaller blocks until allocation fails or `cap_mib` is reached; then free all.
 
-        The last pieces are of 2 MiB, the unit in which the driver takes memory.
+        The last blocks have 2 MiB, the driver's unit of allocation.
         """
         taken = 0
         last: CudaError | None = None
@@ -229,7 +229,7 @@ class Commands:
         }
 
     def calibrate(self, blocks: int) -> dict[str, Any]:
-        """How many iterations make one launch take about a millisecond, alone on the GPU."""
+        """Return how many iterations one launch takes to run for about a millisecond, alone on the GPU."""
         iterations = 1 << 12
         seconds = 0.0
         self.work(0.0, _WARM_S, blocks, iterations)
@@ -245,7 +245,7 @@ class Commands:
     def work(
         self, start: float, seconds: float, blocks: int, iterations: int, batch: int = 4
     ) -> dict[str, Any]:
-        """Launch for some seconds from the moment `start` of the monotonic clock on."""
+        """Launch kernels for some seconds, beginning at `start` (monotonic seconds)."""
         time.sleep(max(0.0, start - time.monotonic()))
         launches = 0
         begin_s = time.monotonic()
@@ -261,9 +261,9 @@ class Commands:
         return {"used": self._gpu.multiprocessors_used(blocks, iterations)}
 
     def beat(self, blocks: int, iterations: int) -> dict[str, Any]:
-        """Launch and wait, again and again, until any line comes; `beat` every 50 ms, an `error` at once.
+        """Launch one kernel after another until a line arrives; report a `beat` every 50 ms.
 
-        `gap` is the longest time that one launch took since the last event.
+        `gap` is the duration of the longest launch since the last event.
         """
         launches, gap = 0, 0.0
         last_s = told_s = time.monotonic()
@@ -283,6 +283,6 @@ class Commands:
         return {"launches": launches}
 
     def fault(self) -> dict[str, Any]:
-        """Do what a broken program does; the reply has the error."""
+        """Write to an invalid address; the reply has the error."""
         self._gpu.fault()
         return {}

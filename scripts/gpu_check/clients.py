@@ -1,6 +1,6 @@
-"""The other end of a client: start it, tell it what to do, hear what it says, and what became of it.
+"""Control a client process: start it, send it commands, read its events, and determine how it ended.
 
-Nothing waits without a deadline: a client that says nothing is how half of the questions are answered.
+Every wait has a deadline, because a client that reports nothing is the answer to many questions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpu_check.processes import stat_of
-from gpu_check.values import Surroundings, Trouble, seconds
+from gpu_check.values import StepContext, StepError, seconds
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
 
@@ -29,15 +29,15 @@ class Client:
 
     def __init__(
         self,
-        around: Surroundings,
+        context: StepContext,
         name: str,
         *,
         pipe: str = "",
         environment: Mapping[str, str] | None = None,
         uid: int | None = None,
     ) -> None:
-        """Start it: under MPS with the pipe directory `pipe`, else outside, whatever the host has running."""
-        host = around.host
+        """Start it under MPS with the pipe directory `pipe`, or outside MPS even if the host runs MPS."""
+        host = context.host
         self.name = name
         self.events: list[Event] = []
         self.started_s = time.monotonic()
@@ -47,10 +47,10 @@ class Client:
         argv += ["--device", str(host.device)]
         if uid is not None:
             argv += ["--uid", str(uid)]
-        self._errors = around.fresh("e")
+        self._errors = context.fresh("e")
         variables = {
             **host.environment,
-            "CUDA_MPS_PIPE_DIRECTORY": pipe or f"{around.directory}/none",
+            "CUDA_MPS_PIPE_DIRECTORY": pipe or f"{context.directory}/none",
             **(environment or {}),
         }
         with open(self._errors, "wb") as errors:
@@ -67,13 +67,13 @@ class Client:
         return self.process.pid
 
     def fileno(self) -> int:
-        """What becomes readable when the client says something."""
+        """The descriptor that becomes readable when the client reports an event."""
         return self._output.fileno()
 
-    # -- hearing
+    # -- events
 
     def hear(self) -> bool:
-        """Take in what it has said; False once it has closed its output."""
+        """Read its new events; returns False once it has closed its output."""
         while not self._ended:
             try:
                 part = os.read(self._output.fileno(), 65536)
@@ -96,21 +96,23 @@ class Client:
         return [event for event in self.events if event.get("event") == "beat"]
 
     def ready(self, timeout_s: float = 20.0) -> Event:
-        """Its `ready` event; raises Trouble if that does not come in time, or an error comes instead."""
+        """Return its `ready` event; raises StepError at the timeout or if it reports an error instead."""
         event = self.outcome(timeout_s)
         if event is None:
-            raise Trouble(f"client {self.name} was not ready within {seconds(timeout_s)}{self._complaint()}")
+            raise StepError(
+                f"client {self.name} was not ready within {seconds(timeout_s)}{self._complaint()}"
+            )
         if event["event"] == "error":
-            raise Trouble(f"client {self.name} could not start: {describe(event)}")
+            raise StepError(f"client {self.name} could not start: {describe(event)}")
         return event
 
     def outcome(self, timeout_s: float) -> Event | None:
-        """`ready` or `error`, whichever came; None if neither did in time."""
+        """Return its `ready` or `error` event; None at the timeout."""
         pump([self], time.monotonic() + timeout_s, lambda: self.first("ready", "error") is not None)
         found = self.first("ready", "error")
         if found is None and self._ended:
-            name = f"it ended with status {self.process.wait()}{self._complaint()}"
-            return {"event": "error", "t": time.monotonic(), "call": "its start", "code": -1, "name": name}
+            name = f"exit status {self.process.wait()}{self._complaint()}"
+            return {"event": "error", "t": time.monotonic(), "name": name}
         return found
 
     def _complaint(self) -> str:
@@ -121,15 +123,15 @@ class Client:
             text = ""
         return f" ({text.splitlines()[-1]})" if text else ""
 
-    # -- telling
+    # -- commands
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Give a command, and do not wait; a client that is gone does not hear it."""
+        """Send a command without waiting; a client that has ended does not get it."""
         with contextlib.suppress(OSError):
             self._input.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def reply(self, to: str, timeout_s: float) -> Event:
-        """The reply to a command given before; raises Trouble if it does not come."""
+        """Return the reply to a command that was sent; raises StepError if there is none."""
 
         def come() -> Event | None:
             return next((event for event in self.events if event.get("to") == to), None)
@@ -137,20 +139,20 @@ class Client:
         pump([self], time.monotonic() + timeout_s, lambda: come() is not None)
         found = come()
         if found is None:
-            gone = "it is gone" if self._ended else f"it said nothing for {seconds(timeout_s)}"
-            raise Trouble(f"client {self.name} did not answer {to!r}: {gone}{self._complaint()}")
+            gone = "it has ended" if self._ended else f"no reply within {seconds(timeout_s)}"
+            raise StepError(f"client {self.name} did not answer {to!r}: {gone}{self._complaint()}")
         self.events.remove(found)
         return found
 
     def ask(self, do: str, timeout_s: float = 20.0, **arguments: Any) -> Event:
-        """Give a command and return the reply; raises Trouble if none comes."""
+        """Send a command and return the reply; raises StepError if there is none."""
         self.tell(do, **arguments)
         return self.reply(do, timeout_s)
 
     # -- ending
 
     def close(self, patience_s: float = 3.0) -> int | None:
-        """Let it end by itself, else end it; the exit status, None if even SIGKILL did not end it."""
+        """Wait for it to end, or end it; returns its exit status, None if even SIGKILL did not end it."""
         with contextlib.suppress(OSError):
             self._input.close()
         for number, wait_s in ((0, patience_s), (signal.SIGTERM, 0.5), (signal.SIGKILL, 3.0)):
@@ -158,7 +160,7 @@ class Client:
                 self.process.send_signal(number)
             end_s = time.monotonic() + wait_s
             while self.process.poll() is None and time.monotonic() < end_s:
-                self.hear()  # or its last words could fill the pipe, and it wait for us
+                self.hear()  # otherwise its last events could fill the pipe, and it would wait for us
                 time.sleep(0.005)
             if self.process.poll() is not None:
                 break
@@ -177,7 +179,7 @@ class Client:
 
 
 def pump(clients: Iterable[Client], end_s: float, enough: Callable[[], bool] = bool) -> None:
-    """Hear all clients until `end_s`, or until it is enough, or none of them has anything more to say."""
+    """Read all clients' events until `end_s`, until it is `enough`, or until all have closed their output."""
     talking = [client for client in clients if client.hear()]
     while talking and not enough() and (left_s := end_s - time.monotonic()) > 0:
         for client in select.select(talking, [], [], min(left_s, 0.1))[0]:
@@ -186,17 +188,19 @@ def pump(clients: Iterable[Client], end_s: float, enough: Callable[[], bool] = b
 
 
 def describe(event: Event) -> str:
-    """An error in words."""
-    return f"{event.get('name')} ({event.get('code')}) from {event.get('call')}"
+    """Describe an error: of CUDA with its code and call, or the exit status of a client."""
+    if "code" not in event:
+        return str(event.get("name"))
+    return f"{event.get('name')} ({event['code']}) from {event.get('call')}"
 
 
-#: A client that has not beaten for so long stands still; its kernels take a millisecond.
+#: A client without a beat for this long has stalled; its kernels take a millisecond.
 _STILL_S = 1.0
 
 
-def start_beating(clients: Sequence[Client], around: Surroundings, for_s: float = 0.7) -> None:
-    """Let ready clients launch small kernels without end, and watch them do it for a while."""
-    host = around.host
+def start_beating(clients: Sequence[Client], context: StepContext, for_s: float = 0.7) -> None:
+    """Let ready clients launch small kernels continuously, and watch them for a while."""
+    host = context.host
     for client in clients:
         client.ready(30)
     for client in clients:
@@ -205,7 +209,7 @@ def start_beating(clients: Sequence[Client], around: Surroundings, for_s: float 
 
 
 def watch(clients: Sequence[Client], for_s: float) -> None:
-    """Hear the clients for so long, or until each has got an error or ended, and a little more."""
+    """Read the clients' events for some time, or until shortly after all have failed or ended."""
     end_s = time.monotonic() + for_s
     pump(clients, end_s, lambda: all(_is_over(client) for client in clients))
     pump(clients, min(end_s, time.monotonic() + 0.3))
@@ -216,7 +220,7 @@ def _is_over(client: Client) -> bool:
 
 
 def fate(client: Client, since_s: float) -> dict[str, Any]:
-    """What it did since a moment of the monotonic clock: launches, pauses, its error, its end."""
+    """What a client has done since `since_s` (monotonic seconds): launches, pauses, error and exit status."""
     client.hear()
     beats = client.beats()
     after = [beat for beat in beats if beat["t"] > since_s]
@@ -239,35 +243,35 @@ def fate(client: Client, since_s: float) -> dict[str, Any]:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """One client's fate."""
+    """Describe what a client has done."""
     name = f"client {found['client']}"
     if found["error"]:
         return f"{name} got {describe(found['error'])} {_after(found['error_after_s'])}"
     if found["status"] is not None:
-        return f"{name}'s process ended with status {found['status']} and told no error"
+        return f"{name} exited with status {found['status']} without reporting an error"
     if found["silent_for_s"] > _STILL_S:
         return (
-            f"{name} stood still from {seconds(max(0.0, found['last_beat_after_s']))} after it on, "
-            f"with no error in {seconds(found['silent_for_s'])}"
+            f"{name} stalled {seconds(max(0.0, found['last_beat_after_s']))} later, "
+            f"without an error for {seconds(found['silent_for_s'])}"
         )
     return (
-        f"{name} went on ({found['launches_after']} launches, longest pause "
+        f"{name} continued ({found['launches_after']} launches, longest pause "
         f"{seconds(found['longest_pause_s'])})"
     )
 
 
 def _after(value: float) -> str:
-    return f"{seconds(value)} after it" if value >= 0 else f"{seconds(-value)} before it"
+    return f"{seconds(value)} later" if value >= 0 else f"{seconds(-value)} earlier"
 
 
 def fates(clients: Sequence[Client], since_s: float) -> tuple[list[dict[str, Any]], str]:
-    """All clients' fates, and a sentence without its full stop."""
+    """What all clients have done, and a sentence about it without a full stop."""
     found = [fate(client, since_s) for client in clients]
     return found, "; ".join(in_words(each) for each in found)
 
 
 class Attempt(NamedTuple):
-    """What a new client met with."""
+    """The outcome of starting a new client."""
 
     event: Event | None
     waited_s: float
@@ -279,18 +283,18 @@ class Attempt(NamedTuple):
 
     @property
     def under_mps(self) -> bool:
-        """Whether it ran a kernel, and the driver calls that shared by MPS."""
+        """Whether it ran a kernel, under MPS according to the driver."""
         return self.works and self.event is not None and self.event.get("mps") is True
 
     def words(self) -> str:
-        """In words that follow `a new client`."""
+        """Describe it, to follow the words `a new client`."""
         if self.event is None:
-            return f"waited, neither served nor refused within {seconds(self.waited_s)}"
+            return f"was neither served nor refused within {seconds(self.waited_s)}"
         if not self.works:
-            return f"got {describe(self.event)} after {seconds(self.waited_s)}"
+            return f"failed after {seconds(self.waited_s)} with {describe(self.event)}"
         mps = self.event.get("mps")
-        how = "under MPS" if mps else "OUTSIDE MPS, with no limit"
-        how = "whether under MPS this driver does not tell" if mps is None else how
+        how = "under MPS" if mps else "OUTSIDE MPS, without a limit"
+        how = "but this driver does not report whether under MPS" if mps is None else how
         return f"ran a kernel after {seconds(self.waited_s)}, {how}"
 
     def as_json(self) -> dict[str, Any]:
@@ -299,19 +303,19 @@ class Attempt(NamedTuple):
 
 
 def outcome_of(client: Client, timeout_s: float) -> Attempt:
-    """What a client that was started meets with, counted from its start."""
+    """Wait for the outcome of a client, counted from its start."""
     event = client.outcome(timeout_s)
     return Attempt(event, (event["t"] if event else time.monotonic()) - client.started_s)
 
 
 def attempt(
-    around: Surroundings,
+    context: StepContext,
     pipe: str,
     timeout_s: float = 5.0,
     *,
     environment: Mapping[str, str] | None = None,
     uid: int | None = None,
 ) -> Attempt:
-    """Start a new client and end it again."""
-    with Client(around, "new", pipe=pipe, environment=environment, uid=uid) as client:
-        return outcome_of(client, min(timeout_s, around.left_s()))
+    """Start a new client, wait for its outcome, and end it."""
+    with Client(context, "new", pipe=pipe, environment=environment, uid=uid) as client:
+        return outcome_of(client, min(timeout_s, context.left_s()))

@@ -1,4 +1,4 @@
-"""What is on this machine: the driver's library and programs, and a GPU that a client can use."""
+"""Find the driver's library and programs, and a GPU that a client can use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from typing import Any, NamedTuple
 
 from gpu_check.clients import Client
-from gpu_check.values import Host, Surroundings, Trouble
+from gpu_check.values import Host, StepContext, StepError
 
 LIBCUDA = "libcuda.so.1"
 CONTROL = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
 SMI = "nvidia-smi"
 
-#: Where drivers put their programs when PATH has them not: containers' mounts, Debian's versioned folders.
+#: Where drivers install their programs if not on PATH: mounts in containers, Debian's versioned directories.
 PROGRAM_FOLDERS = (
     "/usr/bin",
     "/usr/sbin",
@@ -43,7 +43,7 @@ _SETTINGS = {
 
 
 def library_folders(machine: str = os.uname().machine) -> tuple[str, ...]:
-    """Return where drivers put the libraries of an architecture; those of another cannot be loaded."""
+    """Return the directories in which drivers install the libraries of an architecture."""
     native = f"{machine}-linux-gnu"
     return (
         "/usr/local/nvidia/lib64",
@@ -58,27 +58,27 @@ def library_folders(machine: str = os.uname().machine) -> tuple[str, ...]:
 
 
 class NoGpu(Exception):  # noqa: N818 - it is what most machines say
-    """There is no GPU to measure; the text says what was looked for."""
+    """There is no GPU to measure; the text says what was searched for."""
 
 
-class Found(NamedTuple):
-    """Library and programs; empty if missing."""
+class DriverFiles(NamedTuple):
+    """The driver's library and programs; a path is empty if it is missing."""
 
     libcuda: str
-    """What to load: its bare name if the loader finds it by itself, else its path."""
+    """Its name if the loader finds it, otherwise its path."""
     control: str
     server: str
     smi: str
     looked_in: list[str]
 
 
-def look(folder: str = "") -> Found:
-    """Look for the driver's parts, first in `folder` if one is given; raises NoGpu without libcuda."""
+def find_driver(folder: str = "") -> DriverFiles:
+    """Search for the driver's files, first in `folder` if one is given; raises NoGpu without libcuda."""
     library, path = _library()
     if not library:
-        tried = ", ".join(("the loader's own path", *library_folders()))
+        tried = ", ".join(("the loader's path", *library_folders()))
         devices = ", ".join(sorted(glob.glob("/dev/nvidia*"))) or "none"
-        raise NoGpu(f"no {LIBCUDA} was found (looked in {tried}; device nodes /dev/nvidia*: {devices})")
+        raise NoGpu(f"{LIBCUDA} was not found (searched {tried}; device nodes /dev/nvidia*: {devices})")
     first = [part for part in (folder, *os.environ.get("PATH", "").split(os.pathsep)) if part.startswith("/")]
     smi_path = _program(SMI, [*first, *PROGRAM_FOLDERS])
     near = [os.path.dirname(path), os.path.normpath(f"{os.path.dirname(path)}/../bin")]
@@ -86,14 +86,13 @@ def look(folder: str = "") -> Found:
     places = [*first, *PROGRAM_FOLDERS, *near]
     control = _program(CONTROL, places)
     server = _program(SERVER, [*places, *([os.path.dirname(os.path.realpath(control))] if control else [])])
-    return Found(library, control, server, smi_path, places)
+    return DriverFiles(library, control, server, smi_path, places)
 
 
 def _library() -> tuple[str, str]:
-    """What to load, and where it lies; both empty if it is nowhere.
+    """Return what to load, and its path; both are empty if it was not found.
 
-    It is loaded in a process of its own, because the steps' processes are forks of this one, which must not
-    have touched it.
+    A separate process loads it, because the steps are forked from this one, which must not have loaded it.
     """
     program = (
         f"import ctypes; ctypes.CDLL({LIBCUDA!r})\n"
@@ -117,8 +116,8 @@ def _program(name: str, folders: list[str]) -> str:
     return ""
 
 
-def environment(found: Found, directory: str) -> dict[str, str]:
-    """The environment of everything that is started: this one's without CUDA's variables, and our mark."""
+def environment(found: DriverFiles, directory: str) -> dict[str, str]:
+    """The environment of the run's processes: without CUDA's variables, and with the run's mark."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -130,31 +129,31 @@ def environment(found: Found, directory: str) -> dict[str, str]:
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)
     variables["GPU_CHECK_RUN"] = directory
     variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    variables["CUDA_CACHE_DISABLE"] = "1"  # nothing of ours stays in a home directory
+    variables["CUDA_CACHE_DISABLE"] = "1"  # leave nothing in a home directory
     return variables
 
 
-def meet(found: Found, directory: str, device: int) -> Host:
-    """The host, after a first client has used the GPU; raises NoGpu if that cannot be."""
+def probe(found: DriverFiles, directory: str, device: int) -> Host:
+    """Return the host after a first client has used the GPU; raises NoGpu if no client can."""
     variables = environment(found, directory)
     host = Host(found.libcuda, found.control, found.server, found.smi, variables, device, {}, {})
     try:
         gpu = _first_client(host, directory)
-    except Trouble as error:
+    except StepError as error:
         settings = smi_settings(host, "")
         if settings.get("compute_mode") in ("Prohibited", "Exclusive_Process"):
             gpu = {"name": settings.get("name", "GPU"), "uuid": "", "unusable": str(error)}
             return host._replace(gpu=gpu, settings=settings)
         raise NoGpu(f"{found.libcuda} was found, but no GPU can be used with it: {error}") from None
     if gpu["devices_seen"] > 1 or "CUDA_VISIBLE_DEVICES" in variables:
-        # One GPU is measured; the control daemon and its clients see only that one, as number 0.
+        # One GPU is measured: the control daemon and its clients see only that one, as device 0.
         host = host._replace(device=0, environment={**variables, "CUDA_VISIBLE_DEVICES": gpu["uuid"]})
     return host._replace(gpu=gpu, settings=smi_settings(host, gpu["uuid"]))
 
 
 def _first_client(host: Host, directory: str) -> dict[str, Any]:
-    around = Surroundings(host, directory, time.monotonic() + 120)
-    with Client(around, "first") as client:
+    context = StepContext(host, directory, time.monotonic() + 120)
+    with Client(context, "first") as client:
         facts = client.ready(90)
         gpu = {key: value for key, value in facts.items() if key not in ("event", "t")}
         gpu["seconds_until_ready"] = round(facts["t"] - client.started_s, 3)
@@ -166,7 +165,7 @@ def _first_client(host: Host, directory: str) -> dict[str, Any]:
 
 
 def smi_settings(host: Host, uuid: str) -> dict[str, str]:
-    """The GPU's settings as nvidia-smi has them; empty if it is missing or fails."""
+    """The GPU's settings according to nvidia-smi; empty if it is missing or fails."""
     fields = ",".join(_SETTINGS)
     text = smi(host, "-i", uuid or str(host.device), f"--query-gpu={fields}", "--format=csv,noheader")
     values = text.strip().split(", ")
@@ -193,25 +192,27 @@ def smi(host: Host, *arguments: str, timeout_s: float = 20.0) -> str:
 
 
 def notes(host: Host) -> list[str]:
-    """What a reader should know of the state in which the GPU was found."""
+    """What a reader should know about the state of the GPU before the run."""
     said = []
     mode = host.settings.get("compute_mode", "")
     if mode not in ("", "Default"):
-        said.append(f"The GPU is in compute mode {mode}, which was left as it is.")
+        said.append(f"The GPU's compute mode is {mode}; it was not changed.")
     if host.settings.get("mig", "").lower() == "enabled":
-        said.append("The GPU is in MIG mode: what follows is about one of its MIG devices.")
+        said.append("The GPU is in MIG mode: the results are those of one of its MIG devices.")
     others = smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader").strip()
     if others:
-        said.append(f"Other processes used the GPU when the run began, and were left alone: {others!r}.")
+        said.append(
+            f"Other processes were using the GPU when the run started, and were not touched: {others!r}."
+        )
     pipes = [path for path in ("/tmp/nvidia-mps", os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")) if path]
     said += [
-        f"There is a control daemon's socket in {path}, which was left alone."
+        f"{path} has the socket of another control daemon, which was not touched."
         for path in pipes
         if os.path.exists(f"{path}/control")
     ]
-    for name, path in (("control daemon", host.control), ("MPS server", host.server)):
+    for name, path in ((CONTROL, host.control), (SERVER, host.server)):
         if not path:
-            said.append(f"NVIDIA's {name} program was not found, so every step that needs MPS was skipped.")
+            said.append(f"{name} was not found, so all steps that need MPS were skipped.")
     if shutil.disk_usage("/tmp").free < 1 << 24:
         said.append("/tmp is nearly full.")
     return said

@@ -1,11 +1,11 @@
-"""The page: a pure function of the JSON file, so that it can be made again from that."""
+"""Render the page from the JSON file alone, so that it can be rendered again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-#: Longer texts are cut in their middle; the JSON file has them whole.
+#: Longer texts are shortened in the middle; the JSON file has the full text.
 _MAX_LINES = 70
 _WIDEST = 200
 
@@ -31,7 +31,7 @@ def _head(result: Json) -> str:
             "MPS programs",
             f"{result['programs']['control'] or 'none'}, {result['programs']['server'] or 'none'}",
         ),
-        ("Started, took", f"{result['begun']}, {result['seconds']} s"),
+        ("Started, took", f"{result['started']}, {result['seconds']} s"),
     ]
     counted = sum(len(entry["questions"]) for entry in result["catalogue"])
     answered = sum(len(step["answers"]) for step in result["steps"])
@@ -51,7 +51,7 @@ def _head(result: Json) -> str:
 def _step(entry: Json, step: Json | None) -> str:
     lines = [f"## {entry['title']}", ""]
     if step is None or step["status"] != "done":
-        lines += [f"**This step: {_trouble(step)}.**", ""]
+        lines += [f"**{_problem(step)}.**", ""]
     answers = step["answers"] if step else {}
     for name, question in entry["questions"]:
         lines.append(f"- **{question}** {answers.get(name) or 'Not measured.'}")
@@ -64,11 +64,12 @@ def _step(entry: Json, step: Json | None) -> str:
     return "\n".join(lines)
 
 
-def _trouble(step: Json | None) -> str:
+def _problem(step: Json | None) -> str:
     """Why a step has no answers, or fewer than it should."""
     if step is None:
-        return "not measured"
-    return f"{step['status']}: {step['reason']}" if step["reason"] else str(step["status"])
+        return "Not measured"
+    status = str(step["status"]).capitalize()
+    return f"{status}: {step['reason']}" if step["reason"] else status
 
 
 def _overview(catalogue: Sequence[Json], done: dict[str, Json]) -> str:
@@ -80,7 +81,7 @@ def _overview(catalogue: Sequence[Json], done: dict[str, Json]) -> str:
             rows.append([entry["name"], step["status"], f"{step['seconds']:.1f} s", step["reason"], left])
         else:
             rows.append([entry["name"], "not measured", "", "", ""])
-    header = ("step", "status", "took", "reason", "what was left behind and ended")
+    header = ("step", "status", "took", "reason", "leftover processes, ended afterwards")
     return f"## The steps\n\n{_table(header, rows)}\n"
 
 

@@ -1,6 +1,6 @@
-"""The processes of a run: control daemons, whose the others are, and that none is left at its end.
+"""The processes of a run: control daemons, and which processes to end after the run.
 
-Ours is what descends from this run, or was started in an environment that names the run's own directory.
+A process belongs to the run if it descends from it, or if its environment names the run's directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from gpu_check.values import Surroundings, Trouble, seconds
+from gpu_check.values import StepContext, StepError, seconds
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,12 +28,12 @@ def die_with_parent() -> None:
 
 
 def become_subreaper() -> None:
-    """Ask the kernel to give orphans among our descendants to this process."""
+    """Make this process the parent of descendants whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap() -> None:
-    """Let go of orphans that have ended."""
+    """Reap children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -48,7 +48,7 @@ class Stat(NamedTuple):
 
 
 def stat_of(pid: int) -> Stat | None:
-    """What /proc says of it; None if it is gone or a zombie."""
+    """Return its entry in /proc; None if it has ended or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             words = file.read().decode(errors="replace").rpartition(")")[2].split()
@@ -59,7 +59,7 @@ def stat_of(pid: int) -> Stat | None:
 
 
 def name_of(pid: int) -> str:
-    """What the kernel calls the process; empty if it is gone."""
+    """Return the name of the process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -73,7 +73,7 @@ def all_pids() -> list[int]:
 
 
 def of_run(directory: str) -> list[int]:
-    """The live processes of this run but this one and its parents; `directory` is the run's own."""
+    """The running processes of the run, except this process and its parents; `directory` is the run's."""
     parents = {pid: stat.parent for pid in all_pids() if (stat := stat_of(pid))}
     above = {os.getpid()}
     pid = os.getpid()
@@ -97,7 +97,7 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def names(pid: int, directory: str) -> bool:
-    """Whether the environment that the process was started with names the directory."""
+    """Whether the process was started with an environment that names the directory."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return directory.encode() in file.read()
@@ -106,9 +106,9 @@ def names(pid: int, directory: str) -> bool:
 
 
 def end_all(directory: str, patience_s: float = 6.0) -> list[str]:
-    """End what is left of the run, and say in words what had to be killed or would not end."""
+    """End the remaining processes of the run; returns a line for each."""
     left = of_run(directory)
-    said = [f"{name_of(pid)} (PID {pid}) was left and ended" for pid in left]
+    said = [f"{name_of(pid)} (PID {pid}) was still running and was ended" for pid in left]
     for number, share in ((signal.SIGCONT, 0.0), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.7)):
         for pid in left:
             with contextlib.suppress(OSError):
@@ -118,18 +118,18 @@ def end_all(directory: str, patience_s: float = 6.0) -> list[str]:
             reap()
             left = of_run(directory)
             time.sleep(0.02)
-    return said + [f"{name_of(pid)} (PID {pid}) did not end on SIGKILL" for pid in left]
+    return said + [f"{name_of(pid)} (PID {pid}) did not end after SIGKILL" for pid in left]
 
 
 _CREDENTIALS = struct.Struct("3i")
 _LOG_BYTES = 40_000
 
-# Four such lines come with every command of a front-end.
+# Each command of a front-end adds four such lines.
 _CHATTER = ("Accepting connection...", "NEW UI", "UI closed")
 
 
 class Answer(NamedTuple):
-    """What the control daemon said to one command; `status` is None if it did not answer in time."""
+    """The control daemon's answer to one command; `status` is None if there was none in time."""
 
     command: str
     text: str
@@ -137,26 +137,26 @@ class Answer(NamedTuple):
     seconds: float
 
     def words(self) -> str:
-        """The answer as a person would see it."""
+        """The answer as a user would see it."""
         if self.status is None:
             return f"{self.text}(no answer within {seconds(self.seconds)})"
         return self.text.strip() or "(nothing)"
 
 
 class Control:
-    """One control daemon; a context manager that ends it and the servers that it had."""
+    """One control daemon; a context manager that ends it and its servers."""
 
-    def __init__(self, around: Surroundings, *, pipe: str = "", log: str = "") -> None:
-        """Prepare its directories, each of its own unless it is given."""
-        self._around = around
-        host = around.host
+    def __init__(self, context: StepContext, *, pipe: str = "", log: str = "") -> None:
+        """Prepare its directories: new ones unless they are given."""
+        self._context = context
+        host = context.host
         self.servers: set[int] = set()
-        self.pipe, self.log = pipe or around.fresh("p"), log or around.fresh("l")
+        self.pipe, self.log = pipe or context.fresh("p"), log or context.fresh("l")
         os.makedirs(self.pipe, exist_ok=True)
         os.chmod(self.pipe, 0o755)
         os.makedirs(self.log, exist_ok=True)
         os.chmod(self.log, 0o1777)
-        self.output = around.fresh("o")
+        self.output = context.fresh("o")
         places = [os.path.dirname(host.server), os.path.dirname(host.control), host.environment["PATH"]]
         self._environment = {
             **host.environment,
@@ -167,11 +167,11 @@ class Control:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *flags: str, timeout_s: float = 10.0) -> Control:
-        """Start it in the foreground and wait until it is the one that listens; raises Trouble."""
+        """Start it in the foreground and wait until it listens on its socket; raises StepError."""
         start_s = time.monotonic()
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
-                [self._around.host.control, "-f", *flags],
+                [self._context.host.control, "-f", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -180,20 +180,20 @@ class Control:
             )
         while listener(self.pipe) != self.process.pid:
             if self.process.poll() is not None:
-                raise Trouble(
-                    f"the control daemon ended with {self.process.returncode}: {self._last_words()}"
+                raise StepError(
+                    f"the control daemon exited with status {self.process.returncode}: {self._last_words()}"
                 )
             if time.monotonic() > start_s + timeout_s:
-                raise Trouble(f"the control daemon does not listen after {seconds(timeout_s)}")
+                raise StepError(f"the control daemon was not listening after {seconds(timeout_s)}")
             time.sleep(0.001)
         self.start_seconds = time.monotonic() - start_s
         return self
 
     @property
     def pid(self) -> int:
-        """Its PID; raises Trouble before it was started."""
+        """Its PID; raises StepError if it has not been started."""
         if self.process is None:
-            raise Trouble("the control daemon was not started")
+            raise StepError("the control daemon was not started")
         return self.process.pid
 
     @property
@@ -201,10 +201,10 @@ class Control:
         return self.process is not None and self.process.poll() is None
 
     def ask(self, command: str, timeout_s: float = 5.0) -> Answer:
-        """One command through NVIDIA's front-end, which exits 0 whatever the answer."""
+        """Send one command through NVIDIA's front-end, which exits with 0 whatever the answer is."""
         start_s = time.monotonic()
         with subprocess.Popen(
-            [self._around.host.control],
+            [self._context.host.control],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -221,22 +221,22 @@ class Control:
         return Answer(command, text, status, round(time.monotonic() - start_s, 4))
 
     def server_pids(self) -> list[int]:
-        """The servers that it lists now; all of them are ended with it."""
+        """The servers that it lists; all of them are ended with it."""
         words = self.ask("get_server_list").text.split()
         found = [int(word) for word in words if word.isdigit()]
         self.servers.update(found)
         return found
 
     def the_server(self) -> int:
-        """The one server that clients have; raises Trouble if there is none."""
+        """The PID of its server; raises StepError if there is none."""
         found = self.server_pids()
         if not found:
-            raise Trouble(f"there is no MPS server with a client ready: {self._last_words()}")
+            raise StepError(f"no MPS server is running, although a client is ready: {self._last_words()}")
         return found[0]
 
     def successor(self) -> Control:
-        """Another one on the same directories; not started yet."""
-        other = Control(self._around, pipe=self.pipe, log=self.log)
+        """Return another control daemon with the same directories, not yet started."""
+        other = Control(self._context, pipe=self.pipe, log=self.log)
         other.servers |= self.servers
         return other
 
@@ -246,7 +246,7 @@ class Control:
             self.process.send_signal(number)
 
     def logs(self, lines: int = 200) -> str:
-        """The last lines of its output and of every log file, each under its name; not of our questions."""
+        """The last lines of its output and of each log file, without those that our commands caused."""
         files = [self.output, *sorted(glob.glob(f"{self.log}/*"))]
         parts = []
         for path in files:
@@ -257,19 +257,19 @@ class Control:
         return "\n".join(parts)
 
     def log_lines(self, *words: str) -> list[str]:
-        """The lines of all logs that hold one of the words, in any case."""
+        """The lines of all logs that contain one of the words, ignoring case."""
         return [
             line for line in self.logs().splitlines() if any(word.lower() in line.lower() for word in words)
         ]
 
     def _last_words(self) -> str:
-        return " / ".join(_tail(self.output).strip().splitlines()[-3:]) or "it said nothing"
+        return " / ".join(_tail(self.output).strip().splitlines()[-3:]) or "no output"
 
     def end(self) -> None:
-        """End it, then the servers that outlive it: first asked to, then told, then killed."""
+        """End it with quit, SIGTERM or SIGKILL, then the servers that outlive it."""
         if self.alive:
             self.signal(signal.SIGCONT)
-            with contextlib.suppress(Trouble):
+            with contextlib.suppress(StepError):
                 self.server_pids()
             self.ask("quit -t 1", timeout_s=4)
             self._wait(1.0)
@@ -292,7 +292,7 @@ class Control:
 
 
 def listener(pipe: str) -> int:
-    """The PID behind the socket in a pipe directory, by the kernel's word; 0 if none listens."""
+    """The PID that listens on the socket in a pipe directory, according to the kernel; 0 if none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(0.5)
         try:
@@ -304,7 +304,7 @@ def listener(pipe: str) -> int:
 
 
 def end_servers(pids: set[int], patience_s: float = 3.0) -> None:
-    """End servers that are still there."""
+    """End servers that are still running."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = [pid for pid in pids if stat_of(pid)]
         for pid in left:

@@ -1,4 +1,4 @@
-"""Taking the steps: each in a process of its own with a deadline, so that none can hinder the next."""
+"""Run the steps, each in its own process with a deadline, so that none can affect the next."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpu_check.processes import die_with_parent, end_all, reap
-from gpu_check.values import Host, Report, Skip, Step, Surroundings, Trouble, seconds
+from gpu_check.values import Host, Report, Step, StepContext, StepError, StepSkipped, seconds
 
-#: A step that has been told to stop may take so long to end what it started.
+#: How long a step that was told to stop may take to end what it started.
 _GRACE_S = 8.0
-#: With less than this left, a step is not begun.
+#: A step is not started if less time than this is left.
 _LEAST_S = 3.0
 
 Result = dict[str, Any]
 
 
 class _ToldToStop(BaseException):
-    """The step was told to stop: nothing but the cleaning up may catch it."""
+    """The step was told to stop; only cleanup may catch this."""
 
 
 def run_steps(
     steps: Sequence[Step], host: Host, directory: str, end_s: float, save: Callable[[list[Result]], None]
 ) -> list[Result]:
-    """Take all steps until `end_s` (monotonic seconds), calling `save` with what there is after each."""
+    """Run all steps until `end_s` (monotonic seconds); call `save` with the results so far after each."""
     results: list[Result] = []
     for step in steps:
         start_s = time.monotonic()
@@ -54,7 +54,7 @@ def run_steps(
 
 
 def missing_for(step: Step, host: Host) -> str:
-    """Why the step cannot be taken on this host; empty if it can."""
+    """Why the step cannot run on this host; empty if it can."""
     if "unusable" in host.gpu:
         return f"the GPU cannot be used: {host.gpu['unusable']}"
     programs = {"nvidia-cuda-mps-control": host.control, "nvidia-cuda-mps-server": host.server}
@@ -62,11 +62,13 @@ def missing_for(step: Step, host: Host) -> str:
     if "mps" in step.needs and missing:
         return f"{' and '.join(missing)} not found"
     if host.settings.get("compute_mode") == "Prohibited":
-        return "the GPU's compute mode is Prohibited, which forbids every client"
+        return "the GPU's compute mode is Prohibited, which allows no clients"
     if "default_mode" in step.needs and not host.default_mode:
-        return f"the GPU's compute mode is {host.settings['compute_mode']}: one process at a time, or MPS"
+        return (
+            f"in compute mode {host.settings['compute_mode']}, only one process can use the GPU without MPS"
+        )
     if "root" in step.needs and os.geteuid() != 0:
-        return "needs root, to run clients as other users"
+        return "root is required to run clients as other users"
     return ""
 
 
@@ -88,17 +90,18 @@ def _run_one(step: Step, host: Host, directory: str, end_s: float, result: Resul
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
+    start_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _in_child(step, Surroundings(host, directory, end_s), Report(writing))
+        _in_child(step, StepContext(host, directory, end_s), Report(writing))
     os.close(writing)
     status: int | None = None
     try:
         status = _listen(pid, reading, end_s, result)
         if status is None:
-            took = seconds(step.deadline_s)
-            result.update(status="timed out", reason=f"it had not ended by its deadline ({took} at most)")
+            reason = f"it did not finish within {seconds(end_s - start_s)}"
+            result.update(status="timed out", reason=reason)
         elif result["reason"] == "it was interrupted":
             result["reason"] = f"its process exited with status {status} and no message"
     finally:
@@ -108,25 +111,25 @@ def _run_one(step: Step, host: Host, directory: str, end_s: float, result: Resul
         result["left_behind"] = end_all(directory)
 
 
-def _in_child(step: Step, around: Surroundings, report: Report) -> None:
-    """Take the step and end this process, whatever happens."""
+def _in_child(step: Step, context: StepContext, report: Report) -> None:
+    """Run the step, then end this process, whatever happens."""
     try:
         die_with_parent()
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.dup2(2, 1)
         try:
-            step.run(around, report)
-        except Skip as error:
+            step.run(context, report)
+        except StepSkipped as error:
             report.end("skipped", str(error))
-        except Trouble as error:
+        except StepError as error:
             report.end("failed", str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's result
             report.raw("traceback", traceback.format_exc())
             report.end("failed", f"{type(error).__name__}: {error}")
         else:
             report.end("done", "")
-    except BaseException:  # noqa: BLE001 - told to stop; what it measured so far is told already
+    except BaseException:  # noqa: BLE001 - told to stop; its results so far have been reported
         os._exit(1)
     os._exit(0)
 
@@ -137,7 +140,7 @@ def _stop(*_: object) -> None:
 
 
 def _listen(pid: int, reading: int, end_s: float, result: Result) -> int | None:
-    """Take in what the step tells until it has ended; its exit status, None at the deadline."""
+    """Collect what the step reports until it ends; returns its exit status, or None at the deadline."""
     buffer = b""
     while (left_s := end_s - time.monotonic()) > 0:
         if select.select([reading], [], [], min(left_s, 0.1))[0]:
@@ -154,7 +157,7 @@ def _listen(pid: int, reading: int, end_s: float, result: Result) -> int | None:
 
 
 def _reap_others(pid: int) -> None:
-    """Let go of ended orphans that became our children, but not of the step itself."""
+    """Reap orphans that became our children, but not the step itself."""
     with contextlib.suppress(ChildProcessError):
         while True:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""What can happen to a control daemon under live clients: each way is a step of its own."""
+"""Ways in which a control daemon with running clients can end, one step each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu_check.clients import Attempt, Client, attempt, fates, outcome_of, start_beating, watch
 from gpu_check.processes import Answer, Control, name_of, stat_of
-from gpu_check.values import Report, Step, Surroundings, Trouble, seconds
+from gpu_check.values import Report, Step, StepContext, StepError, seconds
 
 _WATCH_S = 4.0
 
@@ -32,12 +32,12 @@ def _by_command(command: str, timeout_s: float = 5.0) -> Act:
     return act
 
 
-def _end(act: Act, around: Surroundings, report: Report) -> None:
-    """Two clients work, it happens, and all processes are looked at; then a successor is tried."""
+def _end(act: Act, context: StepContext, report: Report) -> None:
+    """Start two clients, act on the control daemon, inspect all processes, then try a successor."""
     with ExitStack() as stack:
-        control = stack.enter_context(Control(around).start())
-        clients = [stack.enter_context(Client(around, name, pipe=control.pipe)) for name in "ab"]
-        start_beating(clients, around)
+        control = stack.enter_context(Control(context).start())
+        clients = [stack.enter_context(Client(context, name, pipe=control.pipe)) for name in "ab"]
+        start_beating(clients, context)
         server = control.the_server()
         since_s = time.monotonic()
         answer = act(control, server)
@@ -50,14 +50,14 @@ def _end(act: Act, around: Surroundings, report: Report) -> None:
         report.answer("clients", f"{words[0].upper()}{words[1:]}.")
         _look_at_server(report, control, server, since_s)
         stopped = _is_stopped(control)
-        newcomer = stack.enter_context(Client(around, "new", pipe=control.pipe))
-        met = outcome_of(newcomer, around.patience_s)
+        newcomer = stack.enter_context(Client(context, "new", pipe=control.pipe))
+        met = outcome_of(newcomer, context.patience_s)
         _tell_newcomer(report, met)
         if stopped:
             _go_on(report, control, newcomer, clients)
         elif not control.alive:
             newcomer.close()
-            _succeed(around, report, control, server, clients)
+            _succeed(context, report, control, server, clients)
         else:
             _when_clients_end(report, control, server, clients, newcomer)
         report.verbatim("Logs", control.logs(60))
@@ -76,16 +76,18 @@ def _look_at_server(report: Report, control: Control, server: int, since_s: floa
         "after_s": time.monotonic() - since_s,
     }
     after = seconds(values["after_s"])
-    daemon = "runs" if control.alive else "is gone"
+    daemon = "is running" if control.alive else "has exited"
     if stat:
         parent = "its child" if stat.parent == control.pid else f"now a child of {name_of(stat.parent)!r}"
-        sentence = f"The control daemon {daemon} and the server lives {after} after it, {parent}"
+        sentence = f"{after} later, the control daemon {daemon}, and the server is running, {parent}"
         if control.alive and not _is_stopped(control):
             status = control.ask(f"get_server_status {server}", timeout_s=3)
             values["status"] = status._asdict()
-            sentence += f"; get_server_status says {status.words()!r}"
+            sentence += f"; get_server_status prints {status.words()!r}"
     else:
-        sentence = f"The control daemon {daemon} and the server is gone {after} after it"
+        sentence = f"{after} later, the control daemon {daemon}, and so has the server"
+        if control.alive:
+            sentence = f"{after} later, the control daemon {daemon}, and the server has exited"
     report.raw("server", values)
     report.answer("server", f"{sentence}.")
 
@@ -108,30 +110,30 @@ def _go_on(report: Report, control: Control, newcomer: Client, clients: list[Cli
     report.raw("continued", {"front_end": silent._asdict(), "new_client": event, "clients": found})
     report.answer(
         "successor",
-        f"While it was stopped, the front-end said: {silent.words()!r}. The client that came meanwhile "
-        f"{served} {after} after SIGCONT; {words}.",
+        f"While it was stopped, the front-end printed {silent.words()!r}. The client that was "
+        f"started meanwhile {served} {after} after SIGCONT; {words}.",
     )
 
 
 def _when_clients_end(
     report: Report, control: Control, server: int, clients: list[Client], newcomer: Client
 ) -> None:
-    """What happens once the clients from before have left, while the control daemon still runs."""
+    """What happens after the old clients have ended, while the control daemon is still running."""
     since_s = time.monotonic()
     for client in clients:
         client.close()
     gone = _wait_gone(server, 5.0)
     event = newcomer.outcome(5.0)
-    met = "still waits"
+    met = "was still waiting"
     if event:
         after = event["t"] - since_s
-        met = f"{event['event']} {seconds(after)} after they were told to end"
-        met = met if after > 0 else "has had its answer before"
-    daemon = "runs" if control.alive else "has ended"
+        served = "was served" if event["event"] == "ready" else "failed"
+        met = f"{served} {seconds(after)} later" if after > 0 else f"{served} before that"
+    daemon = "is running" if control.alive else "has exited"
     report.raw("clients_ended", {"server_gone": gone, "new_client": event, "control_alive": control.alive})
     report.answer(
         "successor",
-        f"Once the old clients had ended, the server {gone}; the new client: {met}; the control daemon "
+        f"After the old clients had ended, the server {gone}; the new client {met}; the control daemon "
         f"{daemon}.",
     )
 
@@ -142,21 +144,21 @@ def _wait_gone(pid: int, timeout_s: float) -> str:
     while stat_of(pid) and time.monotonic() < start_s + timeout_s:
         time.sleep(0.01)
     took = seconds(time.monotonic() - start_s)
-    return f"was still there {took} later" if stat_of(pid) else f"was gone within {took}"
+    return f"was still running {took} later" if stat_of(pid) else f"exited within {took}"
 
 
 def _succeed(
-    around: Surroundings, report: Report, control: Control, server: int, clients: list[Client]
+    context: StepContext, report: Report, control: Control, server: int, clients: list[Client]
 ) -> None:
-    """A second control daemon on the directory of the one that is gone."""
-    before = "lived" if stat_of(server) else "was gone"
+    """Start another control daemon with the directories of the one that has exited."""
+    before = "was running" if stat_of(server) else "had exited"
     since_s = time.monotonic()
     try:
         with control.successor().start() as successor:
             listed = successor.server_pids()
-            met = attempt(around, successor.pipe, 10)
+            met = attempt(context, successor.pipe, 10)
             then = successor.server_pids()
-            old = "lived" if stat_of(server) else "was gone"
+            old = "was running" if stat_of(server) else "had exited"
             watch(clients, 0.5)
             found, words = fates(clients, since_s)
             for client in clients:
@@ -177,28 +179,28 @@ def _succeed(
             takes = "listed the old server" if server in listed else "did not list the old server"
             started = seconds(successor.start_seconds)
             sentence = (
-                f"A new control daemon started in {started} while the old server {before}, and {takes}; a "
-                f"new client {met.words()}; after it the old server {old} and the server list was "
-                f"{then or 'empty'}; of the old clients: {words}. Once these had ended, the old server "
-                f"{gone}."
+                f"A new control daemon started in {started}, when the old server {before}, and {takes}. A "
+                f"new client {met.words()}; then the old server {old}, and the server list was "
+                f"{then or 'empty'}. The old clients: {words}. After they had ended, the old "
+                f"server {gone}."
             )
-    except Trouble as error:
+    except StepError as error:
         sentence = f"A new control daemon could not be started: {error}."
     report.answer("successor", sentence)
 
 
 def _questions(what: str, successor: str) -> tuple[tuple[str, str], ...]:
     return (
-        ("clients", f"What do live clients see on {what}?"),
+        ("clients", f"What do running clients notice of {what}?"),
         ("server", "What happens to the control daemon and the server?"),
-        ("new_client", "What happens to a new client then?"),
+        ("new_client", "What happens to a new client afterwards?"),
         ("successor", successor),
     )
 
 
 _SUCCESSOR = "Does a new control daemon in the same directory work?"
 
-_AFTER = "And once the old clients have ended?"
+_AFTER = "And after the old clients have ended?"
 
 
 def _step(name: str, what: str, act: Act, successor: str = _SUCCESSOR) -> Step:
@@ -214,7 +216,7 @@ STEPS = (
         "sigstop",
         "SIGSTOP of the control daemon",
         _by_signal(signal.SIGSTOP),
-        "And once it continues, with SIGCONT?",
+        "And after SIGCONT?",
     ),
     _step("quit", "`quit`", _by_command("quit"), _AFTER),
     _step("quit_t", "`quit -t 3`", _by_command("quit -t 3", 9.0)),

@@ -1,4 +1,4 @@
-"""How long until a client runs again, if only this program starts the control daemon again."""
+"""How long it takes until a client runs again if nothing but this program restarts the control daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from gpu_check.clients import Client, attempt
 from gpu_check.processes import Control, stat_of
 from gpu_check.steps_memory import Sizes
-from gpu_check.values import Report, Skip, Step, Surroundings, seconds
+from gpu_check.values import Report, Step, StepContext, StepSkipped, seconds
 
 _FRAMEWORK = """
 import json, sys
@@ -31,11 +31,11 @@ print(json.dumps({"torch": torch.__version__, "below": had(limit * 3 // 4), "abo
 """
 
 
-def bare(around: Surroundings, report: Report) -> None:
-    """SIGKILL of a control daemon without clients, then another one at once, three times."""
-    control = Control(around).start()
-    first = attempt(around, control.pipe, 20)
-    second = attempt(around, control.pipe, 20)
+def bare(context: StepContext, report: Report) -> None:
+    """Kill a control daemon without clients and start another at once, three times."""
+    control = Control(context).start()
+    first = attempt(context, control.pipe, 20)
+    second = attempt(context, control.pipe, 20)
     report.raw("before", {"first": first.as_json(), "second": second.as_json()})
     times: list[float] = []
     tries: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ def bare(around: Surroundings, report: Report) -> None:
         control.process.wait(5)
         control = control.successor().start()
         listening_s = time.monotonic() - since_s
-        met = attempt(around, control.pipe, 15)
+        met = attempt(context, control.pipe, 15)
         tries.append(
             {
                 "listening_s": round(listening_s, 4),
@@ -64,38 +64,38 @@ def bare(around: Surroundings, report: Report) -> None:
     control.end()
     if not times:
         words = tries[-1]["new_client"]["words"]
-        report.answer("bare", f"A new client never ran after SIGKILL and a new start: it {words}.")
+        report.answer("bare", f"No new client could run after SIGKILL and a restart: it {words}.")
         return
     listening = min(each["listening_s"] for each in tries)
-    live = "lived on" if any(each["old_servers_live"] for each in tries) else "was gone with it"
+    live = "kept running" if any(each["old_servers_live"] for each in tries) else "exited as well"
     report.answer(
         "bare",
-        f"From SIGKILL until a new client had run a kernel: {', '.join(seconds(value) for value in times)}; "
-        f"the new control daemon listened after {seconds(listening)} at best, the rest is the start of a "
-        f"server and a client (before it: {seconds(first.waited_s)} for both, {seconds(second.waited_s)} "
-        f"for a client of a server that ran). The old server, which had no client, {live}.",
+        f"From SIGKILL until a new client had run a kernel: {', '.join(seconds(value) for value in times)}. "
+        f"The new control daemon was listening after {seconds(listening)} at best; the rest is the start of "
+        f"a server and a client (before the kill: {seconds(first.waited_s)} for both, "
+        f"{seconds(second.waited_s)} for a client alone). The old server, which had no clients, {live}.",
     )
 
 
-def framework(around: Surroundings, report: Report) -> None:
-    """The same limit for a client that is PyTorch."""
+def framework(context: StepContext, report: Report) -> None:
+    """Measure a memory limit with PyTorch as the client."""
     probe = [
         sys.executable,
         "-c",
         "import importlib.util as u; raise SystemExit(u.find_spec('torch') is None)",
     ]
     if subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=20).returncode:
-        raise Skip("PyTorch is not installed")
-    sizes = Sizes(int(around.host.gpu["memory_mib"]))
-    with Control(around).start() as control:
+        raise StepSkipped("PyTorch is not installed")
+    sizes = Sizes(int(context.host.gpu["memory_mib"]))
+    with Control(context).start() as control:
         environment = {
-            **around.host.environment,
+            **context.host.environment,
             "CUDA_MPS_PIPE_DIRECTORY": control.pipe,
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={sizes.odd}",
         }
         argv = [sys.executable, "-c", _FRAMEWORK, str(sizes.mib[sizes.odd])]
         result = subprocess.run(
-            argv, capture_output=True, text=True, env=environment, timeout=max(5.0, around.left_s() - 10)
+            argv, capture_output=True, text=True, env=environment, timeout=max(5.0, context.left_s() - 10)
         )
         control.server_pids()
     report.raw(
@@ -106,30 +106,31 @@ def framework(around: Surroundings, report: Report) -> None:
     above = "was allocated" if found["above"] is True else f"was refused ({found['above']})"
     report.answer(
         "torch",
-        f"PyTorch {found['torch']} under a limit of {sizes.odd}: a tensor of three quarters of it {below}, "
-        f"one of 2 MiB more than it {above}.",
+        f"PyTorch {found['torch']} with a limit of {sizes.odd}: a tensor of three quarters of it {below}, "
+        f"one that exceeds it by 2 MiB {above}.",
     )
 
 
-def cold(around: Surroundings, report: Report) -> None:
-    """The start of a client outside MPS, for comparison."""
+def cold(context: StepContext, report: Report) -> None:
+    """Start a client outside MPS, for comparison."""
     times = []
     for number in range(3):
-        with Client(around, f"cold {number}") as client:
+        with Client(context, f"cold {number}") as client:
             times.append(client.ready(30)["t"] - client.started_s)
     report.raw("times", times)
     report.answer(
-        "outside", f"A client outside MPS ran after {', '.join(seconds(value) for value in times)}."
+        "outside",
+        f"A client outside MPS had run a kernel after {', '.join(seconds(value) for value in times)}.",
     )
 
 
 STEPS = (
     Step(
         "recovery",
-        "Recovery without our daemon",
+        "Recovery without yunion-mps-daemon",
         bare,
         60,
-        (("bare", "How long from the control daemon's SIGKILL until a new client runs on a new one?"),),
+        (("bare", "How long does it take from SIGKILL until a client runs with a new control daemon?"),),
         frozenset({"mps"}),
     ),
     Step(
@@ -141,10 +142,10 @@ STEPS = (
     ),
     Step(
         "framework",
-        "A client that is a framework",
+        "PyTorch as the client",
         framework,
         90,
-        (("torch", "Is the limit enforced for PyTorch?"),),
+        (("torch", "Is a memory limit enforced for PyTorch?"),),
         frozenset({"mps"}),
     ),
 )

@@ -1,4 +1,4 @@
-"""SM percentages, and many small clients with MPS against the same without it."""
+"""SM percentages, and many small clients with and without MPS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_check.clients import Client, Event
 from gpu_check.processes import Control
-from gpu_check.values import Report, Step, Surroundings, Trouble
+from gpu_check.values import Report, Step, StepContext, StepError
 
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _SPAN_S = 1.0
@@ -20,16 +20,16 @@ _COUNTS = (1, 2, 4, 8, 16)
 Measured = dict[str, Any]
 
 
-def _large(client: Client, around: Surroundings) -> Measured:
-    """The throughput of a client whose kernels fill the GPU, and on how many SMs they run."""
-    gpu = around.host.gpu
+def _large(client: Client, context: StepContext) -> Measured:
+    """Measure the throughput of a client whose kernels fill the GPU, and how many SMs they use."""
+    gpu = context.host.gpu
     facts = client.ready(30)
-    sizes = {"blocks": around.host.large_blocks, "iterations": gpu["iterations_large"]}
+    sizes = {"blocks": context.host.large_blocks, "iterations": gpu["iterations_large"]}
     client.ask("work", 30, start=0.0, seconds=_WARM_S, **sizes)
     used = client.ask("multiprocessors", 30, **sizes)
     work = client.ask("work", 30, start=0.0, seconds=_SPAN_S, **sizes)
     if not (used["ok"] and work["ok"]):
-        raise Trouble(f"client {client.name} could not compute: {used.get('error') or work.get('error')}")
+        raise StepError(f"client {client.name} could not compute: {used.get('error') or work.get('error')}")
     return {
         "mps": facts["mps"],
         "says_multiprocessors": facts["multiprocessors"],
@@ -38,26 +38,26 @@ def _large(client: Client, around: Surroundings) -> Measured:
     }
 
 
-def percentages(around: Surroundings, report: Report) -> None:
+def percentages(context: StepContext, report: Report) -> None:
     """Clients of one server with different percentages, one after the other."""
     found: dict[str, Measured] = {}
-    if around.host.default_mode:
-        with Client(around, "outside") as client:
-            found["outside MPS"] = _large(client, around)
-    with Control(around).start() as control:
+    if context.host.default_mode:
+        with Client(context, "outside") as client:
+            found["outside MPS"] = _large(client, context)
+    with Control(context).start() as control:
         for percentage in ("100", "50", "25", "12.5", "10"):
             environment = {_PERCENTAGE: percentage}
-            with Client(around, percentage, pipe=control.pipe, environment=environment) as client:
-                found[percentage] = _large(client, around)
+            with Client(context, percentage, pipe=control.pipe, environment=environment) as client:
+                found[percentage] = _large(client, context)
             report.raw("alone", found)
-        _tell_percentages(around, report, found)
-        _together(around, report, control, found)
-        _tighten(around, report, control)
+        _tell_percentages(context, report, found)
+        _together(context, report, control, found)
+        _tighten(context, report, control)
 
 
-def _tell_percentages(around: Surroundings, report: Report, found: dict[str, Measured]) -> None:
+def _tell_percentages(context: StepContext, report: Report, found: dict[str, Measured]) -> None:
     whole = found["100"]["per_s"]
-    total = int(around.host.gpu["multiprocessors"])
+    total = int(context.host.gpu["multiprocessors"])
     rows = [
         [
             name,
@@ -69,56 +69,56 @@ def _tell_percentages(around: Surroundings, report: Report, found: dict[str, Mea
         ]
         for name, each in found.items()
     ]
-    header = ("percentage", "SMs it is told", "SMs used", "of all SMs", "launches/s", "of that at 100 %")
+    header = ("percentage", "SMs reported", "SMs used", "of all SMs", "launches/s", "relative to 100 %")
     report.table("One client whose kernels fill the GPU", header, rows)
     parts = [f"{name} %: {found[name]['per_s'] / whole:.1%}" for name in found if name[0].isdigit()]
     over = [
         name for name in ("50", "25", "12.5", "10") if found[name]["per_s"] / whole > float(name) / 100 * 1.1
     ]
     verdict = (
-        f"NOT at {', '.join(over)} %" if over else "yes, none exceeds its percentage by more than a tenth"
+        f"NOT at {', '.join(over)} %"
+        if over
+        else "Yes, no client exceeds its percentage by more than a tenth"
     )
-    report.answer(
-        "hold", f"{verdict[0].upper()}{verdict[1:]}; throughput of that at 100 %: {', '.join(parts)}."
-    )
+    report.answer("hold", f"{verdict}; throughput relative to 100 %: {', '.join(parts)}.")
     used = [f"{name} %: {found[name]['used_multiprocessors']}" for name in found if name[0].isdigit()]
     told = [f"{name} %: {found[name]['says_multiprocessors']}" for name in found if name[0].isdigit()]
     report.answer(
         "sms",
-        f"Blocks ran on so many of {total} SMs: {', '.join(used)}; the client is told {', '.join(told)}.",
+        f"SMs used, of {total}: {', '.join(used)}; SMs reported to the client: {', '.join(told)}.",
     )
     if "outside MPS" in found:
         ratio = whole / found["outside MPS"]["per_s"]
-        report.answer("cost", f"One client under MPS at 100 % had {ratio:.3f} of its throughput outside MPS.")
+        report.answer("cost", f"A single client at 100 % had {ratio:.3f} times its throughput outside MPS.")
 
 
-def _together(around: Surroundings, report: Report, control: Control, found: dict[str, Measured]) -> None:
-    """Four clients of 25 % at once."""
+def _together(context: StepContext, report: Report, control: Control, found: dict[str, Measured]) -> None:
+    """Measure four clients at 25 % at the same time."""
     with ExitStack() as stack:
         clients = [
             stack.enter_context(
-                Client(around, f"quarter {i}", pipe=control.pipe, environment={_PERCENTAGE: "25"})
+                Client(context, f"quarter {i}", pipe=control.pipe, environment={_PERCENTAGE: "25"})
             )
             for i in range(4)
         ]
         for client in clients:
             client.ready(30)
-        gpu = around.host.gpu
-        replies = run_together(clients, _SPAN_S, around.host.large_blocks, gpu["iterations_large"])
+        gpu = context.host.gpu
+        replies = run_together(clients, _SPAN_S, context.host.large_blocks, gpu["iterations_large"])
     rates = [reply["per_s"] for reply in replies]
     report.raw("four_quarters", rates)
     share = sum(rates) / found["100"]["per_s"]
     alone = [rate / found["25"]["per_s"] for rate in rates]
     report.answer(
         "together",
-        f"Four clients of 25 % at once had {share:.1%} of the throughput of one at 100 %; each had "
-        f"{min(alone):.1%} to {max(alone):.1%} of what one of 25 % has alone.",
+        f"Four clients at 25 % together had {share:.1%} of the throughput of one at 100 %; each had "
+        f"{min(alone):.1%} to {max(alone):.1%} of the throughput of a single client at 25 %.",
     )
 
 
-def _tighten(around: Surroundings, report: Report, control: Control) -> None:
-    """A running server's percentage, and a client that asks for more."""
-    with Client(around, "staying", pipe=control.pipe) as staying:
+def _tighten(context: StepContext, report: Report, control: Control) -> None:
+    """Set a running server's percentage, and start a client that requests more."""
+    with Client(context, "staying", pipe=control.pipe) as staying:
         staying.ready(30)
         pid = control.the_server()
         answers = [
@@ -127,53 +127,53 @@ def _tighten(around: Surroundings, report: Report, control: Control) -> None:
         ]
         said = "\n".join(f"> {answer.command}\n{answer.words()}" for answer in answers)
         report.verbatim("The percentage of one server", said)
-        with Client(around, "server's 25", pipe=control.pipe) as client:
-            plain = _large(client, around)
+        with Client(context, "server's 25", pipe=control.pipe) as client:
+            plain = _large(client, context)
         environment = {_PERCENTAGE: "50"}
-        with Client(around, "own 50", pipe=control.pipe, environment=environment) as client:
-            loose = _large(client, around)
+        with Client(context, "own 50", pipe=control.pipe, environment=environment) as client:
+            loose = _large(client, context)
     report.raw("of_server", {"plain": plain, "own 50": loose})
     report.answer(
         "loosen",
-        f"With a server set to 25 %, a new client used {plain['used_multiprocessors']} SMs, and one whose "
-        f"own environment says 50 % used {loose['used_multiprocessors']} SMs.",
+        f"With the server set to 25 %, a new client used {plain['used_multiprocessors']} SMs, and one with "
+        f"50 % in its environment used {loose['used_multiprocessors']} SMs.",
     )
 
 
 def run_together(clients: Sequence[Client], span_s: float, blocks: int, iterations: int) -> list[Event]:
-    """Let all clients work over the same span of time; raises Trouble if one cannot."""
+    """Let all clients work at the same time; raises StepError if one cannot."""
     start_s = time.monotonic() + 0.15
     for client in clients:
         client.tell("work", start=start_s, seconds=span_s, blocks=blocks, iterations=iterations, batch=8)
     replies = [client.reply("work", span_s + 30) for client in clients]
     for client, reply in zip(clients, replies):
         if not reply["ok"]:
-            raise Trouble(f"client {client.name} could not work: {reply['error']}")
+            raise StepError(f"client {client.name} could not work: {reply['error']}")
     return replies
 
 
 def fairness(rates: Sequence[float]) -> float:
-    """Jain's index: 1 if all have the same, 1/n if one has all."""
+    """Return Jain's index: 1 if all rates are equal, 1/n if only one is not 0."""
     squares = sum(rate * rate for rate in rates)
     return sum(rates) ** 2 / (len(rates) * squares) if squares else 0.0
 
 
-def throughput(around: Surroundings, report: Report) -> None:
-    """Both kinds of clients are there all the time, and take turns: MPS, without, without, MPS."""
-    host = around.host
+def throughput(context: StepContext, report: Report) -> None:
+    """Keep both kinds of clients running, and measure them alternately: MPS, without, without, MPS."""
+    host = context.host
     groups: dict[str, list[Client]] = {}
     rounds: dict[str, dict[int, list[list[float]]]] = {}
     with ExitStack() as stack:
         pipes = {"without MPS": ""} if host.default_mode else {}
         if host.control and host.server:
-            pipes["MPS"] = stack.enter_context(Control(around).start()).pipe
+            pipes["MPS"] = stack.enter_context(Control(context).start()).pipe
         for kind, pipe in pipes.items():
             try:
-                groups[kind] = _ready_group(around, stack, kind, pipe)
-            except Trouble as error:
+                groups[kind] = _ready_group(context, stack, kind, pipe)
+            except StepError as error:
                 report.raw(f"no clients, {kind}", str(error))
         if not groups:
-            raise Trouble("no clients could be started")
+            raise StepError("no clients could be started")
         for count in _COUNTS:
             for kind in [*reversed(groups), *groups]:
                 replies = run_together(
@@ -182,19 +182,19 @@ def throughput(around: Surroundings, report: Report) -> None:
                 rates = [reply["per_s"] for reply in replies]
                 rounds.setdefault(kind, {}).setdefault(count, []).append(rates)
             report.raw("rounds", rounds)
-        _tell_throughput(around, report, rounds)
+        _tell_throughput(context, report, rounds)
 
 
-def _ready_group(around: Surroundings, stack: ExitStack, kind: str, pipe: str) -> list[Client]:
-    """As many clients of one kind as are ever needed, all ready; raises Trouble."""
-    clients = [stack.enter_context(Client(around, f"{kind} {i}", pipe=pipe)) for i in range(max(_COUNTS))]
+def _ready_group(context: StepContext, stack: ExitStack, kind: str, pipe: str) -> list[Client]:
+    """Start the largest number of clients of one kind, all ready; raises StepError."""
+    clients = [stack.enter_context(Client(context, f"{kind} {i}", pipe=pipe)) for i in range(max(_COUNTS))]
     for client in clients:
         client.ready(25)
     return clients
 
 
 def _tell_throughput(
-    around: Surroundings, report: Report, rounds: dict[str, dict[int, list[list[float]]]]
+    context: StepContext, report: Report, rounds: dict[str, dict[int, list[list[float]]]]
 ) -> None:
     sums = {
         kind: {count: sum(map(sum, each)) / len(each) for count, each in counts.items()}
@@ -210,7 +210,7 @@ def _tell_throughput(
     }
     header = ["clients"]
     for kind in sums:
-        header += [f"{kind}, launches/s", f"of one client {kind}", "slowest/fastest", "Jain"]
+        header += [f"{kind}, launches/s", "relative to one client", "slowest/fastest", "Jain's index"]
     rows: list[list[object]] = []
     for count in _COUNTS:
         row: list[object] = [count]
@@ -219,7 +219,7 @@ def _tell_throughput(
             row += [f"{spread[kind][count]:.2f}", f"{even[kind][count]:.3f}"]
         rows.append([*row, *([_ratio(sums, count)] if len(sums) > 1 else [])])
     report.table(
-        f"Clients whose kernels of a millisecond have {around.host.small_blocks} blocks",
+        f"Clients with kernels of about 1 ms and {context.host.small_blocks} block(s)",
         [*header, *(["MPS / without"] if len(sums) > 1 else [])],
         rows,
     )
@@ -227,15 +227,16 @@ def _tell_throughput(
     if len(sums) > 1:
         parts = [f"{count}: {_ratio(sums, count)}" for count in _COUNTS]
         report.answer(
-            "ratio", f"Throughput of all under MPS to that without it, by clients: {', '.join(parts)}."
+            "ratio",
+            f"Total throughput relative to that without MPS, by number of clients: {', '.join(parts)}.",
         )
     else:
-        report.answer("ratio", f"There is no ratio: clients ran in one way only, {next(iter(sums))}.")
+        report.answer("ratio", f"Not measured: clients could run in only one way, {next(iter(sums))}.")
     for kind, name in (("MPS", "fair_mps"), ("without MPS", "fair_without")):
         if kind in spread:
             parts = [f"{count}: {spread[kind][count]:.2f}" for count in _COUNTS[1:]]
             report.answer(
-                name, f"The slowest client's share of the fastest's, by clients: {', '.join(parts)}."
+                name, f"Slowest client relative to the fastest, by number of clients: {', '.join(parts)}."
             )
 
 
@@ -253,7 +254,7 @@ STEPS = (
             ("hold", "Is a client's percentage enforced?"),
             ("sms", "On how many SMs does such a client run, and how many does CUDA report to it?"),
             ("together", "Do four clients with 25 % each add up, without disturbing each other?"),
-            ("loosen", "Is a running server's percentage enforced, even for a client that asks for more?"),
+            ("loosen", "Is a running server's percentage enforced, even for a client that requests more?"),
             ("cost", "What does MPS cost a client that has the GPU to itself?"),
         ),
         frozenset({"mps"}),

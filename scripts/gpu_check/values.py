@@ -1,4 +1,4 @@
-"""What the parts hand to each other: the host, a step's surroundings, and what a step reports."""
+"""Values that all modules share: the host, a step's context and its report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class Skip(Exception):  # noqa: N818 - it is no error
-    """A step cannot be taken here; the text says why."""
+class StepSkipped(Exception):  # noqa: N818 - it is no error
+    """A step cannot run on this host; the text says why."""
 
 
-class Trouble(Exception):  # noqa: N818 - its text is what a step failed with
-    """A step cannot go on; the text says why."""
+class StepError(Exception):
+    """A step has failed; the text says why."""
 
 
 class Host(NamedTuple):
@@ -33,22 +33,22 @@ class Host(NamedTuple):
 
     @property
     def default_mode(self) -> bool:
-        """Whether processes outside MPS may use the GPU beside others."""
+        """Whether several processes outside MPS may share the GPU."""
         return self.settings.get("compute_mode", "Default") == "Default"
 
     @property
     def small_blocks(self) -> int:
-        """A kernel of so many blocks leaves room for fifteen like it."""
+        """The number of blocks of a kernel that occupies a sixteenth of the SMs."""
         return max(1, int(self.gpu["multiprocessors"]) // 16)
 
     @property
     def large_blocks(self) -> int:
-        """A kernel of so many blocks fills the GPU."""
+        """The number of blocks of a kernel that fills the GPU."""
         return int(self.gpu["multiprocessors"]) * 4
 
 
-class Surroundings:
-    """Where a step works: the host, the run's directory, and until when (monotonic seconds)."""
+class StepContext:
+    """What a step is given: the host, the run's directory, and its deadline (monotonic seconds)."""
 
     def __init__(self, host: Host, directory: str, end_s: float) -> None:
         self.host = host
@@ -57,45 +57,45 @@ class Surroundings:
         self._numbers = 0
 
     def left_s(self) -> float:
-        """How many seconds this step still has."""
+        """Seconds until the step's deadline."""
         return max(0.0, self.end_s - time.monotonic())
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for a new client that may never be served: well beyond its usual start."""
+        """How long to wait for a client that may never be served: much longer than its start takes."""
         return 4.0 + 3.0 * float(self.host.gpu.get("seconds_until_ready", 0.0))
 
     def fresh(self, letter: str) -> str:
-        """A path of its own in the run's directory, short enough for sockets below it."""
+        """Return a new path in the run's directory, short enough for a socket below it."""
         self._numbers += 1
         return f"{self.directory}/{letter}{os.getpid()}.{self._numbers}"
 
 
 class Report:
-    """What a step found so far, told at once, so that it is kept whatever becomes of the step."""
+    """A step's results, sent as soon as they are known, so that they survive a step that crashes or hangs."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def answer(self, question: str, sentence: str) -> None:
-        """The answer to one of the step's questions; the last one told counts."""
+        """Answer one of the step's questions; a later answer replaces an earlier one."""
         self._tell("answer", [question, sentence])
 
     def raw(self, key: str, value: Any) -> None:
-        """What was measured, for the JSON file alone."""
+        """Record raw values, for the JSON file only."""
         self._tell("raw", [key, value])
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table for the page."""
+        """Add a table to the page."""
         cells = [[str(cell) for cell in row] for row in rows]
         self._tell("table", {"title": title, "header": list(header), "rows": cells})
 
     def verbatim(self, title: str, text: str) -> None:
-        """What a program said, for the page as it is."""
+        """Add a program's literal output to the page."""
         self._tell("verbatim", {"title": title, "text": text})
 
     def end(self, status: str, reason: str) -> None:
-        """How the step ended."""
+        """Record how the step ended."""
         self._tell("end", [status, reason])
 
     def _tell(self, kind: str, value: Any) -> None:
@@ -105,18 +105,18 @@ class Report:
 
 
 class Step(NamedTuple):
-    """One thing to find out: `run` may take `deadline_s`, hang or raise, and the others go on."""
+    """One measurement; if `run` exceeds `deadline_s`, hangs or raises, the other steps still run."""
 
     name: str
     title: str
-    run: Callable[[Surroundings, Report], None]
+    run: Callable[[StepContext, Report], None]
     deadline_s: float
     questions: Sequence[tuple[str, str]]
-    """Each question's name, and its words for the page."""
+    """The name and the text of each question."""
     needs: frozenset[str] = frozenset()
-    """Of `mps` (NVIDIA's two programs), `root`, `default_mode`."""
+    """What it needs of `mps` (NVIDIA's two programs), `root` and `default_mode`."""
 
 
 def seconds(value: float) -> str:
-    """A time in words: milliseconds below one second."""
+    """Format a duration, below one second in milliseconds."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -35,26 +35,26 @@ STEPS = """
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {scripts!r})
 from gpu_check.cli import main
-from gpu_check.values import Skip, Step, Trouble
+from gpu_check.values import Step, StepError, StepSkipped
 
-def fine(around, report):
+def fine(context, report):
     report.answer("q", "It is fine.")
-    report.raw("environment", around.host.environment["GPU_CHECK_RUN"])
-def raises(around, report):
+    report.raw("environment", context.host.environment["GPU_CHECK_RUN"])
+def raises(context, report):
     report.answer("q", "Half of it.")
     raise ValueError("what a pity")
-def troubled(around, report):
-    raise Trouble("no server")
-def skips(around, report):
-    raise Skip("not here")
-def dies(around, report):
+def troubled(context, report):
+    raise StepError("no server")
+def skips(context, report):
+    raise StepSkipped("not here")
+def dies(context, report):
     os._exit(7)
-def hangs(around, report):
+def hangs(context, report):
     report.answer("q", "It began to hang.")
     child = subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"], start_new_session=True)
     report.raw("child", child.pid)
     time.sleep(1000)
-def leaves(around, report):
+def leaves(context, report):
     report.raw("child", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
 
 steps = [Step(f.__name__, f"The step that is called {{f.__name__}}", f, 3.0, [("q", "What of it?")])
@@ -97,7 +97,7 @@ def test_without_a_driver_it_says_what_it_looked_for_and_exits_0(tmp_path: Path)
         pytest.skip("a driver is here")
     result = subprocess.run([PROGRAM, "--output", tmp_path], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("gpu-check: skipped: no libcuda.so.1 was found (looked in ")
+    assert result.stdout.startswith("gpu-check: skipped: libcuda.so.1 was not found (searched ")
     assert "/usr/local/nvidia/lib64" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_its_help_says_what_it_leaves_alone() -> None:
 def test_a_step_that_is_not_there_is_wrong_usage() -> None:
     result = subprocess.run([PROGRAM, "--only", "looks"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert "no such step: looks (there are: look, memory_default," in result.stderr
+    assert "unknown step: looks (choose from: look, memory_default," in result.stderr
 
 
 def test_steps_run_from_their_start_to_their_end_and_leave_nothing(host: SimHost, tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_steps_run_from_their_start_to_their_end_and_leave_nothing(host: SimHost
     assert [step["left_behind"] for step in found["steps"]] == [[]] * 6
     # The stand-in keeps the limits of a client's own environment, and knows of no others.
     answers = by_name["memory_client"]["answers"]
-    assert answers["odd"] == "5760M is enforced as 5760M: 640 MiB more could be taken than under 5G."
-    assert "NOT limited" in by_name["memory_default"]["answers"]["number"]
+    assert answers["odd"] == "5760M is enforced as 5760M: 640 MiB more could be allocated than with 5G."
+    assert "NOT enforced" in by_name["memory_default"]["answers"]["number"]
     assert "CUDA_ERROR_MPS_RPC_FAILURE (806)" in by_name["end_shutdown_f"]["answers"]["clients"]
 
 
@@ -171,13 +171,13 @@ def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_p
     assert steps["dies"]["reason"] == "its process exited with status 7 and no message"
     assert steps["hangs"]["answers"] == {"q": "It began to hang."}
     assert steps["leaves"]["left_behind"] == [
-        f"sleep (PID {steps['leaves']['raw']['child']}) was left and ended"
+        f"sleep (PID {steps['leaves']['raw']['child']}) was still running and was ended"
     ]
     assert is_gone(steps["hangs"]["raw"]["child"])
     assert is_gone(steps["leaves"]["raw"]["child"])
     assert not Path(steps["fine"]["raw"]["environment"]).exists()
-    assert "**This step: timed out: it had not ended by its deadline" in page
-    assert "**This step: skipped: not here.**" in page
+    assert "**Timed out: it did not finish within " in page
+    assert "**Skipped: not here.**" in page
 
 
 def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHos
     second, page = written(tmp_path)
     assert second["steps"][0] == first["steps"][0]
     assert [step["status"] for step in second["steps"]] == ["done", "failed"]
-    assert "**This step: not measured.**" in page
+    assert "**Not measured.**" in page
 
 
 def _of_runs(host: SimHost) -> list[int]:
@@ -228,7 +228,7 @@ def test_another_control_daemon_and_its_clients_are_left_alone(host: SimHost, tm
         assert check(host, tmp_path, "--only", "outside,end_shutdown_f").returncode == 0
         found, page = written(tmp_path)
         assert [step["status"] for step in found["steps"]] == ["done", "done"]
-        assert f"There is a control daemon's socket in {pipe}, which was left alone." in page
+        assert f"{pipe} has the socket of another control daemon, which was not touched." in page
         assert other.poll() is None
         listed = subprocess.run(
             [control], input="get_server_list\n", env=variables, capture_output=True, text=True, timeout=60
@@ -244,7 +244,7 @@ def test_a_gpu_that_no_client_may_use_is_left_as_it_is(host: SimHost, tmp_path: 
     assert check(host, tmp_path).returncode == 0
     found, page = written(tmp_path)
     assert {step["status"] for step in found["steps"]} == {"skipped"}
-    assert "The GPU is in compute mode Prohibited, which was left as it is." in page
+    assert "The GPU's compute mode is Prohibited; it was not changed." in page
     assert host.gpus[0].compute_mode == "prohibited"
 
 

@@ -43,7 +43,7 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
 
     result = {
         "date": "2026-11-20",
-        "begun": "2026-11-20T10:00:00+00:00",
+        "started": "2026-11-20T10:00:00+00:00",
         "seconds": 12.5,
         "gpu": {"name": "NVIDIA H200", "multiprocessors": 132, "memory_mib": 143156},
         "settings": {"compute_mode": "Default", "driver": "580.1"},
@@ -65,7 +65,11 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
                 verbatim=[{"title": "Log", "text": "\n".join(f"line {i}" for i in range(200)) + "```"}],
             ),
             step(
-                "two", "timed out", "it had not ended", {}, left_behind=["sleep (PID 5) was left and ended"]
+                "two",
+                "timed out",
+                "it had not ended",
+                {},
+                left_behind=["sleep (PID 5) was still running and was ended"],
             ),
         ],
     }
@@ -78,12 +82,12 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
     assert "line 0\n" in page
     assert "line 199'''\n```\n" in page
     assert "... (130 lines omitted)" in page
+    assert "## The second\n\n**Timed out: it had not ended.**\n\n- **What is c?** Not measured.\n" in page
+    assert "## The third\n\n**Not measured.**\n\n- **What is d?** Not measured.\n" in page
     assert (
-        "## The second\n\n**This step: timed out: it had not ended.**\n\n- **What is c?** Not measured.\n"
+        "| two | timed out | 1.2 s | it had not ended | sleep (PID 5) was still running and was ended |\n"
         in page
     )
-    assert "## The third\n\n**This step: not measured.**\n\n- **What is d?** Not measured.\n" in page
-    assert "| two | timed out | 1.2 s | it had not ended | sleep (PID 5) was left and ended |\n" in page
     assert "| three | not measured |  |  |  |\n" in page
 
 
@@ -91,8 +95,8 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
     ("taken", "sentence"),
     [
         ({"5G": 4800, "5760M": 5440, "6G": 5824}, "5760M is enforced as 5760M: 640 MiB more"),
-        ({"5G": 4800, "5760M": 4800, "6G": 5824}, "5760M is enforced as 5G: as much"),
-        ({"5G": 4800, "5760M": 5822, "6G": 5824}, "5760M is enforced as 6G: as much"),
+        ({"5G": 4800, "5760M": 4800, "6G": 5824}, "5760M is enforced as 5G: the same amount"),
+        ({"5G": 4800, "5760M": 5822, "6G": 5824}, "5760M is enforced as 6G: the same amount"),
         ({"5G": 4800, "5760M": 5100, "6G": 5824}, "5760M is enforced as something else: 300 MiB more"),
         ({"5G": 4800, "5760M": None, "6G": 5824}, "5760M was not enforced at all."),
     ],

@@ -1,9 +1,10 @@
-"""The daemon of this checkout on this GPU: its budgets, its recovery, what it adopts and what not."""
+"""The checkout's daemon on the GPU: its budgets, recovery and adoption."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from contextlib import ExitStack
 from gpu_check.clients import Client, attempt, fates, pump, start_beating, watch
 from gpu_check.processes import Control, listener, stat_of
 from gpu_check.steps_memory import in_words, measure
-from gpu_check.values import Report, Skip, Step, Surroundings, Trouble, seconds
+from gpu_check.values import Report, Step, StepContext, StepError, StepSkipped, seconds
 
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SHARES = 4
@@ -35,7 +36,7 @@ devices:
 
 
 def python() -> str:
-    """A Python that can run the daemon; raises Skip if none can."""
+    """A Python that can run the daemon; raises StepSkipped if none can."""
     said = ""
     for path in (f"{CHECKOUT}/.venv/bin/python", sys.executable):
         if not os.access(path, os.X_OK):
@@ -46,7 +47,7 @@ def python() -> str:
         if result.returncode == 0:
             return path
         said = (result.stderr.strip().splitlines() or [""])[-1]
-    raise Skip(f"this checkout's daemon cannot run here: {said}")
+    raise StepSkipped(f"this checkout's daemon cannot run here: {said}")
 
 
 def _with_checkout(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
@@ -54,13 +55,13 @@ def _with_checkout(environment: os._Environ[str] | dict[str, str]) -> dict[str, 
     return {**environment, "PYTHONPATH": os.pathsep.join(part for part in parts if part)}
 
 
-class Ours:
-    """yunion-mps-daemon; it can be started again. A context manager that stops it and its control daemon."""
+class DaemonUnderTest:
+    """yunion-mps-daemon, which can be restarted; a context manager that stops it and its control daemon."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
         self._python = python()
-        self.root = around.fresh("r")
+        self.root = context.fresh("r")
         self.pipe, self.log = f"{self.root}/mps/pipe", f"{self.root}/mps/log"
         self._address = f"{self.root}/notify"
         self.process: subprocess.Popen[bytes] | None = None
@@ -71,7 +72,7 @@ class Ours:
             os.symlink(f"{outer}/{name}", f"{self.root}/{name}")
         self._write("etc/machine-id", "0123456789abcdef0123456789abcdef\n")
         self._write("etc/yunion/host.conf", _HOST_CONF)
-        devices = _DEVICES.format(uuid=around.host.gpu["uuid"], shares=SHARES)
+        devices = _DEVICES.format(uuid=context.host.gpu["uuid"], shares=SHARES)
         self._write("etc/yunion/host_container_device.yml", devices)
         self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._inbox.bind(self._address)
@@ -81,10 +82,10 @@ class Ours:
             file.write(text)
 
     def start(self, timeout_s: float = 30.0) -> float:
-        """Start it; how long until it said READY. Raises Trouble if it does not."""
+        """Start it, and return how long it took until READY; raises StepError if it is not READY in time."""
         self._drain()
         start_s = time.monotonic()
-        host = self._around.host
+        host = self._context.host
         environment = {
             **_with_checkout(host.environment),
             "YUNION_MPS_ROOT": self.root,
@@ -105,9 +106,13 @@ class Ours:
             )
         while not self._said_ready():
             if self.process.poll() is not None:
-                raise Trouble(f"our daemon ended with {self.process.returncode}: {self.last_words()}")
+                raise StepError(
+                    f"yunion-mps-daemon exited with status {self.process.returncode}: {self.last_words()}"
+                )
             if time.monotonic() > start_s + timeout_s:
-                raise Trouble(f"our daemon was not READY after {seconds(timeout_s)}: {self.last_words()}")
+                raise StepError(
+                    f"yunion-mps-daemon was not READY after {seconds(timeout_s)}: {self.last_words()}"
+                )
         return time.monotonic() - start_s
 
     def _said_ready(self) -> bool:
@@ -129,7 +134,7 @@ class Ours:
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status; None if it still runs."""
+        """Return its exit status, or None if it is still running."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -145,12 +150,11 @@ class Ours:
         return ""
 
     def last_words(self) -> str:
-        """The end of its log in one line."""
-        return (
-            " / ".join(line.strip() for line in self.words().strip().splitlines()[-3:]) or "it said nothing"
-        )
+        """The last lines of its log, in one line."""
+        lines = self.words().strip().splitlines()[-3:]
+        return " / ".join(re.sub(r"^<\d>", "", line).strip() for line in lines) or "no output"
 
-    def __enter__(self) -> Ours:  # noqa: PYI034 - typing.Self is not in 3.9
+    def __enter__(self) -> DaemonUnderTest:  # noqa: PYI034 - typing.Self is not in 3.9
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -161,170 +165,170 @@ class Ours:
         self._inbox.close()
 
 
-#: Our daemon gives live clients some time to end when it is stopped.
+#: A stop gives running clients some time to end.
 _STOP_S = 14.0
 
 
-def recovery(around: Surroundings, report: Report) -> None:
-    """The daemon starts, its budgets are tried, and its control daemon is killed without and with clients."""
-    with Ours(around) as ours:
+def recovery(context: StepContext, report: Report) -> None:
+    """Start the daemon, test a budget, and kill its control daemon without and with clients."""
+    with DaemonUnderTest(context) as daemon:
         try:
-            ready_s = ours.start()
+            ready_s = daemon.start()
             report.answer("ready", f"It was READY after {seconds(ready_s)}.")
-            limit = _memory_total_mib(around) // SHARES
-            found = measure(around, ours.pipe, limit)
+            limit = _memory_total_mib(context) // SHARES
+            found = measure(context, daemon.pipe, limit)
             report.raw("budget", found)
             report.answer("budget", in_words(f"A client of one of {SHARES} devices", found))
-            report.answer("alone", _kill_control(around, report, ours, "alone", []))
+            report.answer("alone", _kill_control(context, report, daemon, "alone", []))
             with ExitStack() as stack:
-                clients = [stack.enter_context(Client(around, name, pipe=ours.pipe)) for name in "ab"]
-                start_beating(clients, around)
-                report.answer("clients", _kill_control(around, report, ours, "clients", clients))
+                clients = [stack.enter_context(Client(context, name, pipe=daemon.pipe)) for name in "ab"]
+                start_beating(clients, context)
+                report.answer("clients", _kill_control(context, report, daemon, "clients", clients))
         finally:
-            report.verbatim("What our daemon logged", "\n".join(ours.words().splitlines()[-60:]))
+            report.verbatim("Log of yunion-mps-daemon", "\n".join(daemon.words().splitlines()[-60:]))
 
 
-def _memory_total_mib(around: Surroundings) -> int:
-    """NVML's total, of which budgets are shares: more than CUDA's. From nvidia-smi, e.g. `143771 MiB`."""
-    words = around.host.settings.get("memory_total", "").split()
-    return int(words[0]) if words and words[0].isdigit() else int(around.host.gpu["memory_mib"])
+def _memory_total_mib(context: StepContext) -> int:
+    """NVML's total memory, which budgets are parts of, such as `143771 MiB`; it is more than CUDA's."""
+    words = context.host.settings.get("memory_total", "").split()
+    return int(words[0]) if words and words[0].isdigit() else int(context.host.gpu["memory_mib"])
 
 
-def _kill_control(around: Surroundings, report: Report, ours: Ours, name: str, clients: list[Client]) -> str:
-    """SIGKILL of the daemon's control daemon: how long until another listens, and until a new client runs."""
-    old = listener(ours.pipe)
+def _kill_control(
+    context: StepContext, report: Report, daemon: DaemonUnderTest, name: str, clients: list[Client]
+) -> str:
+    """Kill the daemon's control daemon; describe when another one listens and when a new client runs."""
+    old = listener(daemon.pipe)
     if not old:
-        raise Trouble("no control daemon listens where our daemon should have one")
+        raise StepError("no control daemon listens in the pipe directory of yunion-mps-daemon")
     since_s = time.monotonic()
     os.kill(old, signal.SIGKILL)
     listening_s = None
     while time.monotonic() < since_s + 10:
-        if listener(ours.pipe) not in (0, old):
+        if listener(daemon.pipe) not in (0, old):
             listening_s = time.monotonic() - since_s
             break
         time.sleep(0.002)
-    met = attempt(around, ours.pipe, 10)
+    met = attempt(context, daemon.pipe, 10)
     all_s = time.monotonic() - since_s
     watch(clients, 1.0)
     found, words = fates(clients, since_s)
     report.raw(
         f"kill_{name}", {"listening_s": listening_s, "new": met.as_json(), "clients": found, "all_s": all_s}
     )
-    began = f"after {seconds(listening_s)}" if listening_s is not None else "not within 10 s"
+    began = f"was listening {seconds(listening_s)} later" if listening_s else "was not listening within 10 s"
     return (
-        f"Another control daemon listened {began}; a new client, started then, {met.words()} "
-        f"({seconds(all_s)} after the SIGKILL, its end included)" + (f"; {words}." if clients else ".")
+        f"A new control daemon {began}; a client that was started then {met.words()} and had ended "
+        f"{seconds(all_s)} after the SIGKILL" + (f"; {words}." if clients else ".")
     )
 
 
-def adoption(around: Surroundings, report: Report) -> None:
-    """The daemon is killed under live clients and started again; then stopped under them."""
+def adoption(context: StepContext, report: Report) -> None:
+    """Kill the daemon while clients are running, and start it again; then stop it while they are running."""
     with ExitStack() as stack:
-        ours = stack.enter_context(Ours(around))
+        daemon = stack.enter_context(DaemonUnderTest(context))
         stack.callback(
-            lambda: report.verbatim("What our daemon logged", "\n".join(ours.words().splitlines()[-60:]))
+            lambda: report.verbatim("Log of yunion-mps-daemon", "\n".join(daemon.words().splitlines()[-60:]))
         )
-        ours.start()
-        clients = [stack.enter_context(Client(around, name, pipe=ours.pipe)) for name in "ab"]
-        start_beating(clients, around)
-        old = listener(ours.pipe)
+        daemon.start()
+        clients = [stack.enter_context(Client(context, name, pipe=daemon.pipe)) for name in "ab"]
+        start_beating(clients, context)
+        old = listener(daemon.pipe)
         since_s = time.monotonic()
-        ours.signal(signal.SIGKILL)
-        ours.wait(5)
-        time.sleep(0.5)  # a control daemon that would end with our daemon has had its time
-        lives = "lived on" if listener(ours.pipe) == old and stat_of(old) else "did not live on"
+        daemon.signal(signal.SIGKILL)
+        daemon.wait(5)
+        time.sleep(0.5)  # enough for a control daemon that ends with the daemon
+        lives = "kept running" if listener(daemon.pipe) == old and stat_of(old) else "exited"
         try:
-            again = f"was READY again after {seconds(ours.start(20))}"
-        except Trouble as error:
-            again = f"was not READY again ({error})"
-        same = "the same control daemon" if listener(ours.pipe) == old else "another control daemon"
+            again = f"was READY after {seconds(daemon.start(20))}"
+        except StepError as error:
+            again = f"was not READY ({error})"
+        same = "the same control daemon" if listener(daemon.pipe) == old else "another control daemon"
         watch(clients, 0.5)
         found, words = fates(clients, since_s)
-        met = attempt(around, ours.pipe, 8)
+        met = attempt(context, daemon.pipe, 8)
         report.raw("adoption", {"again": again, "same": same, "clients": found, "new": met.as_json()})
         report.answer(
             "adopted",
-            f"After the daemon's SIGKILL the control daemon {lives}; a new daemon {again}, with {same}; "
-            f"{words}; a new client {met.words()}.",
+            f"After SIGKILL of yunion-mps-daemon, its control daemon {lives}; the next daemon {again}, "
+            f"with {same}; {words}; a new client {met.words()}.",
         )
-        _stop(report, ours, clients)
+        _stop(report, daemon, clients)
 
 
-def _stop(report: Report, ours: Ours, clients: list[Client]) -> None:
+def _stop(report: Report, daemon: DaemonUnderTest, clients: list[Client]) -> None:
     since_s = time.monotonic()
-    ours.signal(signal.SIGTERM)
-    pump(clients, since_s + _STOP_S, lambda: ours.wait(0) is not None)
-    status = ours.wait(0)
+    daemon.signal(signal.SIGTERM)
+    pump(clients, since_s + _STOP_S, lambda: daemon.wait(0) is not None)
+    status = daemon.wait(0)
     watch(clients, 0.5)
     found, words = fates(clients, since_s)
     took = seconds(time.monotonic() - since_s)
-    ended = (
-        f"had not ended {took} after it" if status is None else f"ended with status {status} within {took}"
-    )
+    ended = f"had not exited after {took}" if status is None else f"exited with status {status} within {took}"
     report.raw("stop", {"status": status, "clients": found})
-    report.answer("stop", f"Told to stop with live clients, it {ended}; {words}.")
+    report.answer("stop", f"After SIGTERM with running clients, it {ended}; {words}.")
 
 
-def foreign(around: Surroundings, report: Report) -> None:
-    """The daemon meets a control daemon that another program started, with live clients."""
+def foreign(context: StepContext, report: Report) -> None:
+    """Start the daemon beside a control daemon of another program with running clients."""
     with ExitStack() as stack:
-        ours = stack.enter_context(Ours(around))
-        control = stack.enter_context(Control(around, pipe=ours.pipe, log=ours.log).start())
-        os.chmod(ours.log, 0o755)
-        client = stack.enter_context(Client(around, "a", pipe=control.pipe))
-        start_beating([client], around)
+        daemon = stack.enter_context(DaemonUnderTest(context))
+        control = stack.enter_context(Control(context, pipe=daemon.pipe, log=daemon.log).start())
+        os.chmod(daemon.log, 0o755)
+        client = stack.enter_context(Client(context, "a", pipe=control.pipe))
+        start_beating([client], context)
         since_s = time.monotonic()
         try:
-            said = f"was READY after {seconds(ours.start(15))}"
-        except Trouble as error:
+            said = f"was READY after {seconds(daemon.start(15))}"
+        except StepError as error:
             said = f"did not start: {error}"
         watch([client], 1.0)
         found, words = fates([client], since_s)
         kept = (
-            "still listens"
+            "is still listening"
             if control.alive and listener(control.pipe) == control.pid
-            else "does NOT listen any more"
+            else "is NOT listening any more"
         )
         report.raw("foreign", {"said": said, "client": found, "kept": kept})
         with contextlib.suppress(OSError):
-            report.verbatim("What our daemon logged", "\n".join(ours.words().splitlines()[-30:]))
-        report.answer("foreign", f"Our daemon {said}; the other control daemon {kept}; {words}.")
+            report.verbatim("Log of yunion-mps-daemon", "\n".join(daemon.words().splitlines()[-30:]))
+        report.answer("foreign", f"yunion-mps-daemon {said}; the other control daemon {kept}; {words}.")
 
 
 STEPS = (
     Step(
-        "ours_recovery",
-        "Our daemon: budgets and recovery",
+        "daemon_recovery",
+        "yunion-mps-daemon: budgets and recovery",
         recovery,
         60,
         (
-            ("ready", "How long until our daemon is READY?"),
+            ("ready", "How long does it take until it is READY?"),
             ("budget", "Is the budget of one of its devices enforced?"),
             ("alone", "How long does recovery from SIGKILL of its control daemon take without clients?"),
-            ("clients", "And with live clients?"),
+            ("clients", "And with running clients?"),
         ),
         frozenset({"mps"}),
     ),
     Step(
-        "ours_adoption",
-        "Our daemon: adoption and stop",
+        "daemon_adoption",
+        "yunion-mps-daemon: adoption and stop",
         adoption,
         60,
         (
             (
                 "adopted",
-                "What do live clients notice when our daemon is killed and takes its control daemon over?",
+                "What do running clients notice when it is killed and its control daemon is adopted?",
             ),
-            ("stop", "What do they see when it is stopped?"),
+            ("stop", "What do they notice when it is stopped?"),
         ),
         frozenset({"mps"}),
     ),
     Step(
-        "ours_foreign",
-        "Our daemon: a control daemon of another program",
+        "daemon_foreign",
+        "yunion-mps-daemon: a control daemon of another program",
         foreign,
         40,
-        (("foreign", "What does our daemon do about it, and what do its clients notice?"),),
+        (("foreign", "What does the daemon do about it, and what do its clients notice?"),),
         frozenset({"mps"}),
     ),
 )
