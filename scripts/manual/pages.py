@@ -11,7 +11,7 @@ from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
 from yunion_mps.daemon.options import command
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.planning.division import DEVICE_VARIABLE
 
 from manual.keys import (
     Key,

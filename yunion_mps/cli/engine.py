@@ -17,7 +17,7 @@ import click
 from yunion_mps.cli.common import call
 from yunion_mps.cli.request import BUDGET_VARIABLES, take, warn_of_limits
 from yunion_mps.client.retry import RequestMembers, refuse_unreachable
-from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
+from yunion_mps.containers.spec import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.http.operations import BIND_LEASE, GET_GPUS

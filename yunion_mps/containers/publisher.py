@@ -13,8 +13,17 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.containers import nvidia
-from yunion_mps.containers.spec import DeviceNode, HostFiles, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import (
+    DeviceNode,
+    HostFiles,
+    Nvidia,
+    devices_spec,
+    driver_nodes,
+    find_nvidia_spec,
+    gpu_nodes,
+    lease_spec,
+    read_nvidia_spec,
+)
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
@@ -169,9 +178,9 @@ class CdiPublisher:
             tuple(status.plan for status in snapshot.domains),
             snapshot.plan.parked,
             tuple(Gpu(gpu.pci_address, gpu.uuid, minor=gpu.minor) for gpu in gpus),
-            nvidia.driver_nodes(self._paths),
-            nvidia.gpu_nodes(self._paths, gpus),
-            nvidia.find(self._paths),
+            driver_nodes(self._paths),
+            gpu_nodes(self._paths, gpus),
+            find_nvidia_spec(self._paths),
         )
 
     def _leases_to_rewrite(self) -> list[Lease]:
@@ -219,7 +228,7 @@ class CdiPublisher:
         if inputs.nvidia:
             path = inputs.nvidia[0]
             try:
-                theirs = nvidia.read(path, inputs.gpus)
+                theirs = read_nvidia_spec(path, inputs.gpus)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
                 what = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"

@@ -15,7 +15,7 @@ from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
-from yunion_mps.host import logs
+from yunion_mps.host import systemd
 from yunion_mps.host.files import take_lock
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
@@ -39,11 +39,11 @@ class _LoadError(Exception):
 
 
 def run(options: Options) -> int:
-    logs.set_up(options.log_level)
+    systemd.set_up_log(options.log_level)
     paths = Paths.from_environment()
     try:
         if options.is_offline:
-            logs.set_prefix(PROGRAM)
+            systemd.set_log_prefix(PROGRAM)
             return _run_offline(paths, options)
         state = inherited_state()
         lock = state.lock if state else take_lock(paths)
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         finally:
             os.close(lock)
     except YunionError as error:
-        logs.set_prefix(PROGRAM)
+        systemd.set_log_prefix(PROGRAM)
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("%s", problem)

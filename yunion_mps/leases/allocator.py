@@ -1,19 +1,29 @@
-"""The allocator: chooses devices for a request from those that can be leased now. No I/O, no waiting.
+"""The allocator, which chooses devices for a request from those that can be leased now, and the queue.
 
-If a GPU's memory is handed out in units, it creates a device of the requested size.
+If a GPU's memory is handed out in units, the allocator creates a device of the requested size. Queued
+requests are served first come, first served. One that does not fit yet reserves the free devices that it will
+need; later requests get the rest. So a request for four devices is not starved by many for one, and requests
+for other GPUs do not wait for it. No I/O, no waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.candidates import Candidate, Candidates, PoolCandidate
 from yunion_mps.leases.ledger import Ledger, needs_mib
-from yunion_mps.leases.request import SPREAD, LeaseRequest
-from yunion_mps.models import Device
+from yunion_mps.leases.request import (
+    SPREAD,
+    Candidate,
+    Candidates,
+    LeaseRequest,
+    PoolCandidate,
+    QueuedRequest,
+)
+from yunion_mps.models import Device, Lease
 from yunion_mps.planning.division import units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
 from yunion_mps.units import count
@@ -39,7 +49,7 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
     """
     if request.number == 1:
         return
-    by_gpu = _by_gpu(one.device for one in candidates.devices if _is_suitable(request, one))
+    by_gpu = _by_gpu(one.device for one in candidates.suitable(request))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -60,7 +70,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     That includes devices that cannot be combined into one budget. Raises HostError if only GPUs without
     enforced budgets could satisfy it.
     """
-    pools = _matching_pools(request, candidates)
+    pools = candidates.matching_pools(request)
     if Allocator(Ledger()).from_pools(request, [one._replace(reason=NO_REASON) for one in pools], candidates):
         return
     _refuse_uncombinable(request, candidates)
@@ -76,7 +86,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
     there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
-    if not by_gpu and _usable_pools(request, candidates):
+    if not by_gpu and candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
@@ -102,9 +112,8 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
     groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
     if request.devices:
-        groups = filter(
-            None, [tuple(one.device for one in candidates.devices if request.matches(one.device))]
-        )
+        named = tuple(one.device for one in candidates.devices if request.matches(one.device))
+        groups = [named] if named else []
     refusal = None
     for devices in groups:
         try:
@@ -130,7 +139,7 @@ class Allocator:
         reserved: Reservation = NO_RESERVATION,
     ) -> tuple[Device, ...]:
         """The devices that satisfy the request now; raises NothingFreeError with the reason if none do."""
-        made = self.from_pools(request, _matching_pools(request, candidates), candidates, reserved)
+        made = self.from_pools(request, candidates.matching_pools(request), candidates, reserved)
         if made:
             return made
         matching = _matching(request, candidates)
@@ -151,7 +160,7 @@ class Allocator:
         if request.memory_mib:
             left = {
                 one.pool.gpu_uuid: self._left_mib(one, reserved)
-                for one in _matching_pools(request, candidates)
+                for one in candidates.matching_pools(request)
                 if not one.reason
             }
             gpus = sorted(left, key=lambda gpu: left[gpu], reverse=True)
@@ -183,10 +192,9 @@ class Allocator:
         fits = []
         for one in pools:
             units = units_for(one.pool, request.memory_mib)
-            others_mib = (each - 1) * (units * one.pool.unit_mib + one.pool.reserve_mib)
-            if not one.reason and units * one.pool.unit_mib <= self._left_mib(
-                one, reserved, others_mib, each - 1
-            ):
+            mib = units * one.pool.unit_mib
+            others_mib = (each - 1) * (mib + one.pool.reserve_mib)
+            if not one.reason and mib <= self._left_mib(one, reserved, others_mib, each - 1):
                 fits.append((self._left_mib(one, reserved), units, one))
         if len(fits) < gpus:
             return ()
@@ -224,7 +232,7 @@ class Allocator:
         reserved: Reservation,
     ) -> tuple[str, str, str]:
         """The message, hint and code of a NothingFreeError."""
-        pools = _matching_pools(request, candidates)
+        pools = candidates.matching_pools(request)
         if not matching and not pools:
             what = f"{request} cannot be allocated: there are no such devices"
             return what, "see: yunion-mps list", NOTHING_FREE
@@ -259,16 +267,12 @@ class Allocator:
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint, code
 
 
-def _is_suitable(request: LeaseRequest, one: Candidate) -> bool:
-    return request.matches(one.device) and (one.is_slice or not request.memory_mib)
-
-
 def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     """The suitable devices, for a request for memory the smallest slices first, and no equal shares.
 
     For a request for several devices, GPUs whose devices can never be combined are left out.
     """
-    matching = [one for one in candidates.devices if _is_suitable(request, one)]
+    matching = candidates.suitable(request)
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
@@ -276,20 +280,6 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     if request.memory_mib:
         matching.sort(key=lambda one: one.device.memory_limit_mib)
     return matching
-
-
-def _matching_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
-    """The pools that could satisfy a request for memory; none for other requests."""
-    return _usable_pools(request, candidates) if request.memory_mib else []
-
-
-def _usable_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
-    return [
-        one
-        for one in candidates.pools
-        if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
-        and (request.allow_unlimited or one.pool.gpu_uuid not in candidates.unenforced)
-    ]
 
 
 def _by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
@@ -329,7 +319,79 @@ def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) 
 
 def _unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     of = {one.device.gpu_uuid for one in _matching(request, candidates)}
-    of |= {one.pool.gpu_uuid for one in _usable_pools(request, candidates)}
+    of |= {one.pool.gpu_uuid for one in candidates.usable_pools(request)}
     names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
     which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
     return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"
+
+
+# -- the queue
+
+
+class QueueAnswer(NamedTuple):
+    """The answer to a queued request: its new lease, which equal requests share."""
+
+    lease: Lease
+    is_new: bool
+    is_shared: bool
+
+
+class Queue:
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self.requests: list[QueuedRequest] = []
+
+    def add(self, queued: QueuedRequest) -> None:
+        self.requests.append(queued)
+        self.requests.sort(key=lambda request: request.position)
+
+    def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
+        """The requests that this lease was granted for; they are queued no longer."""
+        answered = [request for request in self.requests if request.is_answered_by(lease)]
+        for request in answered:
+            self.requests.remove(request)
+        return answered
+
+    def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
+        """The first request that fits now, and its devices; None if none does.
+
+        It stays queued until it is removed; call this again once the ledger has its lease.
+        """
+        reserved = Reservation(set(), Counter())
+        for queued in self._in_turn(candidates, reserved):
+            with contextlib.suppress(NothingFreeError):
+                return queued, self._allocator.choose(queued.request, candidates, reserved)
+        return None
+
+    def reserved(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
+        """What is free, but reserved for the queued requests, not counting `excluding`."""
+        reserved = Reservation(set(), Counter())
+        for _ in self._in_turn(candidates, reserved, excluding):
+            pass
+        return reserved
+
+    def _in_turn(
+        self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
+    ) -> Iterator[QueuedRequest]:
+        """Yield each request that may fit, and then add to `reserved` what it needs.
+
+        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
+        without a free device, and of equal requests that cannot be satisfied only one is tried.
+        """
+        unsatisfiable = set[LeaseRequest]()
+        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
+        free = self._allocator.ledger.free_singly(served)
+        for queued in self.requests:
+            request = queued.request
+            if queued is excluding or request in unsatisfiable:
+                continue
+            if not request.memory_mib and not any(
+                request.matches(device) and device.id not in reserved.devices for device in free
+            ):
+                continue
+            yield queued
+            more = self._allocator.reserve(request, candidates, reserved)
+            if not any(more):
+                unsatisfiable.add(request)
+            reserved.devices.update(more.devices)
+            reserved.memory_mib.update(more.memory_mib)

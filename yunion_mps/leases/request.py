@@ -1,14 +1,24 @@
-"""Lease requests, and how the names in them are resolved."""
+"""Lease requests, the candidates for them, and how the names in them are resolved. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
-from yunion_mps.models import ALL, Device, Gpu, Holder, Lease, Owner
+from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
+from yunion_mps.planning.division import (
+    client_environment,
+    enforces_budgets,
+    pool_device,
+    require_one_budget,
+    whole_environment,
+    why_not_honoured,
+)
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.units import count
 
 BINPACK = "binpack"
@@ -84,6 +94,102 @@ class QueuedRequest(NamedTuple):
         is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
         is_retry = holder == other and self.idempotency_key == lease.idempotency_key != ""
         return lease.request == self.sent and bool(is_named or is_retry)
+
+
+class Candidate(NamedTuple):
+    """A device in its current state: `reason` says why it is not served, empty if it is.
+
+    `is_slice`: its GPU is divided by `slices`, so it can satisfy a request for memory.
+    """
+
+    device: Device
+    reason: Reason = NO_REASON
+    is_slice: bool = False
+
+
+class PoolCandidate(NamedTuple):
+    """A pool in its current state: `make` creates a device of a number of units in a slot."""
+
+    pool: Pool
+    gpu: str  # its address
+    make: Callable[[int, int], Device]
+    reason: Reason = NO_REASON
+
+
+class Candidates(NamedTuple):
+    """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
+
+    `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
+    `planned` are those that are configured, whose limits may wait for MPS servers to end.
+    """
+
+    devices: Sequence[Candidate] = ()
+    pools: Sequence[PoolCandidate] = ()
+    unenforced: Mapping[str, str] = {}
+    domains: Mapping[str, DomainPlan] = {}
+    planned: Mapping[str, DomainPlan] = {}
+
+    def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
+        return [
+            one
+            for one in self.pools
+            if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
+            and (request.allow_unlimited or one.pool.gpu_uuid not in self.unenforced)
+        ]
+
+    def matching_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
+        """The pools that could satisfy a request for memory; none for other requests."""
+        return self.usable_pools(request) if request.memory_mib else []
+
+    def suitable(self, request: LeaseRequest) -> list[Candidate]:
+        """The devices that could satisfy the request, as far as each by itself decides."""
+        return [
+            one
+            for one in self.devices
+            if request.matches(one.device) and (one.is_slice or not request.memory_mib)
+        ]
+
+    def why_not_combinable(self, devices: Sequence[Device]) -> str:
+        """Why devices of one domain cannot be combined into one budget, empty if they can."""
+        return why_not_honoured(devices, self.domains[devices[0].domain])
+
+    def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
+        """The environment for a process with the devices; raises InfeasibleError if MPS would ignore it."""
+        if len({device.domain for device in devices}) > 1:
+            hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
+            what = "these devices have different control daemons; a process can use only one"
+            raise InfeasibleError(what, hint)
+        domain = self.domains[devices[0].domain]
+        if ALL in request.devices:
+            return whole_environment(devices, domain)
+        require_one_budget(devices, domain, self.planned.get(domain.name))
+        return client_environment(devices, domain)
+
+
+def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
+    """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
+    plan, gpus = snapshot.plan, snapshot.inventory.gpus
+    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.is_sliced}
+    devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    pools = [
+        PoolCandidate(
+            pool,
+            addresses[pool.gpu_uuid],
+            partial(pool_device, plan.host_id, pool, gpus=gpus),
+            reasons[pool.gpu_uuid],
+        )
+        for pool in plan.pools
+    ]
+    unenforced = {
+        gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
+    }
+    serving = (status.plan for status in snapshot.domains)
+    domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
+    return Candidates(devices, pools, unenforced, domains, {domain.name: domain for domain in plan.domains})
+
+
+# -- names
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:

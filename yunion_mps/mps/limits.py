@@ -21,7 +21,7 @@ from yunion_mps.mps.conversation import Conversation, OccupiedError, occupied_er
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
 from yunion_mps.mps.tasks import COMMAND_RETRY_S, ControlTask
-from yunion_mps.planning.environment import decimal
+from yunion_mps.planning.division import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)

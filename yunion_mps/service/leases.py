@@ -14,14 +14,14 @@ from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator, refuse_infeasible
-from yunion_mps.leases.candidates import Candidates, candidates_of
+from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import Queue, QueueAnswer
 from yunion_mps.leases.request import (
+    Candidates,
     LeaseRequest,
     QueuedRequest,
+    candidates_of,
     find_gpu,
     find_lease,
     owner_name,

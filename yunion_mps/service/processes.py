@@ -13,7 +13,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
-from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

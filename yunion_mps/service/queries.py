@@ -12,7 +12,7 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Holder, Snapshot
-from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.division import client_environment
 from yunion_mps.reasons import Reason
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.json_values import devices_json, domain_json, gpu_json

@@ -14,9 +14,8 @@ from typing import Any
 
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
-from yunion_mps.leases.candidates import candidates_of
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers import nvidia
-from yunion_mps.containers.spec import VERSION, Edits, Nvidia
+from yunion_mps.containers.spec import (
+    VERSION,
+    Edits,
+    Nvidia,
+    find_nvidia_spec,
+    parse_nvidia_spec,
+    read_nvidia_spec,
+)
 from yunion_mps.paths import Paths
 
 from unit.http.snapshots import H100, P40
@@ -55,7 +61,7 @@ devices:
 
 def read(folder: Path, text: str, name: str = "nvidia.yaml") -> Nvidia:
     (folder / name).write_text(text)
-    return nvidia.read(str(folder / name), [P40, H100])
+    return read_nvidia_spec(str(folder / name), [P40, H100])
 
 
 def paths_of(edits: Edits) -> list[object]:
@@ -79,15 +85,15 @@ def test_json_says_the_same(tmp_path: Path) -> None:
 
 def test_the_file_in_run_counts_before_the_one_in_etc(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
-    assert nvidia.find(paths) is None
+    assert find_nvidia_spec(paths) is None
     for folder in ("etc/cdi", "run/cdi"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "nvidia.yaml").write_text(YAML)
-        found = nvidia.find(paths)
+        found = find_nvidia_spec(paths)
         assert found is not None
         assert found[0] == str(tmp_path / folder / "nvidia.yaml")
     (tmp_path / "run/cdi/nvidia.yaml").write_text(YAML + "\n")
-    assert nvidia.find(paths) != found, "it is another one now"
+    assert find_nvidia_spec(paths) != found, "it is another one now"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_json_that_is_none_is_said(tmp_path: Path, text: str) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nvidia.yaml")
     with pytest.raises(ValueError, match="it is not a file"):
-        nvidia.read(str(tmp_path / "nvidia.yaml"), [P40])
+        read_nvidia_spec(str(tmp_path / "nvidia.yaml"), [P40])
 
 
 def test_parts_and_fields_that_we_do_not_know_stay_behind(tmp_path: Path) -> None:
@@ -193,9 +199,9 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_whatever_version_it_says_ours_is_what_its_parts_need(version: str) -> None:
     """Engines refuse a file of a version that they do not know, and with it every device of ours."""
     said: Any = {"kind": "nvidia.com/gpu", "cdiVersion": version, "containerEdits": {"env": ["A=b"]}}
-    assert nvidia.parse(said, [P40]) == Nvidia(VERSION, Edits(env=("A=b",)))
+    assert parse_nvidia_spec(said, [P40]) == Nvidia(VERSION, Edits(env=("A=b",)))
     said["devices"] = [{"name": P40.uuid, "containerEdits": {"additionalGids": [44]}}]
-    assert nvidia.parse(said, [P40]).version == (0, 7, 0)
+    assert parse_nvidia_spec(said, [P40]).version == (0, 7, 0)
 
 
 VALUES = st.recursive(
@@ -216,4 +222,4 @@ VALUES = st.recursive(
 def test_whatever_stands_in_it_is_understood_or_refused(devices: Any, edits: Any) -> None:
     found = {"kind": "nvidia.com/gpu", "devices": devices, "containerEdits": edits}
     with contextlib.suppress(ValueError):
-        nvidia.parse(found, [P40, H100])
+        parse_nvidia_spec(found, [P40, H100])

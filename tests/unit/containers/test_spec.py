@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.containers.spec import DeviceNode, Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
-from yunion_mps.planning.division import pool_device
-from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.division import client_environment, pool_device
 
 from unit.containers.specs import HOST, edits_of, environment_of, held, hold_to_the_format, plan_of, spec_of
 from unit.http.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.logs import TracebackLimit
+from yunion_mps.host.systemd import TracebackLimit
 
 
 class Clock:
@@ -87,7 +87,7 @@ def test_another_cause_and_what_has_none_are_logged(log: logging.Logger, output:
 @pytest.mark.parametrize(
     "begin",
     [
-        "from yunion_mps.host import logs; logs.set_up('info')",
+        "from yunion_mps.host import systemd; systemd.set_up_log('info')",
         "from yunion_mps.cli.serve import gateway; gateway.main([], standalone_mode=False)",
         "from yunion_mps.cli.serve import web; web.main([], standalone_mode=False)",
     ],

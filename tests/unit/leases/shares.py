@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from yunion_mps.leases.candidates import Candidate, Candidates, PoolCandidate
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
 from yunion_mps.reasons import NO_REASON, Reason
 

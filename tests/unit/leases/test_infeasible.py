@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import InfeasibleError, NothingFreeError
 from yunion_mps.leases.allocator import refuse_infeasible
-from yunion_mps.leases.candidates import Candidate, Candidates, PoolCandidate
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.reasons import GPU_LOST, Reason
 
 from unit.leases.shares import candidates, device, pool

@@ -15,8 +15,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_program
-from yunion_mps.planning.division import thread_percentage
-from yunion_mps.planning.environment import decimal
+from yunion_mps.planning.division import decimal, thread_percentage
 
 from .driving import Bench
 from .front_ends import converse

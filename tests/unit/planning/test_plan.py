@@ -5,8 +5,7 @@ from uuid import UUID
 
 import pytest
 from yunion_mps.models import DomainPlan, Plan, PlannedGpu
-from yunion_mps.planning.division import thread_percentage
-from yunion_mps.planning.environment import client_environment, decimal
+from yunion_mps.planning.division import client_environment, decimal, thread_percentage
 from yunion_mps.planning.plan import make_plan, mode_changes
 
 from unit.builders import MACHINE_ID, P40, config, entry, gpu, inventory, planned

@@ -19,8 +19,7 @@ from yunion_mps.models import (
     SliceEntry,
     Source,
 )
-from yunion_mps.planning.division import free_units, max_clients, pool_device, units_for
-from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.division import client_environment, free_units, max_clients, pool_device, units_for
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
 
 from unit.builders import DEVICES, MACHINE_ID, config, gpu, planned

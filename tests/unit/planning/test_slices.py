@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
-from yunion_mps.planning.division import describe_division, free_units, pool_device, pools_of, units_for
-from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.division import (
+    client_environment,
+    describe_division,
+    free_units,
+    pool_device,
+    pools_of,
+    units_for,
+)
 from yunion_mps.reasons import GPU_LOST, Reason
 
 from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
