@@ -1,4 +1,4 @@
-"""Run a command on a terminal of so many columns, to print what a user sees: columns.py COLUMNS COMMAND..."""
+"""Run a command on a terminal with COLUMNS columns, as a user sees it: columns.py COLUMNS COMMAND..."""
 
 import fcntl
 import os

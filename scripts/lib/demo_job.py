@@ -1,4 +1,4 @@
-"""The job of scripts/demo: allocate so many MiB of GPU memory with CUDA, and keep it: demo_job.py MIB."""
+"""The job of scripts/demo: allocate MIB of GPU memory with CUDA and keep it (demo_job.py MIB)."""
 
 import ctypes
 import os

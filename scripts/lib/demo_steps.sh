@@ -1,14 +1,14 @@
-# The steps of scripts/demo on the host below $YUNION_MPS_ROOT; every line of output is the programs' own.
+# The steps of scripts/demo on the host below $YUNION_MPS_ROOT. All output is that of the programs.
 #
 #   demo_steps.sh reference|jobs
 #
-# reference: from the two files to the list of devices, as Cloudpods sees it; jobs: what operators and users type.
+# reference: from the two files to the list of devices in Cloudpods' format; jobs: what operators and users type.
 set -eu
 root=$YUNION_MPS_ROOT
 lib=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 daemon='' job=''
 step() { printf '\n==> %s\n' "$1"; }
-run() { # a command; on a terminal of 100 columns where standard output is none
+run() { # a command, on a terminal of 100 columns if standard output is not a terminal
     printf '$ %s\n' "$*"
     if [ -t 1 ]; then "$@"; else python3 "$lib/columns.py" 100 "$@"; fi
 }
@@ -30,7 +30,7 @@ start_daemon() {
     done
 }
 
-end() { # whatever still runs
+end() { # what is still running
     for pid in $job $daemon; do { kill "$pid" && wait "$pid"; } 2>/dev/null || :; done # without "Terminated"
     daemon='' job=''
 }
@@ -69,7 +69,7 @@ reference() {
     step "4. The devices that this host offers, as Cloudpods lists them"
     run yunion-mps isolated-device-list
 
-    step "5. What the real control daemon answers for its limits (it shows whole G: 5760M is 5G)"
+    step "5. The limits according to the real control daemon (it prints whole GiB: 5760M is 5G)"
     gpus=$(nvidia-smi -L | grep -c '^GPU')
     device=0
     while [ "$device" -lt "$gpus" ]; do
@@ -83,7 +83,7 @@ reference() {
     step "6. The state of the host"
     run yunion-mps status
 
-    step "7. A job: MPS cannot enforce a budget on a GPU older than Volta, so the job is not started"
+    step "7. A job: not started, because MPS cannot enforce a budget on a GPU older than Volta"
     run yunion-mps run python3 train.py || :
     stop_daemon 8
 }
@@ -91,11 +91,11 @@ reference() {
 ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY=$root/tmp/nvidia-mps/pipe nvidia-cuda-mps-control; }
 
 jobs() {
-    step "9. The devices, as users see them"
+    step "9. The devices as users see them"
     start_daemon
     run yunion-mps list
 
-    step "10. A job on a device of its own until it ends; its budget is in its environment"
+    step "10. A job has a device of its own until it ends, and its budget in its environment"
     echo '$ yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort'
     yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort
     echo "$ yunion-mps run python3 demo_job.py 8192 &"
@@ -116,10 +116,10 @@ jobs() {
         simhost-ctl process 0 add "$job" 8192 --type M+C
     fi
 
-    step "11. Who uses which device, and how much of it"
+    step "11. Who uses which device, and how much of its memory"
     run yunion-mps who
 
-    step "12. A check of everything that can make MPS fail on a host"
+    step "12. Everything that is known to make MPS fail on a host is checked"
     run yunion-mps doctor || :
     ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 remove "$job"
     stop_daemon 13

@@ -1,10 +1,10 @@
-"""Make the sources of a private apt out of this machine's own: the same archives, component non-free.
+"""Write the sources of a private apt: this machine's own archives with the component non-free.
 
 Usage: nonfree_sources.py CODENAME APT_FOLDER TARGET_FOLDER
 
 Reads sources.list and sources.list.d/*.{list,sources} of APT_FOLDER (/etc/apt), in both of the formats of
-sources.list(5), and writes the same names under TARGET_FOLDER. A source is Debian's if it has the component
-main and a suite of this release; all others, sources on discs and disabled ones are left out.
+sources.list(5), and writes files of the same names to TARGET_FOLDER. A source is Debian's if it has the
+component main and a suite of this release; all others are omitted, and so are discs and disabled sources.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def from_deb822(text: str, suites: re.Pattern[str]) -> str:
 
 
 def main(codename: str, apt: str, target: str) -> int:
-    """Return 0, or 1 if none of the machine's sources is Debian's."""
+    """Return 0, or 1 if the machine has no Debian source."""
     suites = re.compile(SUITES.format(codename=re.escape(codename)))
     os.makedirs(f"{target}/sources.list.d")
     any_found = False

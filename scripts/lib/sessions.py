@@ -1,7 +1,7 @@
-"""What scripts/demo prints, in docs/demo.txt, and the sessions in README.md from it: see scripts/sessions.
+"""Record what scripts/demo prints in docs/demo.txt, and in the sessions of README.md; see scripts/sessions.
 
-A session is a fenced block `console` of commands (`$ ...`) that the demo runs, each with what it printed;
-`…` as a command's last line stands for the rest.
+A session is a fenced `console` block of commands (`$ ...`) that the demo runs, each with its output;
+`…` as the last line of an output stands for the rest.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 TRANSCRIPT = CHECKOUT / "docs/demo.txt"
 README = CHECKOUT / "README.md"
-#: The simulated hosts' roots are not worth reading.
+#: The root of a simulated host, which is removed.
 _ROOT = re.compile(r"/(?:dev/shm|tmp)/sim\.\w{8}(?=/)")
-_PID = r"\b41\d{3}\b"  # by scripts/sessions
-#: What is another at each run, and how it is recorded.
+_PID = r"\b41\d{3}\b"  # because scripts/sessions sets the last PID to 41000
+#: What differs in each run, and what is recorded instead.
 _ALIKE = {
     r"\b[0-9a-f]{8}\b(?![-:])": "6c9d432c",  # leases
     r"\b\d+s\b": "1s",
     r"\b\d+ ms\b": "1 ms",
     r"\b\d+ of \d+ MiB free": "24092 of 24105 MiB free",
 }
-#: What differs between two machines, and is not compared.
+#: What differs between machines and is not compared.
 _VARIES = (
     r"\b\d+\.\d+\.\d+\b\S*",  # versions
-    r"[ -]+",  # and how wide a column is because of them
+    r"[ -]+",  # and the column widths that depend on them
 )
 
 
 def recorded() -> str:
-    """Run the demo; returns what it printed, with PIDs, leases and times that are always the same."""
+    """Run the demo; returns its output with fixed PIDs, leases and times."""
     done = subprocess.run(
         [CHECKOUT / "scripts/demo"], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
@@ -48,12 +48,12 @@ def recorded() -> str:
 
 
 def comparable(text: str) -> list[str]:
-    """The lines without what varies."""
+    """Return the lines without what varies between machines."""
     return re.sub("|".join(_VARIES), " ", text).splitlines()
 
 
 def outputs(transcript: str) -> dict[str, list[str]]:
-    """The lines that each command printed, by its line."""
+    """Return the output of each command, by the command."""
     found: dict[str, list[str]] = {}
     for part in re.split(r"^(?=\$ )", transcript, flags=re.MULTILINE)[1:]:
         command, *lines = re.split(r"^(?:==>|====)", part, flags=re.MULTILINE)[0].strip().splitlines()
@@ -62,7 +62,7 @@ def outputs(transcript: str) -> dict[str, list[str]]:
 
 
 def with_sessions(page: str, transcript: str) -> str:
-    """The page with its sessions as the transcript has them."""
+    """Return the page with its sessions taken from the transcript."""
     known = outputs(transcript)
 
     def session(block: re.Match[str]) -> str:
@@ -95,7 +95,10 @@ def main(arguments: list[str]) -> int:
     ]
     if differences:
         print(
-            "\n".join(differences), "\nsessions: record them again: scripts/sessions", sep="", file=sys.stderr
+            "\n".join(differences),
+            "\nsessions: the recorded output is outdated; record it again: scripts/sessions",
+            sep="",
+            file=sys.stderr,
         )
     return bool(differences)
 

@@ -56,7 +56,7 @@ def test_the_record_has_the_reference_case_and_an_enforcing_gpu() -> None:
 def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
     result = demo("--compute-mode", "keep")
     assert result.returncode == 0, result.stderr
-    assert "\n(--compute-mode keep is for real GPUs, and is ignored here.)\n" in result.stdout
+    assert "\n(--compute-mode keep is ignored: it applies to real GPUs only.)\n" in result.stdout
     assert f"{SMI}, Exclusive_Process" in result.stdout
 
 
@@ -118,6 +118,6 @@ def test_a_script_that_needs_root_says_so_at_once_and_what_to_do(script: str) ->
         )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines() == [
-        f"scripts/{script}: root is required, to change compute modes and to run jobs of other users",
+        f"scripts/{script}: root is required to change compute modes and to run jobs as other users",
         f"scripts/{script}: run it as root: sudo scripts/{script}",
     ]

@@ -1,4 +1,4 @@
-"""`scripts/package`: builds everything that a release consists of."""
+"""`scripts/package`: build all files of a release."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     """Build, or rewrite the lock file."""
     parser = argparse.ArgumentParser(prog="scripts/package", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--output", metavar="DIRECTORY", default="dist", help="where to (default: %(default)s)"
+        "--output", metavar="DIRECTORY", default="dist", help="output directory (default: %(default)s)"
     )
     parser.add_argument("--lock", action="store_true", help=f"rewrite {_LOCK}, after scripts/lock")
     parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
@@ -71,7 +71,7 @@ def _flit(source: Source, kind: str, output: str) -> str:
         check=True, cwd=source.directory, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     path = os.path.join(output, done.stdout.split()[-1])
-    os.chmod(path, 0o644)  # flit's wheels are for their owner alone
+    os.chmod(path, 0o644)  # flit creates wheels that only their owner can read
     return path
 
 
