@@ -203,6 +203,8 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         assert fault["cause"] == f"suspected: PID {client.pid}"
         assert "yunion-mps" not in fault["consequence"], "what to do is told by the reason code"
         assert daemon.get("/v1/clients")[1]["servers"][0]["state"] == "FAULT"
+        found = [one for one in daemon.status()["problems"] if one["code"] == "server_failed"]
+        assert [(one["level"], one["pid"]) for one in found] == [("problem", server)]
         status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
         assert (status, answer["ended"]) == (200, True)
         assert "its MPS server disconnected it" in answer["how"]

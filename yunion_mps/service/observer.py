@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
@@ -156,6 +157,7 @@ class Observer:
         self._latest = Observation(NO_CLIENTS)
         self._observing: asyncio.Task[None] | None = None
         self._began_s = 0.0
+        self._failed: set[int] = set()
 
     async def observe(self) -> Observation:
         """Return an observation that began after this call.
@@ -178,10 +180,13 @@ class Observer:
                 return self._latest
 
     async def query_all(self) -> answers.ClientList:
-        """The processes as the control daemons list them, too, however long that takes."""
+        """The processes as the control daemons list them, too, however long that takes.
+
+        Only control daemons know of failed servers, so later observations show these as failed, too.
+        """
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         domains, sm = self._domains(), self._usage.latest.load.processes
-        return await on_thread(
+        listed = await on_thread(
             lambda: list_processes(
                 [query_control_daemon(one.plan, one.pid, one.servers) for one in domains if one.pid],
                 query_driver(nvml, sm),
@@ -189,6 +194,8 @@ class Observer:
                 self._containers,
             )
         )
+        self._failed = {one["pid"] for one in listed["servers"] if one["state"] == SERVER_FAULT}
+        return listed
 
     def _domains(self) -> list[_Domain]:
         return [
@@ -199,11 +206,13 @@ class Observer:
     async def _observe(self) -> None:
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         domains, sm, known = self._domains(), self._usage.latest.load.processes, self._devices.known()
-        before = self._latest.use if nvml else None
+        before, failed = self._latest.use if nvml else None, self._failed
 
         def work() -> Observation:
             driver = query_driver(nvml, sm)
-            kernel = [servers_from_kernel(one.plan, one.pid, one.servers) for one in domains if one.pid]
+            kernel = [
+                servers_from_kernel(one.plan, one.pid, one.servers, failed) for one in domains if one.pid
+            ]
             clients = list_processes(kernel, driver, gpus, self._containers)
             is_known = nvml is not None and not driver.failure
             return Observation(clients, self._use(domains, driver, known) if is_known else before)

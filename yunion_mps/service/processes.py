@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import command_of, name_of, started_s, uid_of, user_name, variable_of
@@ -57,8 +58,12 @@ def query_control_daemon(plan: DomainPlan, control_pid: int, servers: Sequence[i
     return DomainProcesses(plan, servers, states, clients, failure)
 
 
-def servers_from_kernel(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> DomainProcesses:
-    return DomainProcesses(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
+def servers_from_kernel(
+    plan: DomainPlan, control_pid: int, servers: Sequence[int], failed: Collection[int]
+) -> DomainProcesses:
+    """The servers, of which only those that are known to have `failed` have a state."""
+    states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(control_pid)}
+    return DomainProcesses(plan, servers, states, {}, "")
 
 
 def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuProcesses:
