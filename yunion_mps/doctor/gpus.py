@@ -23,7 +23,6 @@ from yunion_mps.reasons import (
     DRIVER_ERROR,
     GPU_ERROR,
     MIG_ENABLED,
-    NO_REASON,
     PROGRAM_MISSING,
     VGPU,
 )
@@ -189,10 +188,13 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
     ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
+    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled]  # the others are reported by `mig`
+    if not ours:
+        raise SkipError
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     found = []
     for gpu in ours:
-        reason = gpu.reason or (NO_REASON if gpu.mig_enabled else unavailable.get(gpu.pci_address, NO_REASON))
+        reason = gpu.reason or unavailable.get(gpu.pci_address)
         if reason:
             found.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     return found or [ok(f"{len(ours)} divided, all working")]
@@ -254,7 +256,9 @@ def compute_mode(host: Host) -> Findings:
         raise SkipError
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not planned:
-        return [ok(f"{modes}; left unchanged, as cuda_mps_compute_mode is keep")]
+        is_kept = host.config()[0].cuda_mps_compute_mode == "keep"
+        why = "as cuda_mps_compute_mode is keep" if is_kept else "as no GPU can be divided"
+        return [ok(f"{modes}; left unchanged, {why}")]
     return [ok(modes if is_served else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
 
 

@@ -192,6 +192,14 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     )
 
 
+def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST._replace(mig_enabled=True))
+    assert one(host, "MIG", "problem")
+    assert one(host, "GPUs", "skipped").what == "no GPU is divided here"
+    assert one(host, "configuration", "ok").what == "both files are valid; 1 GPU cannot be divided now"
+    assert one(host, "compute mode", "ok").what == "Default; left unchanged, as no GPU can be divided"
+
+
 def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_container_device.yml", "devices: []\n")
     host = host_of(tmp_path, FIRST, enable_cuda_mps="false")
