@@ -6,6 +6,8 @@ already.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: str) -> str:
     """Return the text on one line, with control characters, line ends, bidirectional marks etc. escaped.
@@ -15,6 +17,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Join a command's words; one that contains spaces is quoted, unless it is a process's title."""
+    if len(words) > 1:
+        words = [f"'{word}'" if " " in word else word for word in words]
+    return printable(" ".join(words))
 
 
 def decoded(raw: bytes) -> str:

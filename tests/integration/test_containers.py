@@ -88,7 +88,7 @@ def test_a_device_that_a_job_of_the_host_has_is_no_container_s(ready_daemon: Dae
     assert job.stdout is not None
     assert job.stdout.readline() == "begun\n"
     refused = podman.run(*mps(ADDRESSES[0]), IMAGE, "true")
-    holder = f"sh -c echo begun; exec cat of root, PID {job.pid}"
+    holder = f"sh -c 'echo begun; exec cat' of root, PID {job.pid}"
     assert f"device {ADDRESSES[0]} is in use: {holder} (see:" in refused.stderr
     job.communicate()
 

@@ -125,12 +125,12 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
     )
     eventually(lambda: who_waits(ready_daemon), "that it waits")
     assert who_waits(ready_daemon)[0]["command"] == "sh -c exit\\n" + "x" * 88
-    assert leases_of(ready_daemon)[0]["command"] == "sh -c echo begun; exec cat"
+    assert leases_of(ready_daemon)[0]["command"] == "sh -c 'echo begun; exec cat'"
     end(job)
     waiting.communicate()
     eventually(lambda: given(ready_daemon) == [], "that all is free")
     user = user_name(os.geteuid())
-    first, last = f"sh -c echo begun; exec cat (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
+    first, last = f"sh -c 'echo begun; exec cat' (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
     assert [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]] == [
         f"granted to {first}",
         f"released by {first}",
@@ -260,6 +260,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     daemon = make_daemon(host).start().wait_ready()
     all_of_it = "23040 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
     assert host.run(["yunion-mps", "list"]).stdout == f"No devices.\n00:06.0: {all_of_it}\n"
+    assert "Devices:  created on request\n" in host.run(["yunion-mps", "status"]).stdout
     done = run(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
     environment = json.loads(done.stdout)
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"

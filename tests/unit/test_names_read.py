@@ -52,7 +52,7 @@ def test_a_process_has_its_name_and_its_command_on_one_line(name: str, command: 
 @pytest.mark.parametrize("name", READABLE)
 def test_a_readable_command_is_shown_as_it_is(name: str) -> None:
     with running("a", name) as pid:
-        assert command_of(pid) == f"{name} 1000"
+        assert command_of(pid) == (f"'{name}' 1000" if " " in name else f"{name} 1000")
 
 
 def test_what_steers_is_shown_escaped() -> None:

@@ -26,7 +26,7 @@ from yunion_mps.cli.request import (
 from yunion_mps.client.retry import RequestMembers, preview, refuse_unreachable
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.escaping import printable
+from yunion_mps.escaping import command_line, printable
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_DEVICE
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 
@@ -130,8 +130,8 @@ def run(
         return
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
-    command_line = " ".join([engine, "run", *argv] if engine else argv)
-    wanted["holder"] = {"command": cell(command_line)[:COMMAND_LENGTH]}
+    command = command_line([engine, "run", *argv] if engine else argv)
+    wanted["holder"] = {"command": command[:COMMAND_LENGTH]}
     if engine:
         from yunion_mps.cli.engine import run_container  # not needed by other commands
 

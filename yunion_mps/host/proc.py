@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from yunion_mps.errors import ShortageError
-from yunion_mps.escaping import decoded, printable
+from yunion_mps.escaping import command_line, decoded, printable
 
 #: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
 #: A process may later declare any of its memory to be its environment (prctl(2), PR_SET_MM).
@@ -123,7 +123,8 @@ def name_of(pid: int) -> str:
 
 
 def command_of(pid: int, most: int = 100) -> str:
-    return decoded(_read(pid, "cmdline", 4 * most).replace(b"\0", b" ").strip())[:most]
+    words = _read(pid, "cmdline", 4 * most).decode(errors="replace").rstrip("\0").split("\0")
+    return command_line(words).strip()[:most]
 
 
 def program_of(pid: int) -> str:
