@@ -33,12 +33,15 @@ def revision() -> str:
         pass
     else:
         return str(REVISION)
-    git = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".git")
+    checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # In a worktree, `.git` names its own directory, and `commondir` that of all (gitrepository-layout(5)).
+    git = os.path.join(checkout, _read(f"{checkout}/.git").removeprefix("gitdir: ") or ".git")
     head = _read(f"{git}/HEAD")
     if head.startswith("ref: "):
-        reference = head[len("ref: ") :]
-        packed = (line.split(" ") for line in _read(f"{git}/packed-refs").splitlines())
-        head = _read(f"{git}/{reference}") or next((row[0] for row in packed if row[1:] == [reference]), "")
+        reference, common = head[len("ref: ") :], os.path.join(git, _read(f"{git}/commondir"))
+        rows = (line.split(" ") for line in _read(f"{common}/packed-refs").splitlines())
+        packed = next((row[0] for row in rows if row[1:] == [reference]), "")
+        head = _read(f"{common}/{reference}") or packed
     return head[:12] or "unknown"
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
+import yunion_mps
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
 from yunion_mps.client import retry
@@ -127,6 +130,30 @@ def test_what_the_commands_know_of_the_daemon_is_so() -> None:
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
     assert alone.good("--version") == f"yunion-mps {__version__} ({revision()})\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed: bool) -> None:
+    def run(*words: str) -> str:
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    author = ("-c", "user.name=alice", "-c", "user.email=alice@example.com")
+    run("git", "init", "-q", "main")
+    run("git", "-C", "main", *author, "commit", "-q", "--allow-empty", "-m", "Begin")
+    run("git", "-C", "main", "worktree", "add", "-q", "../other")
+    if packed:
+        run("git", "-C", "main", "pack-refs", "--all")
+    for checkout in ("main", "other"):
+        package = tmp_path / checkout / "yunion_mps"
+        package.mkdir()
+        shutil.copy(Path(yunion_mps.__file__), package)
+        found = run(
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, '{checkout}'); "
+            "from yunion_mps import revision; print(revision())",
+        )
+        assert found == run("git", "-C", "main", "rev-parse", "--short=12", "HEAD")
 
 
 @pytest.mark.parametrize(
