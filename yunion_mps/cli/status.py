@@ -96,6 +96,9 @@ def _status_text(status: Status, host: HostOverview) -> str:
     processes = count(status["clients"] + outside_mps, "process", "processes")
     processes += f", {outside_mps} outside MPS" if outside_mps else ""
     up = age_of(status["started"])
+    available = f"{devices['available']} of {devices['total']} available"
+    if not devices["total"] and any(gpu["memory_free_mib"] is not None for gpu in gpus):
+        available = "created on request"
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
     unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
@@ -107,7 +110,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
         text += wrapped(f"{problem.title + ':':9} {problem.text}", _INDENT)
         text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [
-        f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
+        f"Devices:  {available}{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {processes}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
         f"Driver:   {driver['version'] or 'not queried'}{cuda}",

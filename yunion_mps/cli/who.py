@@ -298,6 +298,10 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
         (process for process in (*answer["clients"], *answer["waiting"]) if process["pid"] == pid), None
     )
     if client is None:
+        lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
+        if lease:
+            what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
+            raise NotFoundError(what, f"end it, and the lease ends as well: kill {pid}")
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"
     outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. End it?"

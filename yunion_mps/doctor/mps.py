@@ -133,7 +133,7 @@ def answers(host: Host) -> Findings:
             )
             found.append(warning(what, "end it: the control daemon serves one front-end at a time"))
         else:
-            found.append(ok(f"domain {domain.name} answers within {took_s * 1000:.0f} ms"))
+            found.append(ok(f"domain {domain.name} answers within {max(took_s * 1000, 1):.0f} ms"))
     if not found:
         raise SkipError("no control daemon is running")
     return found

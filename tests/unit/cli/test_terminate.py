@@ -7,7 +7,7 @@ from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS
-from unit.http.by_hand import GONE, WAITING, clients
+from unit.http.by_hand import GONE, LEASE, WAITING, clients
 
 WHO = "PID 4260 (python train.py) of alice"
 
@@ -66,7 +66,15 @@ def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
     told = "yunion-mps: PID 1 is not an MPS client [not_found]\n"
     told += "yunion-mps: list the clients: yunion-mps who --clients\n"
     assert own("terminate", "1", "--yes") == (1, "", told)
-    assert own.host.clients.done == ["clients"]
+    assert not any(done.startswith("terminate") for done in own.host.clients.done)
+
+
+def test_a_process_that_only_holds_a_lease_can_be_ended_by_itself(own: Cli) -> None:
+    own.host.clients.found = clients()
+    own.host.leases.found["leases"] = [LEASE]
+    told = f"yunion-mps: PID 4260 uses no GPU, but holds lease {LEASE['id'][:8]} [not_found]\n"
+    told += "yunion-mps: end it, and the lease ends as well: kill 4260\n"
+    assert own("terminate", "4260", "--yes") == (1, "", told)
 
 
 @pytest.mark.parametrize(
