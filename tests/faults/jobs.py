@@ -22,12 +22,7 @@ def killed_with_a_job(scene: Scene) -> None:
     scene.job()
 
 
-@fault(
-    JOBS,
-    "the MPS server of a job is killed",
-    loses="a job",
-    takes_s=12,
-)
+@fault(JOBS, "the MPS server of a job is killed", loses="a job", takes_s=12)
 def server_killed(scene: Scene) -> None:
     job = scene.serve().job()
     (server,) = scene.stand_ins.servers()

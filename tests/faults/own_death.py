@@ -113,11 +113,7 @@ def flooded_at_a_start(scene: Scene) -> None:
     scene.hold_a_lease()
 
 
-@fault(
-    OURSELVES,
-    "it is killed while it starts a control daemon, which is stopped at some stage",
-    takes_s=30,
-)
+@fault(OURSELVES, "it is killed while it starts a control daemon, which is stopped at some stage", takes_s=30)
 def while_it_starts_one(scene: Scene) -> None:
     """Fifty times: the next daemon finds it whatever it has come to, and goes on with it."""
     for stage in range(50):

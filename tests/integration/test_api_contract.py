@@ -7,20 +7,24 @@ is a client here. Only a re-exec is not asked for at random, because it ends con
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import schemathesis
 from openapi_schema_validator import OAS31Validator
+from requests.adapters import HTTPAdapter
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from urllib3.connection import HTTPConnection
+from urllib3.connectionpool import HTTPConnectionPool
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_WAIT_S
 
 from integration.daemon_host import Daemon, eventually
-from integration.unix_session import unix_session
 from simhost import SimHost
 
 BASE = "http://localhost"
@@ -57,6 +61,27 @@ def daemon_of_three() -> Iterator[Daemon]:
 def session(daemon_of_three: Daemon) -> Iterator[requests.Session]:
     with unix_session(daemon_of_three.socket_path) as session:
         yield session
+
+
+def unix_session(path: Path) -> requests.Session:
+    """A session that asks the server on this socket, whatever the URL's host."""
+
+    class Connection(HTTPConnection):
+        def connect(self) -> None:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(60)
+            self.sock.connect(str(path))
+
+    class Adapter(HTTPAdapter):
+        def get_connection_with_tls_context(self, *_: Any, **__: Any) -> HTTPConnectionPool:
+            return pool
+
+    pool = HTTPConnectionPool("localhost")
+    pool.ConnectionCls = Connection
+    session = requests.Session()
+    session.trust_env = False  # no proxy stands between us and the socket
+    session.mount("http://", Adapter())
+    return session
 
 
 def errors(schema: str, value: Any) -> list[str]:

@@ -13,15 +13,10 @@ from yunion_mps.client import (
     AsyncLease,
     Device,
     Gpu,
-    HostError,
-    NothingFreeError,
     QueuedRequest,
     Status,
-    UnreachableError,
 )
-from yunion_mps.errors import YunionError
 
-from integration.conftest import MakeDaemon
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.lease_host import ADDRESSES, given
 from simhost import SimHost
@@ -175,33 +170,3 @@ def test_devices_are_watched_by_tasks(ready_daemon: Daemon) -> None:
     before, after = asyncio.run(watched())
     assert (before, after[:2], after[3]) == ([None] * 4, [None] * 2, None)
     assert after[2]
-
-
-def test_failures_are_those_of_the_client(ready_daemon: Daemon) -> None:
-    async def fails(lease: Awaitable[AsyncLease]) -> YunionError:
-        with pytest.raises(YunionError) as raised:
-            await lease
-        return raised.value
-
-    client = AsyncClient()
-
-    async def failures() -> None:
-        async with client.lease(devices=[ADDRESSES[0]]) as lease:
-            assert isinstance(await fails(client.lease(devices=[ADDRESSES[0]])), NothingFreeError)
-            ready_daemon.host.gpus[0].lose()
-
-            async def is_lost() -> bool:
-                try:
-                    await lease.check()
-                except HostError as error:
-                    return error.code in ("gpu_lost", "gpu_fault")
-                return False
-
-            await until(is_lost, "the loss of the GPU")
-
-    asyncio.run(failures())
-
-
-def test_without_a_daemon_it_says_so_at_once(make_daemon: MakeDaemon, host: SimHost) -> None:
-    with pytest.raises(UnreachableError, match="the daemon is not running"):
-        asyncio.run(AsyncClient().devices())

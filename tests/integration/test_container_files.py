@@ -18,9 +18,7 @@ from integration.podman_host import IMAGE, files_of, reloads, spec_of
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
-def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(
-    ready_daemon: Daemon,
-) -> None:
+def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
     path = host.root / "run/cdi/yunion-mps.json"

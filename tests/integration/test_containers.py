@@ -175,19 +175,6 @@ def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Da
     assert f"yunion-mps: device {ADDRESSES[2]} is unavailable: its domain is " in refused.stderr
 
 
-def test_a_container_does_not_start_without_a_daemon(ready_daemon: Daemon, podman: Podman) -> None:
-    ready_daemon.kill()
-    refused = podman.run(*mps(ADDRESSES[1]), IMAGE, "true")
-    assert refused.returncode != 0
-    assert "yunion-mps: the daemon is not running" in refused.stderr
-
-
-def test_a_device_that_there_is_not_is_refused_by_the_engine(podman: Podman) -> None:
-    refused = podman.run(*mps("00:06.0-9"), IMAGE, "true")
-    assert refused.returncode != 0
-    assert "yunion.io/mps=00:06.0-9" in refused.stderr
-
-
 def test_the_output_for_docker_is_what_env_file_takes(ready_daemon: Daemon, podman: Podman) -> None:
     """With the pipe directory and the shared memory, which an environment cannot bring."""
     place = str(ready_daemon.pipe_directory)

@@ -104,23 +104,12 @@ def test_a_container_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon
 _VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-e", f"{_VARIABLE}=0=9G"],
-        [f"-e{_VARIABLE}=0=9G"],
-        ["--env", f"{_VARIABLE}=0=9G"],
-        ["--rm", f"--env={_VARIABLE}=0=9G"],
-        ["-ite", _VARIABLE],
-    ],
-    ids=" ".join,
-)
 def test_without_cdi_a_variable_that_replaces_the_device_s_is_refused(
-    ready_daemon: Daemon, podman: Podman, words: list[str]
+    ready_daemon: Daemon, podman: Podman
 ) -> None:
     host = ready_daemon.host
     stand_in(host, reads_cdi=False)
-    refused = host.run(["yunion-mps", "run", "--docker", "--", *words, IMAGE, "true"])
+    refused = host.run(["yunion-mps", "run", "--docker", "--", "-e", f"{_VARIABLE}=0=9G", IMAGE, "true"])
     what = "would override the device's value, because this docker does not support CDI: omit it."
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[0] == f"yunion-mps: --env {_VARIABLE} {what}"

@@ -85,22 +85,6 @@ def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(
     assert host.run([*command[:3], "--allow-unlimited", *command[3:]]).returncode == 0
 
 
-def test_a_renamed_container_is_known_by_its_new_name(ready_daemon: Daemon, podman: Podman) -> None:
-    host = ready_daemon.host
-    (host.root / "var/lib/containers").mkdir(parents=True)
-    (host.root / "var/lib/containers/storage").symlink_to(podman.storage)
-    podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
-
-    def name() -> str:
-        (lease,) = leases_of(ready_daemon)
-        return str(lease["container"])
-
-    assert name() == "trainer"
-    podman.good("rename", "trainer", "teacher")
-    assert name() == "teacher"
-    assert "teacher: sleep 300" in host.run(["yunion-mps", "who"]).stdout
-
-
 def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     ready_daemon: Daemon, podman: Podman
 ) -> None:

@@ -35,27 +35,6 @@ def gpu_events(daemon: Daemon) -> list[tuple[str, str, str]]:
     return [(event["severity"], event["subject"], event["what"]) for event in events]
 
 
-def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(ready_daemon: Daemon) -> None:
-    host, daemon = ready_daemon.host, ready_daemon
-    control = daemon.control_pid()
-    told = ("error", "00:07.0", "Xid 79: the GPU has fallen off the bus")
-    # Before the loss: what a set of events is asked for after that is refused, and the report may be in it.
-    eventually(lambda: daemon.polls(79, 1) and told in gpu_events(daemon), "the driver's own report")
-    host.gpus[1].lose(xid=None)
-    eventually(lambda: available(daemon) == 4, "four devices")
-    reasons = {d["gpu_uuid"]: d["reason"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]}
-    assert reasons[host.gpus[0].uuid] == ""
-    assert reasons[host.gpus[1].uuid]
-    assert daemon.control_pid() == control
-    eventually(lambda: daemon.get("/v1/gpus")[1]["gpus"][1]["reason"] == LOST, "a look at it")
-    assert ("error", "00:07.0", "unavailable") in gpu_events(daemon)
-    last = daemon.get("/v1/events")[1]["last"]
-    host.gpus[1].restore()
-    told = daemon.get(f"/v1/events?kind=gpu&after={last}&wait_s=60")[1]["events"]
-    assert [(event["subject"], event["what"]) for event in told] == [("00:07.0", "available")]
-    assert available(daemon) == 8
-
-
 def changed_devices(daemon: Daemon, etag: str, change: Callable[[], object]) -> tuple[list[str], str]:
     """The answer of a long poll to the change: the states of the devices, and its ETag.
 
@@ -209,23 +188,6 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         assert (status, answer["ended"]) == (200, True)
         assert "its MPS server disconnected it" in answer["how"]
         assert not is_running(client.pid)
-
-
-@pytest.mark.gpus({"kind": "h100", "count": 2, "virtual_number": 2})
-def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(ready_daemon: Daemon) -> None:
-    host, daemon = ready_daemon.host, ready_daemon
-    control = daemon.control_pid()
-    assert reasons(daemon) == [""] * 4
-
-    host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
-    gone = "the NVIDIA driver's kernel module is not loaded"
-    eventually(lambda: daemon.polls() and reasons(daemon) == [gone] * 4, "the driver's loss")
-    daemon.wait_log(f"the GPUs cannot be read: {gone}")
-    host.clear()
-    eventually(lambda: daemon.polls() and reasons(daemon) == [""] * 4, "the driver's return")
-
-    assert daemon.control_pid() == control
-    assert daemon.stop() == 0
 
 
 def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon) -> None:

@@ -36,9 +36,7 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Dae
     assert ready_daemon.stop() == 0
 
 
-def test_a_reload_without_processes_is_refused_and_looks_go_on(
-    ready_daemon: Daemon,
-) -> None:
+def test_a_reload_without_processes_is_refused_and_looks_go_on(ready_daemon: Daemon) -> None:
     assert ready_daemon.get("/v1/plan")[0] == 200  # which leaves the threads for the next time
     host = ready_daemon.host
     host.divide(2)

@@ -69,10 +69,7 @@ def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, 
     daemon.start().wait_ready()
     conf = f"{daemon.host.root}/etc/yunion/host.conf"
     why = f"MPS is disabled: enable_cuda_mps is false in {conf}"
-    assert daemon.get("/v1/devices") == (
-        200,
-        {"isolated_devices": [], "total": 0, "limit": 20, "offset": 0},
-    )
+    assert daemon.get("/v1/devices") == (200, {"isolated_devices": [], "total": 0, "limit": 20, "offset": 0})
     status = daemon.status()
     assert (status["state"], status["notice"]) == ("disabled", why)
     assert f"STATUS={why}" in daemon.notifications

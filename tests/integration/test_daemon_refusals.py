@@ -36,28 +36,6 @@ def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "hint"),
-    [
-        (
-            "driver_not_loaded",
-            "the NVIDIA driver's kernel module is not loaded",
-            "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
-        ),
-        (
-            "lib_rm_version_mismatch",
-            "the NVIDIA driver's library and its kernel module have different versions",
-            "reboot, or unload and load the module: the driver was updated while the old module was in use",
-        ),
-    ],
-)
-def test_a_driver_that_does_not_work_is_told_with_the_hint(
-    daemon: Daemon, error: str, message: str, hint: str
-) -> None:
-    daemon.host.fail("nvmlInit*", error)
-    assert refused(daemon, 1) == [f"<3>{message}", f"<3>{hint}"]
-
-
 def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) -> None:
     daemon.configure(cuda_mps_scope="node", cuda_mps_replicas=0)
     devices = daemon.host.root / "etc/yunion/host_container_device.yml"
@@ -124,9 +102,7 @@ def test_another_programs_control_daemon_is_reported_and_left_alone(
     assert daemon.stop() == 0
 
 
-def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(
-    daemon: Daemon,
-) -> None:
+def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(daemon: Daemon) -> None:
     """Jobs may be at work on it: the daemon neither ends it nor leaves it to itself."""
     daemon.start().wait_ready()
     control = daemon.control_pid()

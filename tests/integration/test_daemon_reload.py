@@ -6,7 +6,6 @@ import http.client
 import os
 import re
 import signal
-import socket
 import sqlite3
 import threading
 from pathlib import Path
@@ -15,10 +14,7 @@ import pytest
 
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
-
-
-def post(daemon: Daemon, target: str, words: str = "") -> tuple[int, dict[str, object]]:
-    return daemon.ask("POST", target, words)
+from integration.lease_host import needs_root, stranger
 
 
 def total(daemon: Daemon) -> int:
@@ -48,28 +44,11 @@ def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon:
     assert events[0]["consequence"] == "nothing was changed: the previous configuration stays in effect"
 
 
-def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:
-    ready_daemon.host.divide(2)
-    change = {
-        "kind": "budget",
-        "subject": "00:06.0",
-        "before": "4 x 5760 MiB, 25 %",
-        "after": "2 x 11520 MiB, 50 %",
-        "effect": "at once",
-        "at_once": True,
-    }
-    assert ready_daemon.get("/v1/plan") == (200, {"changes": [change], "pending": []})
-    assert total(ready_daemon) == 4
-    assert post(ready_daemon, "/v1/reload") == (200, {"changes": [change], "pending": []})
-    assert total(ready_daemon) == 2
-    assert ready_daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})
-
-
 def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) -> None:
     control, inode = ready_daemon.control_pid(), ready_daemon.socket_path.stat().st_ino
     started = ready_daemon.status()["started"]
     ready_daemon.messages.clear()
-    status, answer = post(ready_daemon, "/v1/reexec")
+    status, answer = ready_daemon.ask("POST", "/v1/reexec")
     assert (status, answer) == (200, {"pid": ready_daemon.pid})
     ready_daemon.wait_message("READY=1")
     after = ready_daemon.status()
@@ -101,9 +80,7 @@ def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
         asker.start()
     try:
         for _ in range(5):
-            ready_daemon.messages.clear()
-            assert post(ready_daemon, "/v1/reexec")[0] == 200
-            ready_daemon.wait_message("READY=1")
+            ready_daemon.reexec()
     finally:
         done.set()
         for asker in askers:
@@ -112,64 +89,33 @@ def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
     assert set(answered) == {200}
 
 
-def test_a_program_that_would_not_start_is_not_run(ready_daemon: Daemon) -> None:
-    control = ready_daemon.control_pid()
-    (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
-    status, answer = post(ready_daemon, "/v1/reexec")
-    assert status == 409
-    assert "the new program would not start" in str(answer["detail"])
-    assert "host.conf:1" in str(answer["detail"])
-    assert (ready_daemon.control_pid(), total(ready_daemon)) == (control, 4)
-
-
 def test_jobs_live_through_a_reexec_and_a_pending_budget_stays_pending(at_work: AtWork) -> None:
     daemon, jobs, client = at_work
     daemon.host.divide(2)
-    status, answer = post(daemon, "/v1/reload")
+    status, answer = daemon.ask("POST", "/v1/reload")
     assert status == 200
-    assert [entry["domain"] for entry in answer["pending"]] == ["host"]  # type: ignore[attr-defined]
-    daemon.messages.clear()
-    assert post(daemon, "/v1/reexec")[0] == 200
-    daemon.wait_message("READY=1")
+    assert [entry["domain"] for entry in answer["pending"]] == ["host"]
+    daemon.reexec()
     (domain,) = daemon.status()["domains"]
     assert (domain["state"], bool(domain["pending"])) == ("ready", True)
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 4096
     clients = daemon.get("/v1/clients")[1]["clients"]
     assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
-    assert post(daemon, "/v1/reload", "mode=now")[0] == 200
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in effect")
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 8192
     assert daemon.stop() == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+@needs_root
 def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
-    ready_daemon.socket_path.chmod(0o666)
-    for folder in ready_daemon.socket_path.parents:
-        if str(folder).startswith(str(ready_daemon.host.root)):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.setuid(65534)
-        found = b""
-        for target in (b"/v1/reload", b"/v1/reexec"):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(str(ready_daemon.socket_path))
-            connection.sendall(b"POST " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
-            found += connection.recv(12)
-        os.write(writer, found)
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(pid, 0)
-    with os.fdopen(reader, "rb") as answers:
-        assert answers.read() == b"HTTP/1.1 403" * 2
+    with stranger(ready_daemon) as nobody:
+        for target in ("/v1/reload", "/v1/reexec"):
+            assert nobody.ask("POST", target)[0] == 403
 
 
-def test_a_gpu_taken_out_of_the_file_takes_no_device_of_a_job(
-    make_at_work: MakeAtWork,
-) -> None:
+def test_a_gpu_taken_out_of_the_file_takes_no_device_of_a_job(make_at_work: MakeAtWork) -> None:
     daemon, _, client = make_at_work(gpus=2)
     daemon.host.divide(2)
     daemon.kill()
@@ -186,23 +132,19 @@ def test_a_changed_scope_waits_for_jobs_through_a_reexec(at_work: AtWork) -> Non
     daemon, _, client = at_work
     control = daemon.control_pid()
     daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
-    assert post(daemon, "/v1/reload")[0] == 200
-    daemon.messages.clear()
-    assert post(daemon, "/v1/reexec")[0] == 200
-    daemon.wait_message("READY=1")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    daemon.reexec()
     domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
     assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
     assert domains["00:06.0"]["state"] == "stopped"
-    assert post(daemon, "/v1/reload", "mode=now")[0] == 200
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
     assert daemon.status()["domains"][0]["name"] == "00:06.0"
     assert daemon.stop() == 0
 
 
-def test_now_ends_the_job_of_an_orphaned_server_and_no_other(
-    at_work: AtWork,
-) -> None:
+def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) -> None:
     daemon, jobs, late = at_work
     host = daemon.host
     host.gpus[0].add_process(late.pid, 100, "M+C")
@@ -234,14 +176,12 @@ def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(at_work: AtW
     daemon, _, client = at_work
     with daemon.open_front_end():
         if reexec:
-            daemon.messages.clear()
-            assert post(daemon, "/v1/reexec")[0] == 200
-            daemon.wait_message("READY=1")
+            daemon.reexec()
             (domain,) = daemon.status()["domains"]
             assert domain["state"] == "applying"
             assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
         daemon.host.divide(2)
-        status, answer = post(daemon, "/v1/reload", "mode=now")
+        status, answer = daemon.ask("POST", "/v1/reload", "mode=now")
         assert status == 200
         assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
     assert client.says() == "server gone"
@@ -249,16 +189,14 @@ def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(at_work: AtW
     assert daemon.stop() == 0
 
 
-def test_a_daemon_that_stops_neither_reloads_nor_reexecs(
-    make_at_work: MakeAtWork,
-) -> None:
+def test_a_daemon_that_stops_neither_reloads_nor_reexecs(make_at_work: MakeAtWork) -> None:
     daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
     daemon.signal(signal.SIGTERM)
     daemon.wait_message("STOPPING=1")
-    status, answer = post(daemon, f"/v1/clients/{client.pid}/terminate")
+    status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
     assert (status, str(answer["detail"])[:22]) == (503, "the daemon is stopping")
     for target in ("/v1/reload", "/v1/reexec"):
-        status, answer = post(daemon, target)
+        status, answer = daemon.ask("POST", target)
         assert (status, answer["detail"]) == (503, "the daemon is stopping")
     client.end()
     assert daemon.wait() == 0
@@ -271,11 +209,11 @@ def test_nothing_is_changed_where_it_cannot_be_written_down(ready_daemon: Daemon
     with sqlite3.connect(file, isolation_level=None) as other:
         other.execute("ALTER TABLE limits_in_effect RENAME TO hidden")
         for target in ("/v1/reload", "/v1/reexec"):
-            status, answer = post(ready_daemon, target)
+            status, answer = ready_daemon.ask("POST", target)
             assert status == 409
             assert "cannot be written" in str(answer["detail"])
         assert total(ready_daemon) == 4
         other.execute("ALTER TABLE hidden RENAME TO limits_in_effect")
     other.close()
-    assert post(ready_daemon, "/v1/reload")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
     assert total(ready_daemon) == 2

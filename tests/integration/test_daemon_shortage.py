@@ -22,9 +22,7 @@ def descriptors_of(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
-def test_a_stop_without_descriptors_gives_jobs_their_time(
-    make_at_work: MakeAtWork,
-) -> None:
+def test_a_stop_without_descriptors_gives_jobs_their_time(make_at_work: MakeAtWork) -> None:
     daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
     daemon.status()  # its loop runs
     allow(daemon, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from integration.lease_host import (
     given,
     leases_of,
     needs_root,
-    restart,
     run,
     start,
     stranger,
@@ -42,34 +40,6 @@ def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> 
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 4
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]]
     assert [what.partition(" ")[0] for what in told] == ["granted", "released"]
-
-
-def test_the_environment_is_that_of_the_device_variable_by_variable(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
-    done = run(host, "--device", ADDRESSES[2], "--", "env", "-0")
-    before = {*host.env}
-    found = dict(entry.partition("=")[::2] for entry in done.stdout.split("\0") if entry)
-    new = {name: value for name, value in found.items() if name not in before}
-    assert len(new.pop("YUNION_MPS_LEASE")) == 36
-    assert new == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
-        "CUDA_MPS_PIPE_DIRECTORY": str(ready_daemon.pipe_directory),
-        "CUDA_VISIBLE_DEVICES": host.gpus[0].uuid,
-        "YUNION_MPS_DEVICE": ADDRESSES[2],
-    }
-
-
-def test_the_exit_status_and_signals_are_the_command_s_own(ready_daemon: Daemon) -> None:
-    commands = ("exit 0", "exit 7", "kill -TERM $$", "kill -INT $$")
-    statuses = [run(ready_daemon.host, "--", "sh", "-c", command).returncode for command in commands]
-    assert statuses == [0, 7, -signal.SIGTERM, -signal.SIGINT]
-
-
-def test_standard_input_and_output_are_the_command_s_own(ready_daemon: Daemon) -> None:
-    command = ["sh", "-c", "echo one two | yunion-mps run tr a-z A-Z | yunion-mps run -- cut -d ' ' -f 2"]
-    assert ready_daemon.host.run(command).stdout == "TWO\n"
 
 
 def test_a_command_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon) -> None:
@@ -182,9 +152,7 @@ def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_da
     eventually(lambda: given(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
 
 
-def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(
-    ready_daemon: Daemon,
-) -> None:
+def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon: Daemon) -> None:
     connection = Connection(ready_daemon)
     status, lease = connection.ask("POST", "/v1/leases", "holder.kind=connection")
     assert (status, lease["binding"], lease["pid"]) == (201, "connection", os.getpid())
@@ -212,42 +180,6 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
         assert nobody.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert given(ready_daemon) == []
-
-
-def test_devices_across_gpus_have_a_limit_each(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
-    daemon = make_daemon(host).start().wait_ready()
-    done = run(host, "--count", "2", "--across", "--print-env", "-o", "json")
-    environment = json.loads(done.stdout)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in host.gpus)
-    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M,1=4096M"
-    assert environment["YUNION_MPS_DEVICE"] == "00:06.0-0,00:07.0-0"
-    refused = run(host, "--count", "2", "true")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(
-        "yunion-mps: 2 devices cannot form one budget: the control daemon limits each"
-    )
-    assert given(daemon) == []
-
-
-def test_devices_of_one_gpu_are_one_budget_if_that_is_allowed(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    daemon = make_daemon(host)
-    daemon.configure(cuda_mps_combine=2)
-    daemon.start().wait_ready()
-    assert daemon.control("get_default_device_pinned_mem_limit 0") == ["8G"]
-    alone = json.loads(run(host, "--print-env", "-o", "json").stdout)
-    both = json.loads(run(host, "--count", "2", "--print-env", "-o", "json").stdout)
-    names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "YUNION_MPS_DEVICE")
-    assert [alone[name] for name in names] == ["0=4096M", "25", "00:06.0-0"]
-    assert [both[name] for name in names] == ["0=8192M", "50", "00:06.0-0,00:06.0-1"]
-    assert run(host, "--count", "3", "true").stderr.splitlines()[1] == (
-        "yunion-mps: request them on different GPUs (across), or set cuda_mps_combine: 3 in host.conf"
-    )
-    restart(daemon)
-    assert [d["memory_mib"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4
 
 
 def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
@@ -289,22 +221,3 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     status, answer = daemon.ask("POST", "/v1/leases", "memory_units=1000")
     assert (status, answer["code"]) == (410, "infeasible")
     assert daemon.ask("POST", "/v1/leases", "memory_units=1")[1]["code"] == "nothing_free"
-
-
-def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    (host.root / "etc/yunion/host_container_device.yml").write_text(
-        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  slices:\n"
-        "  - {memory: 8GiB, thread_percentage: 50}\n"
-        "  - {memory: 4GiB, thread_percentage: 25, priority: below_normal}\n"
-    )
-    daemon = make_daemon(host).start().wait_ready()
-    small = json.loads(run(host, "--gpu-mem", "3GiB", "--print-env", "-o", "json").stdout)
-    assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
-    assert (small["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"], small["CUDA_MPS_CLIENT_PRIORITY"]) == ("25", "1")
-    large = json.loads(run(host, "--device", "00:06.0-0", "--print-env", "-o", "json").stdout)
-    assert large["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
-    assert "CUDA_MPS_CLIENT_PRIORITY" not in large
-    assert daemon.control("get_default_device_pinned_mem_limit 0") == ["8G"], "the largest of them"

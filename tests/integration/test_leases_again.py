@@ -22,8 +22,6 @@ from integration.lease_host import (
     given,
     queued,
     restart,
-    run,
-    start,
     take,
     take_all,
     who_waits,
@@ -47,10 +45,7 @@ class Between:
     """
 
     def __init__(
-        self,
-        daemon: Daemon,
-        instead: list[Callable[[Callable[[], bytes]], bytes]],
-        method: bytes = b"POST",
+        self, daemon: Daemon, instead: list[Callable[[Callable[[], bytes]], bytes]], method: bytes = b"POST"
     ) -> None:
         self._begin = method + b" /v1/leases"
         self._real = daemon.socket_path.with_name("real.sock")
@@ -128,9 +123,7 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     assert kept() > before_s
 
 
-def test_a_repeated_request_ties_the_lease_to_its_own_connection(
-    ready_daemon: Daemon,
-) -> None:
+def test_a_repeated_request_ties_the_lease_to_its_own_connection(ready_daemon: Daemon) -> None:
     request = "/v1/leases", f"holder.kind=connection&Idempotency-Key={FIRST}"
     with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.ask("POST", *request)
@@ -218,20 +211,3 @@ def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daem
     for waiter in waiters:
         waiter.close()
     eventually(lambda: stored_positions(ready_daemon) == 0, "that no position is left")
-
-
-def test_several_devices_that_can_never_be_had_are_refused_at_once(ready_daemon: Daemon) -> None:
-    jobs = [start(ready_daemon.host) for _ in ADDRESSES]
-    most = "the control daemon limits each process to 4096 MiB"
-    for count, why in (
-        ("2", f"2 devices cannot form one budget: {most}"),
-        (
-            "5",
-            "5 devices on one GPU can never be allocated: the host has 4 such devices on 1 GPU [infeasible]",
-        ),
-    ):
-        done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
-        what, _ = done.stderr.splitlines()
-        assert (done.returncode, what.startswith(f"yunion-mps: {why}")) == (1, True)
-    for job in jobs:
-        job.communicate()

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import (
-    STRANGER,
-    given,
-    needs_root,
-    restart,
-    stranger,
-    take,
-)
+from integration.lease_host import STRANGER, given, needs_root, restart, stranger, take
 from packages.machine import hierarchies
 from posting import posted
 

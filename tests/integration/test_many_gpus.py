@@ -1,4 +1,4 @@
-"""Hosts with 8 and 64 GPUs of mixed kinds, each divided otherwise, as one domain and as one domain a GPU."""
+"""Hosts with 32 and 64 GPUs of mixed kinds, each divided otherwise, as one domain and as one domain a GPU."""
 
 from __future__ import annotations
 
@@ -104,11 +104,10 @@ def in_pci_order(gpus: Sequence[SimGpu]) -> list[SimGpu]:
     return sorted(gpus, key=lambda gpu: gpu.description.pci)
 
 
-@pytest.mark.parametrize("count", [8, 32])
-def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
-    make_host: MakeHost, make_daemon: MakeDaemon, count: int
+def test_one_domain_serves_32_gpus_with_each_ones_own_memory_limit(
+    make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    host = make_host(description(count))
+    host = make_host(description(32))
     daemon = make_daemon(host).start().wait_ready()
     gpus = in_pci_order(host.gpus)
     check_devices(daemon, gpus)
@@ -116,7 +115,7 @@ def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
     check_modes(daemon, gpus, "Exclusive_Process")
     memory = [gpu.description.memory_mib // gpu.description.virtual_number for gpu in gpus]
     largest = max(tenths(gpu.description.virtual_number) for gpu in gpus)
-    assert limits(daemon, count, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown, memory)]
+    assert limits(daemon, 32, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown, memory)]
     (domain,) = daemon.status()["domains"]
     assert domain["gpus"] == [gpu.uuid for gpu in gpus], "CUDA's order is that of PCI addresses"
     assert domain["memory_limits_mib"] == memory
@@ -124,11 +123,10 @@ def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
     check_modes(daemon, gpus, "Default")
 
 
-@pytest.mark.parametrize("count", [8, 64])
-def test_with_a_domain_for_each_gpu_each_has_its_own_limits(
-    make_host: MakeHost, make_daemon: MakeDaemon, count: int
+def test_with_a_domain_for_each_of_64_gpus_each_has_its_own_limits(
+    make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    host = make_host(description(count))
+    host = make_host(description(64))
     daemon = make_daemon(host)
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
@@ -138,7 +136,7 @@ def test_with_a_domain_for_each_gpu_each_has_its_own_limits(
     check_modes(daemon, gpus, "Exclusive_Process")
     domains = daemon.status()["domains"]
     assert [domain["name"] for domain in domains] == [address(gpu) for gpu in gpus]
-    assert len({domain["pid"] for domain in domains}) == count
+    assert len({domain["pid"] for domain in domains}) == 64
     for gpu in gpus:
         number = gpu.description.virtual_number
         assert limits(daemon, 2, daemon.pipe_directory / gpu.uuid) == [
@@ -152,9 +150,7 @@ def test_with_a_domain_for_each_gpu_each_has_its_own_limits(
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 33})
-def test_more_gpus_than_one_control_daemon_can_limit_are_refused(
-    daemon: Daemon,
-) -> None:
+def test_more_gpus_than_one_control_daemon_can_limit_are_refused(daemon: Daemon) -> None:
     """NVIDIA's control daemon keeps the memory limits of 32 devices and passes over the others in silence."""
     host = daemon.host
     assert daemon.run() == 6, daemon.log

@@ -102,6 +102,11 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
     assert ready_daemon.get("/v1/devices?limit=0") == (200, answer)
 
 
+def test_list_prints_the_devices_as_the_daemon_serves_them(ready_daemon: Daemon) -> None:
+    done = ready_daemon.host.run(["yunion-mps", "list", "-o", "json"], check=True)
+    assert json.loads(done.stdout) == ready_daemon.get("/v1/devices?limit=0")[1]
+
+
 def test_nvidia_smi_says_exclusive_process_only_while_the_daemon_runs(daemon: Daemon) -> None:
     assert smi(daemon) == said("Default")
     daemon.start().wait_ready()

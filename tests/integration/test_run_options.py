@@ -69,6 +69,7 @@ _GIVEN = {
 
 def test_every_option_gives_its_own_environment_and_nothing_else(divided: Daemon) -> None:
     host = divided.host
+    assert divided.control("get_default_device_pinned_mem_limit 0") == ["8G"], "what two may have together"
     before = dict(host.env)
     for options, expected in _GIVEN.items():
         taken = start(host, "--device", "00:06.0-3") if "--spread" in options else None
@@ -122,9 +123,7 @@ def test_env_prints_a_device_s_environment_for_its_holder(divided: Daemon) -> No
     assert given(divided) == []
 
 
-def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(
-    divided: Daemon,
-) -> None:
+def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(divided: Daemon) -> None:
     """To eval, no text at all is a success."""
     host = divided.host
     for words in ("env 00:06.0-99", "env ''", "run --print-env --device 00:06.0-99"):
@@ -136,9 +135,7 @@ def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(
     assert "false" not in typed.stdout, "nobody typed it for a shell"
 
 
-def test_a_request_waits_until_its_domain_serves_and_is_started_then(
-    divided: Daemon,
-) -> None:
+def test_a_request_waits_until_its_domain_serves_and_is_started_then(divided: Daemon) -> None:
     """A file in the place of its log directory keeps the next control daemon from being started."""
     host = divided.host
     logs = host.root / "tmp/nvidia-mps/log"

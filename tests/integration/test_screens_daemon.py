@@ -56,9 +56,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         assert daemon.stop() == 0
 
 
-def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(
-    busy: tuple[Daemon, StandIns],
-) -> None:
+def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(busy: tuple[Daemon, StandIns]) -> None:
     daemon, _ = busy
     host = daemon.host
     with Tmux(host.env, 100, 30) as screen:
@@ -111,27 +109,6 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(
         finally:
             command.kill()
             command.communicate()
-
-
-def test_no_process_is_called_outside_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
-    """An MPS server is none, nor a process that has just ended, nor any if the driver does not tell."""
-    daemon, jobs = busy
-    gpu, foreign = daemon.host.gpus[0], os.getpid()
-    job = jobs.attached(daemon.pipe_directory)
-    (server,) = jobs.servers()
-    ended = 4_194_303
-    for pid in (server, ended, foreign):
-        gpu.add_process(pid, 30, "C")
-
-    def told() -> dict[int, bool | None]:
-        return {one["pid"]: one["mps"] for one in daemon.get("/v1/clients")[1]["clients"]}
-
-    assert told() == {job.pid: True, ended: None, foreign: False}
-    daemon.host.fail("nvmlDeviceGetMPSComputeRunningProcesses*", "not_supported")
-    assert told() == {job.pid: True, ended: None, foreign: None}
-    daemon.host.clear()
-    gpu.add_process(foreign, 30, "M+C")
-    assert told() == {job.pid: True, ended: None, foreign: True}
 
 
 @pytest.mark.parametrize("end", [Daemon.kill, Daemon.stop])

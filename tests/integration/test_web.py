@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,7 +25,7 @@ from yunion_mps.paths import Paths
 from browser.scene import Jobs, Served
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from integration.gateway_host import free_port
+from integration.gateway_host import Gateway, free_port
 from simhost import SimHost
 
 PAGE = Path(yunion_mps.__file__).parent / "gateway/page"
@@ -297,20 +296,10 @@ def test_without_a_daemon_it_does_not_begin(host: SimHost) -> None:
 
 
 def test_the_gateway_serves_the_page_where_web_listen_says(daemon: Daemon) -> None:
-    served = Served.__new__(Served)
-    served.port = free_port()
-    daemon.configure(web_listen=f"127.0.0.1:{served.port}")
+    port = free_port()
+    daemon.configure(web_listen=f"127.0.0.1:{port}")
     daemon.start().wait_ready()
-    gateway = daemon.host.popen(["yunion-mps", "gateway"], stderr=subprocess.DEVNULL)
-    try:
-        eventually(lambda: listens(served.port), "the gateway")
-        assert ask(served, "/").body == (PAGE / "index.html").read_bytes()
-        assert ask(served, "/overview.json").json["devices"]["total"] == 4
-    finally:
-        gateway.kill()
-        gateway.communicate()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
+    with Gateway(daemon) as gateway:
+        gateway.start().wait_listening(port)
+        assert gateway.answer(port, "/")[1] == (PAGE / "index.html").read_text()
+        assert json.loads(gateway.answer(port, "/overview.json")[1])["devices"]["total"] == 4

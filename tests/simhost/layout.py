@@ -113,11 +113,7 @@ class State(ctypes.Structure):
 
 STATE_SIZE = ctypes.sizeof(State)
 
-_C_TYPES = {
-    ctypes.c_uint32: "uint32_t",
-    ctypes.c_int32: "int32_t",
-    ctypes.c_uint64: "uint64_t",
-}
+_C_TYPES = {ctypes.c_uint32: "uint32_t", ctypes.c_int32: "int32_t", ctypes.c_uint64: "uint64_t"}
 _CONSTANTS = (
     "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS UNSET "
     "PROCESS_COMPUTE PROCESS_MPS"

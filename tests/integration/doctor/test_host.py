@@ -160,15 +160,6 @@ def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Sc
 # -- the GPUs, and the file systems
 
 
-def test_gpus_that_cannot_serve_are_found_by_what_nvml_says(stack: ExitStack) -> None:
-    scene = Scene(stack, {"kind": "a100", "count": 2}).start()
-    scene.host.gpus[0].lose()
-    scene.host.gpus[1].mig = True
-    seen = scene.look()
-    assert "GPU is lost" in seen.one("GPUs", "problem")["what"]
-    assert seen.one("MIG", "problem")["hint"].startswith("nvidia-smi -i 0000:00:07.0 -mig 0")
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 @pytest.mark.parametrize(
     ("check", "place", "options", "fill", "level", "what"),

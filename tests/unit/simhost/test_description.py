@@ -26,10 +26,7 @@ def test_what_is_made_up_is_unique_and_the_same_each_time() -> None:
 
 def test_what_a_later_entry_asks_for_is_kept_for_it() -> None:
     host = parse_description([T4, {**T4, "pci": "0000:00:06.0", "render": 128}])
-    assert [(gpu.address, gpu.render) for gpu in host.gpus] == [
-        ("0000:00:06.0", 128),
-        ("0000:00:07.0", 129),
-    ]
+    assert [(gpu.address, gpu.render) for gpu in host.gpus] == [("0000:00:06.0", 128), ("0000:00:07.0", 129)]
 
 
 WRONG: list[tuple[object, str]] = [
