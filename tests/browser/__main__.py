@@ -37,8 +37,8 @@ _LAST = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 3\n"
 _UNITS = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 0\n  memory_unit: 1GiB\n"
 ALICE, BOB, CAROL = 2001, 2002, 2003
 
-#: By picture: its width and height, and whether by dark.
-PICTURES = {"web": (1280, 1300, False), "web-dark": (1280, 860, True), "web-phone": (390, 1400, False)}
+#: The width of each picture, and whether the browser prefers dark.
+PICTURES = {"web": (1280, False), "web-dark": (1280, True), "web-phone": (390, False)}
 
 
 def main(folder: Path) -> None:
@@ -49,8 +49,8 @@ def main(folder: Path) -> None:
         daemon.start().wait_ready()
         begin(daemon, stack)
         with Served(host) as served, Chromium() as browser:
-            for name, (width, height, dark) in PICTURES.items():
-                page = browser.page("about:blank", width=width, height=height, dark=dark)
+            for name, (width, dark) in PICTURES.items():
+                page = browser.page("about:blank", width=width, dark=dark)
                 make_up_an_hour(browser, page)
                 page.tell("Page.navigate", {"url": served.url})
                 page.wait_text("whisper.py")

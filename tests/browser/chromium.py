@@ -219,7 +219,8 @@ class Page:
         return [*self.ask("window.errors"), *logged, *thrown]
 
     def picture(self) -> bytes:
-        """What the window shows, as PNG."""
+        """Return the whole page as PNG, however high it is."""
+        self.resize(int(self.ask("innerWidth")), int(self.ask("document.documentElement.scrollHeight")))
         return base64.b64decode(self.tell("Page.captureScreenshot", {"format": "png"})["data"])
 
 

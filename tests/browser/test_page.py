@@ -67,7 +67,7 @@ def test_what_is_wrong_comes_first_with_the_hint_of_status(scene: Scene, browser
     scene.jobs.start("greedy.py", device="00:06.0-1", mib=6000)
     page = browser.page(scene.served.url)
     shown = page.wait_text("Problem: 00:06.0-1 uses 6000 of 4096 MiB", "main").splitlines()
-    assert shown[0] == "What is wrong"
+    assert shown[0] == "Problems"
     (hint,) = (line for line in shown if line.startswith("Hint"))
     told = scene.daemon.host.run(["yunion-mps", "status"]).stdout
     assert hint.partition(": ")[2] in told
@@ -165,7 +165,7 @@ def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) 
     with Served(scene.daemon.host) as other:
         page = browser.page(other.url)
         page.wait_text("4 devices free")
-    assert "the server of this page does not answer" in page.wait_text("No answer since", "#gone")
+    assert "the web server does not answer" in page.wait_text("No answer since", "#gone")
     with Served(scene.daemon.host, other.port):
         page.wait("document.querySelector('#gone').hidden")
 
@@ -253,7 +253,7 @@ def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
 
 def test_the_documents_show_the_page_on_a_desktop_a_phone_and_by_dark() -> None:
     images = Path(__file__).parent.parent.parent / "docs/images"
-    for name, (width, _, _) in PICTURES.items():
+    for name, (width, _) in PICTURES.items():
         picture = (images / f"{name}.png").read_bytes()
         assert size_of(picture)[0] == width
         assert len(picture) < 150 << 10

@@ -192,13 +192,13 @@ def test_what_is_only_seen_is_also_said(busy: Scene, browser: Chromium) -> None:
         named.setdefault(one["role"]["value"], []).append(one.get("name", {}).get("value"))
     host, *headings = named["heading"]
     assert host == page.ask("document.querySelector('#host').textContent")
-    assert headings[:3] == ["What is wrong", "Use of the host", "GPUs"]
+    assert headings[:3] == ["Problems", "Usage", "GPUs"]
     assert headings[3:5] == ["Holders", "Events"]
     assert headings[5:] == [
         "00:06.0 Tesla V100-SXM2-16GB",
         "00:07.0 Tesla V100-SXM2-16GB",
     ]
-    assert {"What is wrong", "Use of the host", "GPUs", "Holders", "Events"} <= set(named["region"])
+    assert {"Problems", "Usage", "GPUs", "Holders", "Events"} <= set(named["region"])
     assert named["table"] == ["Holders"]
     assert named["columnheader"] == [
         "Device", "State", "User", "Command", "PID", "Memory (MiB)", "Peak", "Util %", "SM %", "Age",

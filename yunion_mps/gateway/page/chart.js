@@ -1,4 +1,4 @@
-// A line of the last hour.
+// A chart of the last hour.
 
 import { attribute } from "./dom.js";
 import { clock, memory } from "./words.js";
@@ -6,7 +6,7 @@ import { clock, memory } from "./words.js";
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 100;
 
-/** The memory used of something in MiB, a number a minute, null for a minute without a poll; `add` sums several. */
+/** Memory used in MiB, one number per minute, or null without a poll; `add` adds another series. */
 export class Series {
   constructor(usage, ...used) {
     this.beginMs = Date.parse(usage.begin);
@@ -20,7 +20,7 @@ export class Series {
   }
 }
 
-/** A chart as wide and high as its place; `show` draws what differs. */
+/** A chart that fills its parent; `show` draws what differs. */
 export class Chart {
   constructor() {
     this.element = document.createElementNS(SVG, "svg");
@@ -53,7 +53,7 @@ export class Chart {
 
 function inWords({ used, beginMs, stepS }) {
   const known = used.filter((mib) => mib !== null);
-  if (!known.length) return "Memory used in the last hour: not known yet";
+  if (!known.length) return "Memory used in the last hour: no data yet";
   const most = Math.max(...known);
   const when = clock(beginMs + used.indexOf(most) * stepS * 1000);
   return `Memory used in the last hour: ${memory(known.at(-1))} now, at most ${memory(most)} (at ${when})`;

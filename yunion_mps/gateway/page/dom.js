@@ -1,4 +1,4 @@
-// The document, changed only where something differs. Text is never anything but text.
+// Changes to the document, only where something differs. Users' text is inserted as text only.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -31,7 +31,7 @@ export function hide(element, hidden) {
   element.toggleAttribute("hidden", hidden);
 }
 
-/** A list kept like `items`: elements stay those of their key, and are made, moved and removed only as needed. */
+/** Elements that follow a list of items by key: they are created, moved and removed only as needed. */
 export class Keyed {
   constructor(parent, create, update = () => {}) {
     this.parent = parent;
@@ -56,7 +56,7 @@ export class Keyed {
   }
 }
 
-/** The pages of a list: a button to the one before, where it is, and a button to the one after. */
+/** The pages of a list: a button back, the position, and a button forward. */
 export class Pages {
   constructor(nav, size, turned) {
     [this.back, this.where, this.on] = nav.children;
@@ -67,7 +67,7 @@ export class Pages {
     this.on.addEventListener("click", () => turned(this.first + size));
   }
 
-  /** The items of this page; `more` if there are others behind these. */
+  /** Returns the items of this page; `more`: whether there are more than these. */
   of(items, more = false) {
     if (this.first >= items.length) this.first = Math.max(0, Math.ceil(items.length / this.size - 1) * this.size);
     const page = items.slice(this.first, this.first + this.size);

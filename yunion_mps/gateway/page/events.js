@@ -1,4 +1,4 @@
-// What happened, the newest first, a page at a time.
+// The events, newest first, one page at a time.
 
 import { byId, hide, Keyed, make, Pages, text } from "./dom.js";
 import { clock } from "./words.js";
@@ -13,7 +13,7 @@ export class Events {
     this.get = get;
     this.events = [];
     this.last = 0;
-    this.whole = false; // whether the daemon has no older ones
+    this.whole = false; // whether all older events have been loaded
     this.list = new Keyed(byId("list"), makeEvent);
     this.pages = new Pages(byId("event-pages"), ROWS, (first) => this.turn(first));
   }
@@ -30,7 +30,7 @@ export class Events {
   add({ events, last }) {
     this.last = last;
     this.events = [...[...events].reverse(), ...this.events];
-    if (this.pages.first) this.pages.first += events.length; // a user who reads older ones keeps them in view
+    if (this.pages.first) this.pages.first += events.length; // older events that a user is reading stay in view
     else if (this.events.length > MOST) [this.events.length, this.whole] = [MOST, false];
     this.draw();
     const heard = events.filter((one) => one.severity !== "info");

@@ -1,17 +1,20 @@
-// GPUs as bars cut into devices; those that are idle are folded.
+// GPUs as bars that are divided into devices; idle GPUs are folded.
 
 import { Chart, Series } from "./chart.js";
 import { attribute, byId, className, hide, Keyed, make, style, text } from "./dom.js";
 import { count, memory, memoryOf } from "./words.js";
 
-/** Up to so many parts have their users' names in them. */
+/** The parts of a bar are labelled up to this number. */
 const NAMED = 10;
-/** With more GPUs in use, they are tiles beside each other. */
+/** With more GPUs in use than this, they are shown as tiles. */
 const MANY = 8;
+
+/** States that a label with a user's name mentions if there is room; on a phone, only the part's look shows them. */
+const STATED = ["idle", "no room", "unavailable"];
 
 const LOOKS = { "in use": "used", "over budget": "over", idle: "idle", free: "free", "no room": "out", unavailable: "out" };
 
-/** All of them; `choose` is called with the address of a GPU or device that the user chooses. */
+/** All GPUs; `choose` is called with the address of the GPU or device that the user selects. */
 export class Gpus {
   constructor(choose) {
     this.rows = new Keyed(byId("busy"), (item) => new Row(item.gpu), (row, item) => row.show(item));
@@ -41,7 +44,7 @@ export class Gpus {
     const sum = (number) => idle.reduce((total, [, item]) => total + number(item), 0);
     const devices = sum(({ parts }) => parts.length);
     const pools = sum(({ gpu }) => gpu.memory_free_mib ?? 0);
-    const free = [devices ? `${count(devices, "device")} free` : "", pools ? `${memory(pools)} free in units` : ""];
+    const free = [devices ? `${count(devices, "device")} free` : "", pools ? `${memory(pools)} free in pools` : ""];
     text(this.summary, [count(idle.length, "idle GPU"), ...free].filter(Boolean).join(", "));
   }
 
@@ -56,7 +59,7 @@ const isIdle = ({ gpu, parts }) =>
 
 class Row {
   constructor(gpu) {
-    const help = "Show only the holders of its devices";
+    const help = "Show only the holders of this GPU's devices";
     this.name = make("span", "dim");
     [this.counts, this.reason, this.used, this.load] =
       ["counts dim", "reason", "amount", "load dim"].map((name) => make("p", name));
@@ -109,26 +112,27 @@ function showPart({ element, fill, label }, { part, named }) {
   style(fill, "width", named ? `${share(part)}%` : "");
   style(fill, "height", named ? "" : `${share(part)}%`);
   text(label, named ? labelOf(part) : "");
+  attribute(label, "data-state", named && part.user && STATED.includes(part.state) ? `, ${part.state}` : "");
   attribute(element, "title", about(part));
   attribute(element, "data-address", part.devices[0] ?? "");
 }
 
-/** What is used of its budget, in percent. */
+/** The percentage of its budget that is used. */
 export const share = (part) => (part.budget ? Math.min(100, Math.round(((part.used ?? 0) / part.budget) * 100)) : 0);
 
 function labelOf(part) {
   if (!part.devices.length) return `${memory(part.budget)} free`;
   if (part.state === "over budget") return `! ${part.user}`;
-  return [part.user, part.state === "in use" ? "" : part.state].filter(Boolean).join(", ");
+  return part.user ?? part.state;
 }
 
-/** One part in words: 00:06.0-1: alice, in use, 512 of 5760 MiB. */
+/** Describes a part: 00:06.0-1: alice, in use, 512 of 5760 MiB. */
 function about({ devices, user, state, used, budget }) {
   const words = [user, state, `${user ? `${used ?? "?"} of ` : ""}${budget} MiB`].filter(Boolean).join(", ");
   return devices.length ? `${devices.join(", ")}: ${words}` : words;
 }
 
-/** How many of its parts are in which state. */
+/** The number of parts in each state. */
 function counts(gpu, parts) {
   const by = {};
   for (const part of parts) by[part.state] = (by[part.state] ?? 0) + (part.devices.length || 1);

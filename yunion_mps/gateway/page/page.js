@@ -1,4 +1,4 @@
-// Asks the gateway repeatedly and hands on the answers. Nothing is loaded from elsewhere, and nothing is ever changed.
+// Polls the gateway and passes on its answers. Nothing is loaded from elsewhere, and nothing is changed on the host.
 
 import { byId, hide, make, text } from "./dom.js";
 import { Events } from "./events.js";
@@ -7,7 +7,7 @@ import { Summary } from "./summary.js";
 import { Who } from "./who.js";
 import { clock, duration, setNow } from "./words.js";
 
-/** How often it asks; but a question that takes long is asked again only after so many times that. */
+/** The poll interval; after a slow answer, the page waits REST times as long as the answer took. */
 const POLL_MS = 2000;
 const REST = 20;
 const MAX_REST_MS = 60000;
@@ -22,11 +22,11 @@ const who = new Who(askUsage);
 const gpus = new Gpus((address) => who.choose(address));
 const events = new Events((query) => get(`v1/events?${query}`));
 
-let shown = null; // the picture that is on the page
-let takenMs = 0; // when it was taken, by this machine's clock
-let goneMs = 0; // since when there is no answer
+let shown = null; // the snapshot on the page
+let takenMs = 0; // when it was received, by the browser's clock
+let goneMs = 0; // since when there has been no answer
 let usage = null;
-let files = ""; // which the page was loaded from
+let files = ""; // the version of the page's files
 
 const failure = (message, hint = "") => Object.assign(new Error(message), { hint });
 
@@ -36,15 +36,15 @@ async function get(address, patienceMs = 20000) {
   try {
     response = await fetch(address, { signal: AbortSignal.timeout(patienceMs), cache: "no-store" });
   } catch {
-    const hint = "check whether it is running: systemctl status yunion-mps-daemon yunion-mps-gateway";
-    throw failure("the server of this page does not answer", hint);
+    const hint = "check whether it is running: systemctl status yunion-mps-gateway yunion-mps-daemon";
+    throw failure("the web server does not answer", hint);
   }
   const found = await response.json().catch(() => ({}));
   if (!response.ok) throw failure(found.detail ?? `the server responded with status ${response.status}`, found.hint);
   return found;
 }
 
-/** Asks for a picture taken after the newest event that is known; returns how long that took. */
+/** Requests a snapshot that is newer than the newest known event; returns how long that took. */
 async function poll() {
   const beganMs = performance.now();
   let askedMs = 0;
@@ -67,7 +67,7 @@ async function poll() {
   return askedMs;
 }
 
-/** After an upgrade: these files may not understand the new answers. */
+/** Reloads the page after an upgrade, because the old files may not understand the new answers. */
 function reload() {
   sessionStorage.setItem(KEPT, who.filter.value);
   location.reload();
@@ -101,7 +101,7 @@ function showAge() {
   text(byId("age"), `as of ${clock(takenMs)}${age > 2 ? `, ${duration(age)} ago` : ""}`);
 }
 
-/** Asks for the last hour: of the GPUs, and of the devices that rows are shown of. */
+/** Requests the usage of the last hour, of the GPUs and of the devices in the rows shown. */
 async function askUsage() {
   if (!shown) return;
   try {
@@ -116,7 +116,7 @@ async function askUsage() {
 
 const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 
-/** Only a page that is visible asks. */
+/** Only a visible page polls. */
 const seen = () => new Promise((done) => {
   if (!document.hidden) done();
   else document.addEventListener("visibilitychange", () => done(seen()), { once: true });
@@ -132,7 +132,7 @@ async function followEvents() {
       begun = true;
       const told = await get(`v1/events?after=${events.last}&wait_s=${EVENTS_WAIT_S}`, (EVENTS_WAIT_S + 15) * 1000);
       pauseMs = 500;
-      if (told.last < events.last) begun = false; // the event log began again
+      if (told.last < events.last) begun = false; // a new event log was started
       else if (told.events.length) {
         events.add(told);
         await poll();

@@ -1,4 +1,4 @@
-// The host as a whole: its state, what is wrong, and how much of it is used.
+// The host: its state, problems and usage.
 
 import { Chart, Series } from "./chart.js";
 import { byId, className, hide, Keyed, make, text } from "./dom.js";
@@ -48,7 +48,7 @@ export class Summary {
   showFigures({ devices, gpus, leases, clients, queued }) {
     const sum = (field) => gpus.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
     const pool = sum("memory_free_mib");
-    const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in units` : ""];
+    const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in pools` : ""];
     if (devices.unavailable) free.push(`${devices.unavailable} unavailable`);
     this.total = sum("memory_mib");
     hide(byId("use"), !gpus.length);
@@ -84,5 +84,5 @@ function makeFigure(item, name) {
 
 function makeWaiting({ user, command, wants }) {
   const age = make("span", "dim");
-  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${command} `, make("span", "dim", {}, `wants ${wants}`), age), age };
+  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${command} `, make("span", "dim", {}, `requests ${wants}`), age), age };
 }

@@ -1,4 +1,4 @@
-// Who has what: a row for each part that has a holder.
+// The holders, one row for each part of a GPU that has one.
 
 import { Chart, Series } from "./chart.js";
 import { attribute, byId, className, hide, Keyed, make, Pages, style, text } from "./dom.js";
@@ -10,7 +10,7 @@ const WRONG = ["over budget", "outside MPS", "no device"];
 const COLUMNS = ["device", "state", "user", "command", "pid", "memory", "peak", "util", "sm", "age", "hour"];
 
 export class Who {
-  /** `turned` is called when other rows are shown. */
+  /** `turned` is called when the page of rows changes. */
   constructor(turned) {
     this.turned = turned;
     this.parts = [];
@@ -35,7 +35,7 @@ export class Who {
     this.turned();
   }
 
-  /** The GPUs that rows are shown of. */
+  /** The GPUs of the rows shown. */
   gpus() {
     return [...new Set(this.shown.map((part) => part.gpu))].filter(Boolean);
   }
@@ -45,7 +45,7 @@ export class Who {
     this.draw();
   }
 
-  /** Show only what belongs to this GPU or device, and everything again if that is shown already. */
+  /** Filters by this GPU or device, or removes the filter if it is already set. */
   choose(address) {
     this.filter.value = this.filter.value === address ? "" : address;
     this.turn(0);
@@ -63,7 +63,7 @@ export class Who {
     this.rows.show(this.shown.map((part) => [[part.gpu, part.lease ?? (part.devices.join() || part.state)].join(" "), part]));
     hide(byId("rows").parentElement, !found.length);
     hide(byId("nobody"), found.length > 0);
-    text(byId("nobody"), words.length ? "Nothing matches the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
+    text(byId("nobody"), words.length ? "No holders match the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
     text(byId("shown"), words.length ? `${found.length} of ${this.parts.length}` : "");
   }
 
@@ -92,7 +92,7 @@ export class Who {
     row.chart.show(new Series(this.usage.whole, ...part.devices.map((one) => this.usage.used.get(one))), part.budget);
   }
 
-  /** What changes by itself. */
+  /** Updates the ages. */
   tick() {
     for (const row of this.rows.kept.values()) showAge(row);
   }

@@ -1,4 +1,4 @@
-// Amounts and moments in words.
+// Amounts, durations and times as text.
 
 /** MiB as GiB: 5.6, 80. */
 function gib(mib) {
@@ -6,10 +6,10 @@ function gib(mib) {
   return String(number < 100 ? +number.toFixed(1) : Math.round(number));
 }
 
-/** MiB as people say it: 5.6 GiB; "?" if it is unknown. */
+/** MiB as text: 5.6 GiB; "?" if unknown. */
 export const memory = (mib) => (isKnown(mib) ? `${gib(mib)} GiB` : "?");
 
-/** What is used of something, both in MiB: 2.8 of 80 GiB. */
+/** Used and total MiB as text: 2.8 of 80 GiB. */
 export const memoryOf = (used, total) => `${isKnown(used) ? gib(used) : "?"} of ${memory(total)}`;
 
 const isKnown = (number) => number !== null && number !== undefined;
@@ -25,15 +25,15 @@ export function duration(seconds) {
 
 let aheadMs = 0; // how far the host's clock is ahead of this machine's
 
-/** The host has just told that it was then (RFC 3339). */
+/** Sets the host's current time (RFC 3339). */
 export function setNow(time) {
   aheadMs = Date.parse(time) - Date.now();
 }
 
-/** How long ago the host's time (RFC 3339) is by its own clock, in words. */
+/** The age of a time of the host (RFC 3339) by the host's clock. */
 export const ago = (time) => duration((Date.now() + aheadMs - Date.parse(time)) / 1000);
 
-/** A time (RFC 3339, or ms since 1970) on the clock, with the day unless that is today. */
+/** A time (RFC 3339, or ms since 1970) as text, with the date unless it is today. */
 export function clock(moment) {
   const then = new Date(moment);
   const time = then.toLocaleTimeString(undefined, { hourCycle: "h23" });
