@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import Column, notes, print_notice, show, table, wrapped
+from yunion_mps.doctor import run_checks
 from yunion_mps.doctor.checks import Check, Host, problem
-from yunion_mps.doctor.report import run
 from yunion_mps.host.systemd import JournalFormatter, LineFormatter, Notifier
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.paths import Paths
@@ -112,6 +112,8 @@ def test_the_metrics_are_printable_and_can_be_read(text: str) -> None:
 @given(HOSTILE)
 def test_a_finding_of_the_doctor_is_printable(text: str) -> None:
     """It quotes environments, logs and files of every sort."""
-    report = run([Check("one", HOST_ERROR, lambda _: [problem(text, text)])], Host(Paths("/nowhere"), 30))
+    report = run_checks(
+        [Check("one", HOST_ERROR, lambda _: [problem(text, text)])], Host(Paths("/nowhere"), 30)
+    )
     (line,) = report.lines
     assert (line.finding.what + line.finding.hint).isprintable()

@@ -14,8 +14,8 @@ from yunion_mps.paths import Paths
 from yunion_mps.units import count
 
 if TYPE_CHECKING:
+    from yunion_mps.doctor import Report
     from yunion_mps.doctor.checks import Finding
-    from yunion_mps.doctor.report import Report
 
 _HEADER = ("level", "check", "what", "hint")
 _INDENT = 12
@@ -55,11 +55,11 @@ def doctor(
       yunion-mps doctor --selftest
       yunion-mps doctor --output json
     """
+    from yunion_mps.doctor import run_checks, selected_checks
     from yunion_mps.doctor.checks import Host
-    from yunion_mps.doctor.report import checks, run
 
     host = Host(Paths.from_environment(), timeout)
-    report = run(checks(dict(os.environ), pid, command, selftest_too=selftest), host)
+    report = run_checks(selected_checks(dict(os.environ), pid, command, selftest_too=selftest), host)
     rows = [(line.finding.level, line.check, line.finding.what, line.finding.hint) for line in report.lines]
     show(report.as_json(), output, _HEADER, rows, lambda: _text(report))
     sys.stdout.flush()

@@ -1,13 +1,33 @@
-"""Checks of our own daemon and its two files."""
+"""Checks of our own daemon and its two files, and `--selftest` of its devices."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import sys
+from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
-from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, warning
-from yunion_mps.enums import WARNING
+from yunion_mps.doctor import cuda_client
+from yunion_mps.doctor.checks import (
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    invisible,
+    ok,
+    problem,
+    skipped,
+    warning,
+)
+from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
+from yunion_mps.enums import FREE, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
+from yunion_mps.host.proc import uid_of, user_name
+from yunion_mps.host.processes import outcome_of
+from yunion_mps.mps.processes import server_pids
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
@@ -22,9 +42,55 @@ from yunion_mps.reasons import (
 )
 from yunion_mps.units import count
 
+if TYPE_CHECKING:
+    from yunion_mps.answers import DeviceDetails
+
 #: Warnings about single GPUs and processes, which other checks report in more detail.
 _CHECKED_ELSEWHERE = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED, CLIENT_WAITING)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
+
+
+#: Several checks' time: waking a GPU and starting an MPS server take seconds, and a client that waits for
+#: another's jobs must be reported.
+SELFTEST_TIMEOUT_FACTOR = 6
+#: An allocation that exceeds the budget, or the GPU, by this much must fail.
+_OVER_MIB = 64
+
+#: Meanings of CUDA's errors here (cuda.h), and hints.
+_MEANINGS = {
+    -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
+    2: ("the budget has no free memory", "see who uses the GPU: yunion-mps who"),
+    46: (
+        "the GPU is busy or unavailable",
+        "see which processes use it outside MPS: nvidia-smi; and check its compute mode",
+    ),
+    100: ("CUDA finds no GPU", "see: yunion-mps gpus; nvidia-smi -L"),
+    101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
+    802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),
+    803: (
+        "the library and the kernel module have different versions",
+        "finish the driver update, then reboot",
+    ),
+    804: (
+        "the libcuda compatibility package does not support this GPU",
+        "remove cuda-compat from LD_LIBRARY_PATH",
+    ),
+    805: (
+        "the MPS server could not be reached",
+        "see the checks `control daemon`, `MPS servers` and `/dev/shm`",
+    ),
+    806: ("the MPS server did not answer", "see the log directory's server.log"),
+    807: (
+        "the MPS server is not ready",
+        "after a fault, it waits for its clients to end; list them: yunion-mps who --clients",
+    ),
+    808: ("the MPS client limit has been reached", "see: yunion-mps who --clients"),
+    809: ("MPS has no free connection", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
+}
+_OTHER_ERROR = ("a CUDA program failed", "see the log directory's server.log")
+_NO_GPU = (-1, 100)
+#: Variables of our own environment that the program inherits.
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
 @check("daemon", DAEMON_UNREACHABLE)
@@ -99,3 +165,88 @@ def configuration(host: Host) -> Findings:
 def _finding(error: Problem) -> Finding:
     place = error.file if error.line is None else f"{error.file}:{error.line}"
     return problem(f"{place}: {error.what}", error.hint)
+
+
+def selftest(host: Host) -> Findings:
+    """Run a CUDA program on a device of each domain, and compare what it got with its budget."""
+    devices = [one for one in host.devices() if one["state"] == FREE]
+    if not devices:
+        raise SkipError("no device is free", "see: yunion-mps list")
+    tested: set[str] = set()
+    for device in devices:
+        details = host.device(device["id"])
+        if details["domain"] not in tested:
+            tested.add(details["domain"])
+            yield _test(host, details)
+
+
+def _test(host: Host, device: DeviceDetails) -> Finding:
+    addr = device["addr"]
+    other = _other_user(host, device["domain"])
+    if other:
+        what = f"{addr} was not tested: a client of your user would make new jobs of {other} wait"
+        return skipped(what, f"run it as {other}, or while no MPS server is running")
+    budget = device["memory_mib"]
+    over_mib = min(budget, device["gpu_memory_mib"]) + _OVER_MIB
+    timeout_s = host.timeout_s * SELFTEST_TIMEOUT_FACTOR
+    answer = _run_client(device["client_environment"], over_mib, timeout_s)
+    if answer is None:
+        what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
+        hint = (
+            "check whether it waits for other jobs (yunion-mps who --clients), and see the control "
+            "daemon's log"
+        )
+        return problem(what, hint)
+    if "code" in answer:
+        meaning, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
+        what = f"{addr}: {meaning} ({answer['call']}: {answer['name']})"
+        return skipped(what, hint) if answer["code"] in _NO_GPU else problem(what, hint)
+    return _compare(device, answer)
+
+
+def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
+    budget, percentage = device["memory_mib"], device["thread_percentage"]
+    addr, memory = device["addr"], answer["memory_mib"]
+    used, total = answer["used"], answer["multiprocessors"]
+    what = (
+        f"{addr} ({answer['name']}): got {memory} MiB of a budget of {budget} MiB, and {used} of "
+        f"{total or '?'} SMs at {percentage:g} %"
+    )
+    if answer["mps"] == 0:
+        return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
+    if not device["budget_enforced"]:
+        return ok(f"{what}; no budget is enforced on this GPU")
+    if answer["over_budget"] or memory > budget:
+        hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
+        return problem(f"{what}; it got more than its budget", hint)
+    # Releases differ in whether the number of SMs that a client reports is already its share.
+    if total and percentage < 100 and math.ceil(total * percentage / 100) < used < total:
+        return problem(f"{what}; it got more than its budget", "see the limits: yunion-mps status")
+    return ok(what)
+
+
+def _other_user(host: Host, domain: str) -> str:
+    """Return the other user whose jobs the domain's server serves; empty if there is none."""
+    for one in host.status()["domains"]:
+        if one["name"] == domain and one["pid"]:
+            for pid in server_pids(one["pid"]):
+                uid = uid_of(pid)
+                if uid is not None and uid != os.geteuid():
+                    return user_name(uid)
+    return ""
+
+
+def _run_client(variables: dict[str, str], over_mib: int, timeout_s: float) -> DeviceProbe | Failure | None:
+    """Return what the program prints; None if that takes longer than `timeout_s`."""
+    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED}
+    # Leave no cache in a home directory.
+    environment = {**inherited, **variables, "CUDA_CACHE_DISABLE": "1"}
+    argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
+    status, text = outcome_of(argv, timeout_s, environment=environment)
+    if status is None:
+        return None
+    try:
+        answer: DeviceProbe | Failure = json.loads(text)
+    except ValueError:
+        return {"call": "the program", "code": -3, "name": "it exited without output"}
+    return answer

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from yunion_mps.doctor import HOST_CHECKS, Report, run_checks, selected_checks
 from yunion_mps.doctor.checks import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
-from yunion_mps.doctor.report import HOST_CHECKS, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
@@ -24,7 +24,7 @@ GOOD = Check("good", HOST_ERROR, lambda _: [ok("fine")])
 
 
 def report(host: Host, *findings: Finding) -> Report:
-    return run([Check("one", HOST_ERROR, lambda _: findings)], host)
+    return run_checks([Check("one", HOST_ERROR, lambda _: findings)], host)
 
 
 def broken(_: Host) -> Findings:
@@ -36,7 +36,7 @@ def refused(_: Host) -> Findings:
 
 
 def test_a_check_that_breaks_is_a_line_of_its_own(host: Host) -> None:
-    found = run([Check("bad", HOST_ERROR, broken), GOOD], host)
+    found = run_checks([Check("bad", HOST_ERROR, broken), GOOD], host)
     assert [(line.check, line.finding.level) for line in found.lines] == [("bad", "unknown"), ("good", "ok")]
     assert found.lines[0].finding.what == "the check itself failed: ZeroDivisionError: of ours"
     assert found.state == "unknown"
@@ -49,21 +49,21 @@ def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> No
         ended.wait(60)
         return []
 
-    found = run([Check("bad", HOST_ERROR, hangs, timeout_factor=0.01), GOOD], host)
+    found = run_checks([Check("bad", HOST_ERROR, hangs, timeout_factor=0.01), GOOD], host)
     ended.set()
     assert [line.check for line in found.lines] == ["bad", "good"]
     assert found.lines[0].finding.what == "no result within 0.3 s"
 
 
 def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> None:
-    found = run([Check("root's", HOST_ERROR, refused), GOOD], host)
+    found = run_checks([Check("root's", HOST_ERROR, refused), GOOD], host)
     assert found.lines[-1].finding == ok("fine")
     assert found.lines[0].finding == skipped("not checked: you may not", "become root")
     assert found.state == "ok"
 
 
 def test_a_check_without_findings_is_well_in_its_own_words(host: Host) -> None:
-    found = run([Check("one", HOST_ERROR, lambda _: [], "all is well")], host)
+    found = run_checks([Check("one", HOST_ERROR, lambda _: [], "all is well")], host)
     assert [line.finding for line in found.lines] == [ok("all is well")]
 
 
@@ -121,7 +121,7 @@ def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
 
 
 def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:
-    every = checks({}, 1, ("true",), selftest_too=True)
+    every = selected_checks({}, 1, ("true",), selftest_too=True)
     names = {check.name for check in every}
     assert len(HOST_CHECKS) == len({check.name for check in HOST_CHECKS})
     page = (CHECKOUT / "docs/troubleshoot.md").read_text()
