@@ -20,12 +20,11 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
-from yunion_mps.metrics.exporter import Exporter, Textfile
+from yunion_mps.metrics.exporter import Exporter, MetricsCollector, Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.events import EventService
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.metrics import MetricsCollector
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries

@@ -1,4 +1,4 @@
-"""Serves the metrics as text for scrapes, and writes the file for node_exporter's textfile collector.
+"""Collects the facts, serves the metrics as text, and writes the file for node_exporter's textfile collector.
 
 The formats are OpenMetrics and Prometheus' older text format, made by prometheus_client. Only its modules
 that make families and text are imported, at the first call: 1 MiB and 5 ms instead of 6 MiB and 35 ms for the
@@ -13,21 +13,39 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from yunion_mps import revision
 from yunion_mps.errors import HostError
 from yunion_mps.escaping import printable
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.threads import on_thread
 from yunion_mps.http.operations import OPENMETRICS
-from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, Metric, Sample
+from yunion_mps.http.router import RequestCounts
+from yunion_mps.metrics.catalogue import (
+    CATALOGUE,
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    INFO,
+    ClockReadings,
+    Facts,
+    LeaseFacts,
+    Metric,
+    Sample,
+)
 from yunion_mps.mps.directories import directory_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
-from yunion_mps.service.metrics import Facts, MetricsCollector
+from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.observer import Observer
+from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -44,6 +62,56 @@ _END = b"# EOF\n"
 _CACHE_S = 1.0
 #: The interval between writes of the file.
 _WRITE_S = 15.0
+
+
+class MetricsCollector:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        queries: Queries,
+        leases: LeaseService,
+        status: StatusService,
+        observer: Observer,
+        requests: Callable[[], RequestCounts],
+    ) -> None:
+        self._supervisor = supervisor
+        self._queries = queries
+        self._leases = leases
+        self._status = status
+        self._observer = observer
+        self._requests = requests
+        self._revision = revision()  # now, because an upgrade may replace the files while this runs
+
+    async def facts(self) -> Facts:
+        """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
+        clients, use = await self._observer.observe()
+        supervisor, queries = self._supervisor, self._queries
+        now = ClockReadings(time.time(), asyncio.get_running_loop().time())
+        leases = self._leases.ledger.leases.values()
+        waits_s = [now.wall_s - queued.since_s for queued in self._leases.queue.requests]
+        return Facts(
+            now,
+            self._revision,
+            self._status.of(clients),
+            queries.gpus()["gpus"],
+            queries.devices(Filters(), 0, 0)["isolated_devices"],
+            supervisor.snapshot().domains,
+            {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
+            LeaseFacts(
+                Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
+            ),
+            dict(supervisor.event_log.counts),
+            self._requests(),
+            use,
+            queries.unusable_gpus(),
+            {
+                device.addr: (device.memory_limit_mib, device.thread_percentage)
+                for lease in leases
+                for device in lease.devices
+            },
+            queries.usage.latest,
+            self._leases.peaks.by_device(),
+        )
 
 
 class Exporter:

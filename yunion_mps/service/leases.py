@@ -31,10 +31,9 @@ from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of
-from yunion_mps.service.json_values import holder_name, holder_text, lease_json, queued_json
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.state import refuse_unserved
+from yunion_mps.service.state import holder_name, holder_text, lease_json, queued_json, refuse_unserved
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:

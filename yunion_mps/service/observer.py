@@ -1,28 +1,28 @@
-"""Observes which processes use the GPUs, and sums up their use by GPU, device and domain."""
+"""Observes which processes use the GPUs, and sums up their use by GPU, device and domain.
+
+The processes are those that control daemons, the driver and the kernel list.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
-from yunion_mps.host.proc import started_s, started_ticks, uid_of
+from yunion_mps.escaping import printable
+from yunion_mps.host.proc import command_of, name_of, started_s, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.threads import on_thread
-from yunion_mps.models import DomainPlan
-from yunion_mps.mps.processes import is_server
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.models import DomainPlan, Gpu
+from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
+from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
+from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.service.holdings import NO_CLIENTS
-from yunion_mps.service.processes import (
-    GpuProcesses,
-    list_processes,
-    query_control_daemon,
-    query_driver,
-    servers_from_kernel,
-)
 from yunion_mps.service.usage import (
     Budget,
     DeviceUsage,
@@ -32,6 +32,7 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -39,6 +40,171 @@ if TYPE_CHECKING:
 #: How long an answer waits for the driver's list of processes.
 DRIVER_TIMEOUT_S = 2.0
 _SLOW = "the driver is slow to answer, so the list of clients is out of date"
+#: How much is shown of the variable that names a job's devices, because a job can set it to anything.
+_MAX_DEVICE = 1000
+#: The log's times are in whole seconds; a process that started this much later only reuses the PID.
+_START_TOLERANCE_S = 5.0
+
+
+class _Domain(NamedTuple):
+    """A domain at the beginning of an observation, and the PID of its control daemon, 0 if none runs."""
+
+    plan: DomainPlan
+    pid: int
+    servers: tuple[int, ...]
+
+
+class DomainProcesses(NamedTuple):
+    """The servers and clients of one domain, as far as its control daemon answered."""
+
+    plan: DomainPlan
+    servers: Sequence[int]  # including servers that have outlived their control daemon
+    states: Mapping[int, str | None]  # of the others
+    clients: Mapping[int, int]  # the server's PID, by the client's
+    failure: str
+
+
+class GpuProcesses(NamedTuple):
+    """What the driver reports, by GPU UUID."""
+
+    memory: Mapping[str, Mapping[int, int | None]] = {}  # in MiB, by PID
+    through_mps: Mapping[str, Collection[int]] = {}  # a GPU that does not report them is missing
+    sm: Mapping[str, Mapping[int, int]] = {}  # the SM utilization of each process in %, as of the last poll
+    failure: str = ""
+
+
+def query_control_daemon(domain: _Domain) -> DomainProcesses:
+    plan = domain.plan
+    states: dict[int, str | None] = {}
+    clients: dict[int, int] = {}
+    failure = ""
+    try:
+        program = find_control_program()
+        clients = {row.pid: row.server for row in clients_of(program, plan, domain.pid)}
+        states = {pid: server_state(program, plan, pid) for pid in server_pids(domain.pid)}
+    except YunionError as error:
+        failure = f"domain {plan.name}: {error.message}; {error.hint}"
+    return DomainProcesses(plan, domain.servers, states, clients, failure)
+
+
+def servers_from_kernel(domain: _Domain, failed: Collection[int]) -> DomainProcesses:
+    """The servers, of which only those that are known to have `failed` have a state."""
+    states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(domain.pid)}
+    return DomainProcesses(domain.plan, domain.servers, states, {}, "")
+
+
+def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuProcesses:
+    if nvml is None:
+        return GpuProcesses()
+    try:
+        # In this order, so that a process that starts between the two calls counts as an MPS client.
+        return GpuProcesses(nvml.processes(), nvml.mps_clients(), sm)
+    except YunionError as error:
+        return GpuProcesses(failure=error.message)
+
+
+def list_processes(
+    domains: Sequence[DomainProcesses], driver: GpuProcesses, gpus: Iterable[Gpu], containers: Containers
+) -> answers.ClientList:
+    errors = [failure for failure in (*(one.failure for one in domains), driver.failure) if failure]
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    clients = [client for one in domains for client in _clients_json(one, driver, addresses, containers)]
+    known = {client["pid"] for client in clients}
+    return {
+        "servers": [
+            {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
+            for one in domains
+            for pid in one.servers
+        ],
+        "clients": clients,
+        "waiting": [waiter for one in domains for waiter in _waiting_json(one) if waiter["pid"] not in known],
+        "errors": errors,
+        "total": len(clients),
+    }
+
+
+def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
+    """List the processes that wait for another user's server, with details from the kernel."""
+    waiting: list[answers.WaitingClient] = []
+    for one in waiting_clients(domain.plan, domain.servers):
+        details = _process_json(one.pid)
+        started, owner = details["started"], uid_of(one.server)
+        if owner is not None and started is not None and started < rfc3339(one.since_s + _START_TOLERANCE_S):
+            waiting.append(
+                {
+                    **details,
+                    "since": rfc3339(one.since_s),
+                    "server": one.server,
+                    "server_user": user_name(owner),
+                    "domain": domain.plan.name,
+                }
+            )
+    return waiting
+
+
+def _clients_json(
+    domain: DomainProcesses,
+    driver: GpuProcesses,
+    addresses: Mapping[str | None, str],
+    containers: Containers,
+) -> list[answers.MpsClient]:
+    """The processes that the control daemon lists, and those that NVML sees on its GPUs.
+
+    The clients of a server that is about to end, or has no control daemon, are not listed although they run.
+    """
+    on_gpus: dict[int, dict[str, int | None]] = {}
+    for uuid in domain.plan.gpu_uuids:
+        for pid, mib in driver.memory.get(uuid, {}).items():
+            if pid not in domain.servers:
+                on_gpus.setdefault(pid, {})[uuid] = mib
+    silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
+    only = silent[0] if len(silent) == 1 else None
+    rows: list[answers.MpsClient] = []
+    for pid in sorted({*domain.clients, *on_gpus}):
+        memory = on_gpus.get(pid, {})
+        known = [mib for mib in memory.values() if mib is not None]
+        through_mps = _uses_mps(pid, domain, driver, memory)
+        inside = containers.of(pid)
+        rows.append(
+            {
+                **_process_json(pid),
+                "container": inside.name if inside else None,
+                "container_id": inside.id if inside else None,
+                "mps": through_mps,
+                "server": None if through_mps is False else domain.clients.get(pid, only),
+                "domain": domain.plan.name,
+                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
+                "gpus": [addresses.get(uuid, uuid) for uuid in memory],
+                "memory_by_gpu_mib": list(memory.values()),
+                "memory_used_mib": sum(known) if known else None,
+                "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
+            }
+        )
+    return rows
+
+
+def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Collection[str]) -> bool | None:
+    """Whether the process uses the GPUs through MPS; None if unknown.
+
+    False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
+    daemon nor the driver.
+    """
+    if pid in domain.clients or any(pid in driver.through_mps.get(uuid, ()) for uuid in gpus):
+        return True
+    is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)
+    return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
+
+
+def _process_json(pid: int) -> answers.ProcessFields:
+    """The process's details from the kernel; all but the PID are None if it has ended."""
+    uid, begun_s = uid_of(pid), started_s(pid)
+    return {
+        "pid": pid,
+        "uid": uid,
+        "user": None if uid is None else user_name(uid),
+        "command": command_of(pid, 500) or name_of(pid) or None,
+        "started": None if begun_s is None else rfc3339(begun_s),
+    }
 
 
 class ServedDomain(NamedTuple):
@@ -136,14 +302,6 @@ class Observation(NamedTuple):
     use: HostUsage | None = None
 
 
-class _Domain(NamedTuple):
-    """A domain at the beginning of an observation, and the PID of its control daemon."""
-
-    plan: DomainPlan
-    pid: int | None
-    servers: tuple[int, ...]
-
-
 class Observer:
     """Observes the processes, one observation at a time, which all who wait for it share."""
 
@@ -188,7 +346,7 @@ class Observer:
         domains, sm = self._domains(), self._usage.latest.load.processes
         listed = await on_thread(
             lambda: list_processes(
-                [query_control_daemon(one.plan, one.pid, one.servers) for one in domains if one.pid],
+                [query_control_daemon(one) for one in domains if one.pid],
                 query_driver(nvml, sm),
                 gpus,
                 self._containers,
@@ -199,7 +357,7 @@ class Observer:
 
     def _domains(self) -> list[_Domain]:
         return [
-            _Domain(domain.in_effect, domain.status().pid, tuple(domain.server_pids()))
+            _Domain(domain.in_effect, domain.status().pid or 0, tuple(domain.server_pids()))
             for domain in self._supervisor.domains
         ]
 
@@ -210,9 +368,7 @@ class Observer:
 
         def work() -> Observation:
             driver = query_driver(nvml, sm)
-            kernel = [
-                servers_from_kernel(one.plan, one.pid, one.servers, failed) for one in domains if one.pid
-            ]
+            kernel = [servers_from_kernel(one, failed) for one in domains if one.pid]
             clients = list_processes(kernel, driver, gpus, self._containers)
             is_known = nvml is not None and not driver.failure
             return Observation(clients, self._use(domains, driver, known) if is_known else before)
@@ -228,13 +384,8 @@ class Observer:
     def _use(self, domains: list[_Domain], driver: GpuProcesses, known: KnownDevices) -> HostUsage:
         """Sum up the use; thread-safe."""
         served = tuple(
-            ServedDomain(
-                one.plan.name,
-                one.plan.gpu_uuids,
-                frozenset(one.servers),
-                started_s(one.pid) if one.pid else None,
-            )
-            for one in domains
+            ServedDomain(plan.name, plan.gpu_uuids, frozenset(servers), started_s(pid) if pid else None)
+            for plan, pid, servers in domains
         )
         servers = {pid for domain in served for pid in domain.servers}
         pids = {pid for of_gpu in (*driver.memory.values(), *driver.through_mps.values()) for pid in of_gpu}

@@ -15,9 +15,11 @@ from yunion_mps.models import Gpu, Holder, Snapshot
 from yunion_mps.planning.division import client_environment
 from yunion_mps.reasons import Reason
 from yunion_mps.service.events import LongPolls
-from yunion_mps.service.json_values import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
+    devices_json,
+    domain_json,
     domain_names,
+    gpu_json,
     gpu_reason,
     not_ready_reasons,
     state_of,

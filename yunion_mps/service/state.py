@@ -1,18 +1,38 @@
-"""The state of the host, its GPUs and devices, and the reason if one is unusable."""
+"""The state of GPUs, devices, domains and leases, why one is unusable, and their JSON values in answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
+from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_ROOM, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.errors import HostError
-from yunion_mps.models import DomainStatus, Gpu, Lease, Plan, Snapshot
+from yunion_mps.host.proc import command_of, started_ticks, user_name
+from yunion_mps.inventory.nvml import GpuLoad
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import (
+    CDI_KIND,
+    DEV_TYPE,
+    Device,
+    DomainStatus,
+    Gpu,
+    Holder,
+    Lease,
+    PcieLink,
+    Plan,
+    Snapshot,
+)
 from yunion_mps.mps.states import READY
+from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
+    from yunion_mps.containers.lookup import Containers
+    from yunion_mps.leases.request import QueuedRequest
+    from yunion_mps.service.usage import DeviceUsage
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
@@ -113,3 +133,204 @@ def one_line(status: answers.ServiceFields) -> str:
     line += f"{serving} of {len(domains)} control daemons serving"
     errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
     return line + (f"; {errors[0]}" if errors else "")
+
+
+def devices_json(
+    snapshot: Snapshot, ledger: Ledger | None = None, name_holder: Callable[[Holder], str] = str
+) -> list[answers.Device]:
+    """All devices, including devices created for a lease, with Cloudpods' field names and ours.
+
+    A device that was leased before a reload is shown as it was leased.
+    """
+    ledger = ledger or Ledger()
+    waits = ledger.lease_waits(snapshot.plan.devices).values()
+    pending = {name: wait.reason for wait in waits for name in wait.pending}
+    leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
+    planned = {device.id for device in snapshot.plan.devices}
+    made = [device for device in leased.values() if device.id not in planned]
+    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+    why = unusable_reasons(snapshot)
+    served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
+    free = ledger.free_devices(served)
+    rows: list[answers.Device] = []
+    for device in (*snapshot.plan.devices, *made):
+        gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
+        lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
+        state = FREE if device.id in free else LEASED if lease else NO_ROOM
+        state = UNAVAILABLE if reason else PENDING if device.id in pending else state
+        why_not = reason or pending.get(device.id, NO_REASON)
+        now = leased.get(device.id, device) if state == PENDING else device
+        rows.append(
+            {
+                "id": now.id,
+                "dev_type": DEV_TYPE,
+                "model": gpu.name if gpu else None,
+                "addr": now.addr,
+                "vendor_device_id": gpu.vendor_device_id if gpu else None,
+                "host_id": snapshot.plan.host_id,
+                "numa_node": gpu.numa_node if gpu else None,
+                "device_path": now.gpu_uuid,
+                "pcie_info": _link_json(gpu.link) if gpu else None,
+                "index": -1,
+                "device_minor": -1,
+                "mps_memory_limit": now.memory_limit_mib,
+                "mps_memory_total": now.memory_total_mib,
+                "mps_thread_percentage": _plain(now.thread_percentage),
+                "memory_mib": now.memory_limit_mib,
+                "gpu_memory_mib": now.memory_total_mib,
+                "thread_percentage": _plain(now.thread_percentage),
+                "gpu_uuid": now.gpu_uuid,
+                "state": state,
+                "reason": why_not,
+                "reason_code": why_not.code,
+                "budget_enforced": now.budget_enforced,
+                "lease": lease.id if lease else None,
+                "holder": name_holder(lease.holder) if lease else None,
+            }
+        )
+    return rows
+
+
+def _plain(percentage: float) -> float | int:
+    return int(percentage) if percentage == int(percentage) else percentage
+
+
+def _link_json(link: PcieLink | None) -> answers.PcieLink | None:
+    """The link as Cloudpods has it, its keys in alphabetical order."""
+    return link and {
+        "lane_width": link.lane_width,
+        "throughput": link.throughput,
+        "transfer_rate_per_lane": link.transfer_rate_per_lane,
+        "version": link.version,
+    }
+
+
+def gpu_json(
+    gpu: Gpu,
+    domain: DomainStatus | None,
+    snapshot: Snapshot,
+    devices: int,
+    memory_free_mib: int | None,
+    load: GpuLoad,
+    *,
+    used: bool,
+) -> answers.Gpu:
+    """A GPU with the number of its devices, the domain that serves it, and whether MPS uses it at all."""
+    capability = gpu.compute_capability
+    reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else NO_REASON)
+    return {
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "addr": gpu.address,
+        "pci_address": gpu.pci_address,
+        "memory_mib": gpu.memory_mib,
+        "compute_mode": gpu.compute_mode,
+        "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
+        "mig_enabled": gpu.mig_enabled,
+        "vendor_device_id": gpu.vendor_device_id,
+        "numa_node": gpu.numa_node,
+        "pcie_info": _link_json(gpu.link),
+        "render_node": gpu.render_node,
+        "index": gpu.nvml_index,
+        "device_minor": gpu.minor,
+        "devices": devices,
+        "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
+        "reason": reason,
+        "reason_code": reason.code,
+        "budget_enforced": enforces_budgets(gpu),
+        "memory_free_mib": memory_free_mib,
+        "memory_used_mib": load.memory_used_mib,
+        "utilization": load.utilization,
+        "temperature_c": load.temperature_c,
+        "power_w": load.power_w,
+        "power_limit_w": load.power_limit_w,
+    }
+
+
+def domain_json(domain: DomainStatus) -> answers.Domain:
+    plan = domain.plan
+    return {
+        "name": plan.name,
+        "state": domain.state,
+        "reason": domain.reason,
+        "reason_code": domain.reason.code,
+        "pending": domain.pending,
+        "waits_for": list(domain.waits_for),
+        "pid": domain.pid,
+        "restarts": domain.restarts,
+        "pipe_directory": plan.pipe_directory,
+        "log_directory": plan.log_directory,
+        "gpus": list(plan.gpu_uuids),
+        "memory_limits_mib": list(plan.memory_limits_mib),
+        "thread_percentage": _plain(plan.thread_percentage),
+    }
+
+
+def lease_json(
+    lease: Lease,
+    expires_s: float | None,
+    containers: Containers | None,
+    use: Mapping[str, DeviceUsage] = {},
+    peaks_mib: Sequence[int | None] = (),
+) -> answers.LeaseRecord:
+    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
+
+    Without `containers` the record is brief: what only the kernel knows about the holder is left out. `use`
+    is the use of devices by address, `peaks_mib` the known peaks of its own devices.
+    """
+    return {
+        "id": lease.id,
+        "devices": [device.addr for device in lease.devices],
+        "gpus": _gpus(lease.devices),
+        "memory_mib": [device.memory_limit_mib for device in lease.devices],
+        "memory_peak_mib": list(peaks_mib) or [None for _ in lease.devices],
+        "sm_utilization": [use[device.addr].sm if device.addr in use else None for device in lease.devices],
+        "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "budget_enforced": all(device.budget_enforced for device in lease.devices),
+        "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
+        "binding": lease.holder.binding,
+        **_holder_json(lease.holder, lease.since_s, containers),
+        "expires": None if expires_s is None else rfc3339(expires_s),
+        "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
+        "environment": dict(lease.environment),
+    }
+
+
+def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
+    """A queued request; its place in the list is its position."""
+    return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
+
+
+def holder_text(holder: Holder, containers: Containers) -> str:
+    who = user_name(holder.uid)
+    if holder.binding == "name":
+        return f"{holder.name} of {who}"
+    inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
+    command = holder.command or command_of(holder.pid or 0) or "a process"
+    return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
+
+
+def _gpus(devices: Iterable[Device]) -> list[str]:
+    return list(dict.fromkeys(device.gpu_address for device in devices))
+
+
+def holder_name(holder: Holder, containers: Containers) -> str:
+    """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
+    inside = containers.of(holder.pid) if holder.pid is not None else None
+    return f"{user_name(holder.uid)} ({holder.name or (inside and inside.name) or f'PID {holder.pid}'})"
+
+
+def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
+    pid = holder.pid
+    runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if containers and pid is not None and runs else None
+    return {
+        "pid": pid,
+        "uid": holder.uid,
+        "user": user_name(holder.uid),
+        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
+        "container": inside.name if inside else None,
+        "container_id": inside.id if inside else None,
+        "name": holder.name or None,
+        "since": rfc3339(since_s),
+    }

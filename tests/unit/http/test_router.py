@@ -16,8 +16,7 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.operation import WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS
-from yunion_mps.http.router import OTHER, Router
-from yunion_mps.service.metrics import BOUNDS_S
+from yunion_mps.http.router import BOUNDS_S, OTHER, Router
 from yunion_mps.service.queries import Queries
 
 from posting import posted

@@ -6,7 +6,7 @@ import pytest
 from yunion_mps.config import KEYS
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.service.json_values import devices_json
+from yunion_mps.service.state import devices_json
 from yunion_mps.supervisor.changes import PLANNED_KEYS, warnings
 from yunion_mps.supervisor.preflight import run_preflight
 
