@@ -317,9 +317,9 @@ STEPS = (
         (
             (
                 "adopted",
-                "What do running clients notice when it is killed and its control daemon is adopted?",
+                "How does it affect running clients if it is killed and its control daemon is adopted?",
             ),
-            ("stop", "What do they notice when it is stopped?"),
+            ("stop", "How does a stop affect them?"),
         ),
         frozenset({"mps"}),
     ),
@@ -328,7 +328,7 @@ STEPS = (
         "yunion-mps-daemon: a control daemon of another program",
         foreign,
         40,
-        (("foreign", "What does the daemon do about it, and what do its clients notice?"),),
+        (("foreign", "What does the daemon do about it, and how are its clients affected?"),),
         frozenset({"mps"}),
     ),
 )

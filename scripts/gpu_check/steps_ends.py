@@ -78,7 +78,9 @@ def _look_at_server(report: Report, control: Control, server: int, since_s: floa
     after = seconds(values["after_s"])
     daemon = "is running" if control.alive else "has exited"
     if stat:
-        parent = "its child" if stat.parent == control.pid else f"now a child of {name_of(stat.parent)!r}"
+        parent = (
+            "still its child" if stat.parent == control.pid else f"now a child of {name_of(stat.parent)!r}"
+        )
         sentence = f"{after} later, the control daemon {daemon}, and the server is running, {parent}"
         if control.alive and not _is_stopped(control):
             status = control.ask(f"get_server_status {server}", timeout_s=3)
@@ -191,7 +193,7 @@ def _succeed(
 
 def _questions(what: str, successor: str) -> tuple[tuple[str, str], ...]:
     return (
-        ("clients", f"What do running clients notice of {what}?"),
+        ("clients", f"How does {what} affect running clients?"),
         ("server", "What happens to the control daemon and the server?"),
         ("new_client", "What happens to a new client afterwards?"),
         ("successor", successor),

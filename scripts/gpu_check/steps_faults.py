@@ -128,7 +128,7 @@ STEPS = (
         70,
         (
             ("itself", "Which error does a client get that writes to an invalid address?"),
-            ("others", "What do the other clients of the server see?"),
+            ("others", "How does the fault affect the other clients of the server?"),
             ("server", "What is the server's state afterwards?"),
             ("during", "What happens to a new client while the old ones are still connected?"),
             ("recovery", "How long until a new client runs?"),
@@ -141,11 +141,11 @@ STEPS = (
         terminate,
         50,
         (
-            ("terminate", "What do the client and its neighbours notice of `terminate_client`?"),
+            ("terminate", "How does `terminate_client` affect the client and its neighbours?"),
             ("listed", "Has the terminated client exited?"),
             (
                 "sigkill",
-                "What do its neighbours notice when a client is killed while its kernels are running?",
+                "How does it affect its neighbours if a client is killed while its kernels are running?",
             ),
         ),
         frozenset({"mps"}),

@@ -71,7 +71,7 @@ def _tell_percentages(context: StepContext, report: Report, found: dict[str, Mea
     ]
     header = ("percentage", "SMs reported", "SMs used", "of all SMs", "launches/s", "relative to 100 %")
     report.table("One client whose kernels fill the GPU", header, rows)
-    parts = [f"{name} %: {found[name]['per_s'] / whole:.1%}" for name in found if name[0].isdigit()]
+    parts = [f"{found[name]['per_s'] / whole:.1%} at {name} %" for name in found if name[0].isdigit()]
     over = [
         name for name in ("50", "25", "12.5", "10") if found[name]["per_s"] / whole > float(name) / 100 * 1.1
     ]
@@ -80,7 +80,7 @@ def _tell_percentages(context: StepContext, report: Report, found: dict[str, Mea
         if over
         else "Yes, no client exceeds its percentage by more than a tenth"
     )
-    report.answer("hold", f"{verdict}; throughput relative to 100 %: {', '.join(parts)}.")
+    report.answer("hold", f"{verdict}; throughput: {', '.join(parts)}.")
     used = [f"{name} %: {found[name]['used_multiprocessors']}" for name in found if name[0].isdigit()]
     told = [f"{name} %: {found[name]['says_multiprocessors']}" for name in found if name[0].isdigit()]
     report.answer(

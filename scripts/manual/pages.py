@@ -31,14 +31,14 @@ _HELP_OPTION = ("-h, --help", "--help")
 
 _WHO_MAY = """\
 `yunion-mps` talks to `yunion-mps-daemon`(8) on its socket. Root and the members of the group `yunion-mps` may
-list everything and manage their own leases; only root may change what concerns other users. The commands
-`config`, `doctor` and `completion` also work without the daemon."""
+list everything and manage their own leases; only root may change other users' leases and jobs, or reload the
+daemon. The commands `config`, `doctor` and `completion` also work without the daemon."""
 _ENVIRONMENT = {
     DEVICE_VARIABLE: """\
 The default for DEVICE of `show` and `env`. A process that uses a device has this variable in its environment,
 so inside a job it names the job's own device.""",
     ROOT_VARIABLE: """\
-A root directory to use instead of /, for every path: to inspect an unpacked host, and for tests.""",
+A directory that replaces / in every path, for tests and for inspecting an unpacked host.""",
 }
 
 
