@@ -128,7 +128,8 @@ def no_descriptors(scene: Scene) -> None:
     scene.remember_events()
     resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, (3, most[1]))
     scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
-    scene.log_tells("Too many open files")
+    scene.daemon.wait_log("Too many open files")  # it cannot be asked
+    scene.note("reported after {}")
     scene.mend(
         lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "some are free again"
     )

@@ -13,8 +13,6 @@ from integration.daemon_host import control_daemons, is_running
 from simhost.mps import Client
 from waiting import readable
 
-_QUESTIONS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
-
 
 def lost(scene: Scene) -> str:
     """End the jobs and the daemon; what the fault has cost, in words."""
@@ -33,9 +31,8 @@ def _is_attached(job: Client) -> bool:
 
 
 def _budgets(scene: Scene) -> list[str]:
-    """Asked through NVIDIA's front-end: what the next server gets."""
     places = [Path(domain["pipe_directory"]) for domain in scene.daemon.status()["domains"]]
-    answers = [scene.ask(*_QUESTIONS, place=place) for place in places]
+    answers = [scene.limits(place) for place in places]
     return [] if all(answer == scene.budgets for answer in answers) else [f"a budget ({answers})"]
 
 

@@ -35,8 +35,7 @@ class Fault(NamedTuple):
     """One scenario: `play` injects the fault on a scene and shows what comes of it.
 
     `loses` is what the fault costs, which is checked. One that takes about `takes_s`, because it waits for
-    the daemon's own intervals, is played beside the others. `gpus` describes the host, and `bug` says what is
-    still wrong.
+    the daemon's own intervals, is played beside the others. `gpus` describes the host.
     """
 
     topic: str
@@ -45,7 +44,6 @@ class Fault(NamedTuple):
     loses: str
     takes_s: int
     gpus: Any
-    bug: str
 
 
 #: The order of the table.
@@ -64,12 +62,12 @@ NOTHING = "nothing"
 
 
 def fault(
-    topic: str, name: str, *, loses: str = NOTHING, takes_s: int = 0, gpus: Any = None, bug: str = ""
+    topic: str, name: str, *, loses: str = NOTHING, takes_s: int = 0, gpus: Any = None
 ) -> Callable[[Scenario], Scenario]:
     """Make a scenario of a function that gets a `Scene`; `name` is what the table calls the fault."""
 
     def register(play: Scenario) -> Scenario:
-        FAULTS.append(Fault(topic, name, play, loses, takes_s, gpus, bug))
+        FAULTS.append(Fault(topic, name, play, loses, takes_s, gpus))
         return play
 
     return register

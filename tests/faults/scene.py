@@ -74,7 +74,7 @@ class Scene(Closes):
         self.stand_ins = self.stack.enter_context(StandIns(self.host))
         self.daemon = SceneDaemon(self.host)
         self.stack.enter_context(self.daemon)
-        #: What each domain answers to `get_default_device_pinned_mem_limit 0` and the percentage's question.
+        #: What each domain has as its limits.
         self.budgets = ["4G", "25.0"]
         self.words = ""
         self.recovery = ""
@@ -149,6 +149,12 @@ class Scene(Closes):
         """What the daemon starts as the control daemon; may be replaced."""
         return self.stand_ins.folder / CONTROL
 
+    def limits(self, place: Path | None = None) -> list[str]:
+        """The defaults of a domain, asked through NVIDIA's front-end: what the next server gets."""
+        return self.ask(
+            "get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage", place=place
+        )
+
     def ask(self, *questions: str, place: Path | None = None) -> list[str]:
         """What the control daemon tells NVIDIA's front-end; asked again where another one has its ear."""
         place = place or self.pipe_directory
@@ -178,7 +184,7 @@ class Scene(Closes):
     def serves_again(self, also: Callable[[], object] = lambda: True) -> None:
         """Wait until every device is served (and `also` holds), and note how long that took."""
         self.all_available(also)
-        self._note("serves again after {}")
+        self.note("serves again after {}")
 
     def another_serves(self, old: int) -> None:
         """As `serves_again`, by another control daemon than this one."""
@@ -192,18 +198,13 @@ class Scene(Closes):
 
     def is_told(self, text: str) -> None:
         """Wait until the operator can read `text`, keep its line for the table, and note the time."""
-        self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
-        self._note("reported after {}")
+        self.saw(text)
+        self.note("reported after {}")
 
     @property
     def elapsed_s(self) -> float:
         """How long ago the fault, or its repair, was."""
         return time.monotonic() - self._struck_s
-
-    def log_tells(self, text: str) -> None:
-        """As `is_told`, if the daemon cannot be asked."""
-        self.daemon.wait_log(text)
-        self._note("reported after {}")
 
     def saw(self, text: str) -> None:
         """Keep the first line with `text` that the operator could read for the table."""
@@ -274,7 +275,7 @@ class Scene(Closes):
         devices = self._devices()
         return 0 < devices["total"] == devices["available"] + devices["pending"]
 
-    def _note(self, words: str) -> None:
+    def note(self, words: str) -> None:
         self.recovery += words.format(shown_s(self.elapsed_s))
 
 

@@ -17,7 +17,6 @@ from integration.daemon_host import control_daemons
 BUDGETS = {4: ["4G", "25.0"], 2: ["8G", "50.0"]}
 #: What makes the state file grow by some pages, and the distance of the steps that are tried.
 _RELOADS_FOR_GROWTH, _STRIDE = 16, 4
-_QUESTIONS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 
 
 class Sweep:
@@ -159,7 +158,7 @@ class Sweep:
         self._daemon.wait_ready()
         self._scene.all_available()
         self._times_s.append(time.monotonic() - struck_s)
-        assert self._scene.ask(*_QUESTIONS) == BUDGETS[self._number], self._scene.trouble()
+        assert self._scene.limits() == BUDGETS[self._number], self._scene.trouble()
         assert self._scene.host.gpus[0].compute_mode == "exclusive_process"
         assert self._scene.control_daemons() == [self._scene.control]
         assert self._scene.keeps_the_lease, self._scene.trouble()

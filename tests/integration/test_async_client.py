@@ -154,19 +154,3 @@ async def _subjects(events: object, number: int) -> list[str]:
         if len(found) == number:
             break
     return found
-
-
-def test_devices_are_watched_by_tasks(ready_daemon: Daemon) -> None:
-    async def watched() -> list[list[str | None]]:
-        client = AsyncClient()
-        seen: list[list[str | None]] = []
-        async for devices in client.watch_devices():
-            seen.append([device.lease for device in devices])
-            if len(seen) == 2:
-                break
-            await client.lease(devices=[ADDRESSES[2]])
-        return seen
-
-    before, after = asyncio.run(watched())
-    assert (before, after[:2], after[3]) == ([None] * 4, [None] * 2, None)
-    assert after[2]

@@ -107,23 +107,13 @@ def _files(host: SimHost) -> list[bytes]:
     return [(host.root / "etc/yunion" / name).read_bytes() for name in names]
 
 
-def test_a_node_that_shares_its_gpus_without_limits_is_left_as_it_is(
-    node: SimHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(node)
-    before = _files(node)
-    daemon.start().wait_ready()
-    assert daemon.status()["state"] == "disabled"
-    assert (Agent(node).devices(), len(Agent(node).whole_gpus())) == ([], 1)
-    assert daemon.stop() == 0
-    assert _files(node) == before
-
-
 def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
     node: SimHost, make_daemon: MakeDaemon
 ) -> None:
-    daemon = make_daemon(node)
-    daemon.start().wait_ready()
+    before = _files(node)
+    daemon = make_daemon(node).start().wait_ready()
+    assert daemon.status()["state"] == "disabled"
+    assert (Agent(node).devices(), len(Agent(node).whole_gpus()), _files(node)) == ([], 1, before)
     _write(node, enabled=True)
     before = _files(node)
     node.run(["yunion-mps", "reload"], check=True)

@@ -81,18 +81,6 @@ def test_a_device_is_the_container_s_alone_until_it_ends(
     assert given(ready_daemon) == [ADDRESSES[1]], "it is taken again at each start"
 
 
-def test_a_device_that_a_job_of_the_host_has_is_no_container_s(ready_daemon: Daemon, podman: Podman) -> None:
-    job = ready_daemon.host.popen(
-        ["yunion-mps", "run", "--device", ADDRESSES[0], "--", "sh", "-c", "echo begun; exec cat"], stdin=-1
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == "begun\n"
-    refused = podman.run(*mps(ADDRESSES[0]), IMAGE, "true")
-    holder = f"sh -c 'echo begun; exec cat' of root, PID {job.pid}"
-    assert f"device {ADDRESSES[0]} is in use: {holder} (see:" in refused.stderr
-    job.communicate()
-
-
 def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, podman: Podman) -> None:
     host = ready_daemon.host
     inside = "echo $YUNION_MPS_DEVICE; exit 7"
@@ -173,20 +161,6 @@ def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Da
     assert why in refused.stderr, "and not the engine's word on the directory"
     refused = podman.run(*mps(lease["id"]), IMAGE, "true")
     assert f"yunion-mps: device {ADDRESSES[2]} is unavailable: its domain is " in refused.stderr
-
-
-def test_the_output_for_docker_is_what_env_file_takes(ready_daemon: Daemon, podman: Podman) -> None:
-    """With the pipe directory and the shared memory, which an environment cannot bring."""
-    place = str(ready_daemon.pipe_directory)
-    command = (
-        f"podman run --rm --env-file <(yunion-mps env {ADDRESSES[2]} --output docker) -v {place}:{place} "
-    )
-    done = ready_daemon.host.run(["bash", "-c", f"{command} --ipc=host {IMAGE} sh -c 'env -0; {ASK}'"])
-    *entries, told = done.stdout.split("\0")
-    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[2]}")[1]["client_environment"]
-    found = dict(entry.partition("=")[::2] for entry in entries)
-    assert {name: found.get(name) for name in wanted} == wanted
-    assert told.splitlines()[0] == "25.0"
 
 
 def test_a_container_without_an_environment_for_its_env_file_fails(

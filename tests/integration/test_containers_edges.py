@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +20,6 @@ from integration.test_containers import ASK
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
-
-
-@pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_a_lost_gpus_device_is_refused_with_the_reason_after_a_restart(
-    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman, scope: str
-) -> None:
-    """A restart is as after a reboot: the GPU's pipe directory is gone."""
-    host = make_host([{"kind": "v100", "count": 2}])
-    daemon = make_daemon(host)
-    daemon.configure(cuda_mps_scope=scope)
-    daemon.start().wait_ready()
-    assert daemon.stop() == 0, daemon.log
-    shutil.rmtree(daemon.pipe_directory)
-    host.gpus[1].lose()
-    daemon.start().wait_ready()
-    names = ("00:07.0-1", daemon.get("/v1/devices/00:07.0-1")[1]["id"])
-    eventually(lambda: spec_of(host), "the file of the devices")
-    assert {one["name"] for one in spec_of(host)["devices"]} >= set(names)
-    podman = make_podman(host)
-    for name in names:
-        refused = podman.run(*mps(name), IMAGE, "true")
-        assert refused.returncode != 0
-        why = "yunion-mps: device 00:07.0-1 cannot be allocated now: 1 unavailable ("
-        assert why in refused.stderr
-        assert "lost" in refused.stderr.rpartition(why)[2]
-    podman.good("run", "--rm", *mps("00:06.0-1"), IMAGE, "id")
-    assert daemon.get("/v1/leases")[1]["leases"] == []
 
 
 def test_a_container_of_a_job_with_env_host_gets_its_own_device(ready_daemon: Daemon, podman: Podman) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -52,15 +51,6 @@ def test_the_next_daemon_starts_also_if_what_it_finds_is_just_ending(daemon: Dae
     assert daemon.stop() == 0
 
 
-def test_the_control_daemon_holds_none_of_the_daemons_files(ready_daemon: Daemon) -> None:
-    root = str(ready_daemon.host.root)
-    folder = Path(f"/proc/{ready_daemon.control_pid()}/fd")
-    targets = {os.readlink(entry) for entry in folder.iterdir()}
-    ours = {target for target in targets if target.startswith((root, "/memfd"))}
-    pipe = f"{root}/tmp/nvidia-mps/pipe"
-    assert ours <= {f"{root}/tmp/nvidia-mps/log/control.log", f"{pipe}/log", f"{pipe}/control_lock"}
-
-
 @pytest.mark.parametrize("driver", [True, False])
 def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, driver: bool) -> None:
     if not driver:
@@ -78,22 +68,6 @@ def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, 
     assert control_daemons(daemon.host.root) == []
     assert daemon.stop() == 0
     assert not (daemon.host.root / "tmp/nvidia-mps").exists()
-
-
-def test_mode_directories_and_budgets_are_taken_from_the_configuration(daemon: Daemon) -> None:
-    root = daemon.host.root
-    daemon.configure(
-        cuda_mps_compute_mode="keep",
-        cuda_mps_pipe_directory="/run/mps/pipe",
-        cuda_mps_log_directory="/var/log/mps",
-        cuda_mps_thread_percentage="double",
-    )
-    daemon.start().wait_ready()
-    assert daemon.host.gpus[0].compute_mode == "default"
-    assert daemon.control(*LIMITS, pipe_directory=root / "run/mps/pipe") == ["5G", "50.0"]
-    assert (root / "var/log/mps/control.log").exists()
-    assert not (root / "tmp/nvidia-mps").exists()
-    assert daemon.stop() == 0
 
 
 def test_a_hidden_control_daemon_outlives_a_re_exec_but_not_a_stop(make_at_work: MakeAtWork) -> None:

@@ -109,18 +109,6 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
     ]
 
 
-def test_a_request_that_gives_up_holds_up_no_other(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
-    jobs = [start(host) for _ in ADDRESSES]
-    waiting = host.popen(["yunion-mps", "run", "--wait", "true"], stderr=-1)
-    eventually(lambda: who_waits(ready_daemon), "that it waits")
-    end(waiting)
-    eventually(lambda: not who_waits(ready_daemon), "that it waits no more")
-    for job in jobs:
-        end(job)
-    eventually(lambda: given(ready_daemon) == [], "that all is free")
-
-
 def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     ready_daemon.kill()

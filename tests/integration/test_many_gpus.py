@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons
 from simhost import SimGpu
@@ -147,32 +145,3 @@ def test_with_a_domain_for_each_of_64_gpus_each_has_its_own_limits(
     assert daemon.stop() == 0
     assert control_daemons(host.root) == []
     check_modes(daemon, gpus, "Default")
-
-
-@pytest.mark.gpus({"kind": "h100", "count": 33})
-def test_more_gpus_than_one_control_daemon_can_limit_are_refused(daemon: Daemon) -> None:
-    """NVIDIA's control daemon keeps the memory limits of 32 devices and passes over the others in silence."""
-    host = daemon.host
-    assert daemon.run() == 6, daemon.log
-    conf = host.root / "etc/yunion/host.conf"
-    assert daemon.log.splitlines()[0] == (
-        f"<3>{conf}: cuda_mps_scope is host, and one control daemon cannot limit more than 32 GPUs: "
-        "write cuda_mps_scope: gpu"
-    )
-    assert "READY=1" not in daemon.notifications
-    assert {gpu.compute_mode for gpu in host.gpus} == {"default"}
-
-
-def test_one_broken_gpu_among_many_does_not_hide_the_others(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "h100", "count": 8}])
-    host.gpus[3].lose(lookup="success")
-    host.gpus[5].mig = True
-    daemon = make_daemon(host).start().wait_ready()
-    assert daemon.get("/v1/devices")[1]["total"] == 24
-    gpus = {gpu["uuid"]: gpu["reason"] for gpu in daemon.get("/v1/gpus")[1]["gpus"] if gpu["reason"]}
-    assert len(gpus) == 2
-    assert gpus[host.gpus[5].uuid].startswith("the GPU is in MIG mode")
-    assert daemon.status()["state"] == "degraded"
-    assert daemon.stop() == 0

@@ -26,15 +26,6 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     assert seen.one("client limit", "ok")["what"] == "at most 1 of 48 clients on a GPU"
 
 
-def test_the_environment_of_a_command_is_checked_with_the_host(ready: Scene) -> None:
-    given = [f"{name}={value}" for name, value in ready.device(0).items()]
-    seen = ready.look("--", *given, "true")
-    assert (seen.code, seen.bad()) == (0, {})
-    seen = ready.look("--", "env", "CUDA_MPS_PIPE_DIR=/x", *given, "true")
-    assert seen.code == 2
-    assert seen.one("environment", "problem")["what"].startswith("CUDA_MPS_PIPE_DIR has no effect")
-
-
 def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
     """As a Nagios or NRPE plugin it has to be quick; here each check may take 10 minutes."""
     assert ready.look("--timeout", "600").code == 0
@@ -54,14 +45,6 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
         "problem  compute mode: GPU 00:07.0 (Tesla T4) is Default, not Exclusive_Process"
     )
     assert lines[2].startswith("         -> find what changed it")
-
-
-@pytest.mark.parametrize("output", ["yaml", "csv"])
-def test_it_answers_in_every_format(ready: Scene, output: str) -> None:
-    done = ready.host.run(["yunion-mps", "doctor", *PATIENT, "-o", output])
-    assert (done.returncode, done.stderr) == (0, "")
-    start = {"yaml": "state: ok\ncounts:\n", "csv": "level,check,what,hint\nok,daemon,"}
-    assert done.stdout.startswith(start[output])
 
 
 def test_it_changes_nothing_and_leaves_no_process(ready: Scene) -> None:
@@ -98,17 +81,6 @@ def test_if_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
         assert seen.one("daemon", "ok")["what"].startswith(words)
         if not scene.daemon.running:
             scene.start()
-
-
-def test_a_gpu_whose_memory_is_handed_out_in_units_is_divided_too(scene: Scene) -> None:
-    file = scene.host.root / "etc/yunion/host_container_device.yml"
-    path = (
-        f"- path: {scene.host.gpus[1].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 0\n  memory_unit: 1GiB\n"
-    )
-    file.write_text(f"devices:\n{path}")
-    seen = scene.start().look()
-    assert (seen.code, seen.bad()) == (0, {})
-    assert seen.one("configuration", "ok")["what"] == "both files are valid; memory in units on 1 GPU"
 
 
 def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: ExitStack) -> None:
