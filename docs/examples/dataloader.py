@@ -1,4 +1,4 @@
-"""A PyTorch DataLoader whose workers each preprocess on a device of their own.
+"""A PyTorch DataLoader in which each worker preprocesses on its own device.
 
 A worker's lease ends with the worker. CUDA reads the budget when a process first uses it, so the worker takes
 its lease before that. Workers are spawned, because a forked child of a process that uses CUDA cannot
@@ -14,7 +14,7 @@ from yunion_mps import Client
 
 
 def take_device(worker: int) -> None:
-    """Give this worker a budget of its own, and wait for one if necessary."""
+    """Take a device for this worker, and wait for one if necessary."""
     lease = Client().lease(wait_s=60)
     os.environ.update(lease.environment)
     print(f"worker {worker}: {lease.devices[0]} with {lease.memory_mib[0]} MiB", flush=True)

@@ -1,6 +1,6 @@
 """A FastAPI service that holds a device for its model: fastapi run service.py --workers 2.
 
-Each worker process takes a device of its own when it starts, and releases it when it stops.
+Each worker process takes its own device when it starts, and releases it when it stops.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_a_task_page_begins_with_what_its_reader_can_do_after_it(task: str) -> N
     title, blank, promise = (DOCS / f"{task}.md").read_text().splitlines()[:3]
     assert title.startswith("# ")
     assert not blank
-    assert promise.startswith("After this page you can ")
+    assert promise.startswith("After reading this page, you can ")
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
