@@ -1,6 +1,6 @@
-# Called by the packages' scripts. Nothing here makes them fail: each problem is reported in one line.
+# Called by the packages' scripts. A problem never makes them fail, but is reported in one line.
 
-installed() { # the files are there, for the first time or in another version
+installed() { # the files have been installed for the first time, or in another version
     compile_bytecode
     make_group
     mkdir -p "$state"
@@ -31,8 +31,8 @@ make_group() {
         say "cannot create the group yunion-mps, so only root can use the daemon; create it: groupadd --system yunion-mps"
 }
 
-# Only at the first installation, because later an absent file was removed on purpose; and only where there is none: on a
-# host with Cloudpods both files are Cloudpods'.
+# Only at the first installation, because a file that is missing later was removed on purpose; and only if there is no file,
+# because on a host with Cloudpods both files are Cloudpods'.
 make_configuration() {
     mkdir -p "$configuration" "$state"
     chmod 0700 "$state"
@@ -44,7 +44,7 @@ make_configuration() {
     fi
 }
 
-make_file() { # returns whether it was made
+make_file() { # create $1 from the example; returns whether it was created
     file=$configuration/$1
     if [ -e "$file" ] || [ -L "$file" ]; then
         return 1
@@ -58,7 +58,7 @@ make_file() { # returns whether it was made
     fi
 }
 
-# ---- A daemon that ran before
+# ---- A daemon from before the installation
 
 go_on() {
     if [ -e "$before" ]; then
@@ -70,12 +70,12 @@ go_on() {
             configuration_is_right "correct it, then: systemctl restart $unit" || :
         fi
         others | while read -r pid directory; do
-            say "a control daemon (PID $pid) of another program serves $directory; it is left alone"
+            say "a control daemon (PID $pid) of another program serves $directory; it is not touched"
         done
     fi
 }
 
-reexec() { # an upgrade ends no job: the daemon runs the new program in its own process
+reexec() { # run the new program in the daemon's process, so that an upgrade ends no job
     configuration_is_right "the previous daemon continues; correct it, then: yunion-mps daemon-reexec" || return 0
     changes=$(timeout 180 "$programs/yunion-mps" plan --output csv 2>/dev/null | sed 1d) || changes=
     if [ -n "$changes" ]; then
@@ -85,29 +85,29 @@ reexec() { # an upgrade ends no job: the daemon runs the new program in its own 
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
         printf '%s\n' "$why" | while IFS= read -r line; do say "$line"; done
         systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
-        systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # a release before this one had none
+        systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # earlier releases did not have it
     else
         say "the previous daemon continues: $(first "$why"); when no job is running: systemctl restart $unit"
     fi
 }
 
-configuration_is_right() { # else say so, and $1
+configuration_is_right() { # otherwise report that, with the hint $1
     why=$(timeout 180 "$programs/yunion-mps-daemon" --check 2>&1) && return
-    if [ $? = 6 ]; then what="refuses the configuration"; else what="could not start here"; fi # without a driver, for one
+    if [ $? = 6 ]; then what="rejects the configuration"; else what="cannot start on this host"; fi # for example without a driver
     say "this version $what ($(first "$why")); $1"
     return 1
 }
 
 first() { printf '%s\n' "$1" | sed '1s/^<[0-7]>//;1s/^[-0-9]* [0-9:,]* [A-Z]* //;1s/^yunion-mps[a-z-]*: //;1q'; }
 
-follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running where that was
+follow_cloudpods() { # replace Cloudpods' daemon: enable and start this one if that one was enabled and running
     was=$(cat "$before")
     rm -f "$before"
     case $was in *enabled*) systemctl --quiet enable "$unit" ;; esac
     case $was in *wanted*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
     go_on_with_cloudpods
-    systemctl stop "$unit" # where its control daemon was not adopted, Cloudpods' tells it to end after its jobs
+    systemctl stop "$unit" # if its control daemon was not adopted, Cloudpods' daemon tells it to exit after its jobs
     cloudpods_control_daemons | while read -r pid directory; do
         say "Cloudpods' control daemon (PID $pid) was asked to exit when its jobs have ended"
         echo quit | CUDA_MPS_PIPE_DIRECTORY=/proc/$pid/root$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
@@ -115,11 +115,11 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     systemctl start "$unit" || say "the service is not ready yet; see: systemctl status $unit"
 }
 
-# Its control daemon was adopted with its jobs. Its own daemon is not let stop: it would tell it to end.
+# Adopt Cloudpods' control daemon with its jobs, and kill Cloudpods' daemon, because stopping it would stop the control daemon.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
         if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --adopt "$pid" 2>&1); then
-            systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
+            systemctl daemon-reload # our unit does not end other processes when its main process is killed
             main=$(systemctl show --property MainPID --value "$unit")
             [ "${main:-0}" = 0 ] || kill -KILL "$main"
             say "Cloudpods' control daemon (PID $pid) was adopted with its jobs"
@@ -129,31 +129,31 @@ go_on_with_cloudpods() {
     done
 }
 
-with_the_hosts_files() { # rpm from 4.20 on runs scripts with a /tmp of their own, where no control daemon is found
+with_the_hosts_files() { # rpm 4.20 and later run scripts with a private /tmp, in which control daemons cannot be found
     if systemd_runs; then nsenter --mount --target 1 "$@"; else "$@"; fi
 }
 
-cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
+cloudpods_control_daemons() { # PID and directory of each control daemon that is not ours and serves our pipe directory
     pipe=$("$programs/yunion-mps" config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
         [ "$directory" != "$pipe" ] || printf '%s %s\n' "$pid" "$directory"
     done
 }
 
-before_cloudpods_goes() { # its rpm stops the service before ours has its last word
+before_cloudpods_goes() { # Cloudpods' rpm stops the service before the last script of ours runs
     case $(cat "$before" 2>/dev/null) in *wanted*) ;; *) return 0 ;; esac
     if systemd_runs && timeout 180 "$programs/yunion-mps-daemon" --check >/dev/null 2>&1; then
         go_on_with_cloudpods
     fi
 }
 
-# ---- The end
+# ---- Removal
 
-going() { # for good: the daemon restores the compute modes as it stops
+going() { # the package is removed: stop the daemon, which restores the compute modes
     if systemd_runs; then
         say_whose_jobs_end
         systemctl stop "$unit" || say "the service could not be stopped: see above"
-        systemctl stop 'yunion-mps-job@*.service' || : # of those that were no clients of MPS
+        systemctl stop 'yunion-mps-job@*.service' || : # jobs that are not clients of MPS
         systemctl reset-failed "$unit" 'yunion-mps-job@*.service' 2>/dev/null || :
     fi
     if command -v systemctl >/dev/null; then
@@ -162,7 +162,7 @@ going() { # for good: the daemon restores the compute modes as it stops
             [ ! -L "$link" ] || systemctl --quiet disable "${link##*/}" 2>/dev/null || :
         done
     fi
-    if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
+    if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # the daemon was killed
         with_the_hosts_files "$programs/yunion-mps-daemon" --restore ||
             say "not everything could be restored: see above; to try again: yunion-mps-daemon --restore"
     fi
@@ -181,13 +181,13 @@ say_whose_jobs_end() {
     say "$number job(s) on the GPUs have ${wait_s:-10} s to end; after that, they are ended: $whose"
 }
 
-replaced() { # by Cloudpods' package, and no longer there in a moment: jobs are not ended for that
+replaced() { # Cloudpods' package replaces this one; that must not end jobs
     say "Cloudpods' package replaces this one; running jobs continue; to switch over when they have ended: systemctl restart $unit"
     ! systemd_runs || systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service || :
 }
 
 case $1 in
-nothing) ;; # the tests call one function after another
+nothing) ;; # for tests, which call single functions
 first) make_configuration ;;
 before-cloudpods-goes) before_cloudpods_goes ;;
 installed) installed ;;

@@ -1,7 +1,7 @@
-# What the scripts of both packages share. scripts/package puts it before the others: see tree.py, deb.py and rpm.py.
+# Shared by the scripts of both packages; scripts/package puts it before the others.
 
 unit=yunion-mps-daemon.service
-programs=/usr/bin # not those of a wheel in /usr/local/bin
+programs=/usr/bin # and not /usr/local/bin, where a wheel may be installed
 library=/usr/lib/yunion-mps
 configuration=/etc/yunion
 examples=/usr/share/yunion-mps
@@ -15,17 +15,17 @@ devices=/run/cdi
 enabled=/etc/systemd/system/multi-user.target.wants
 processes=/proc
 
-# The text may quote another process or file. Never echo: that of Debian's sh turns a backslash and digits into ESC.
+# The text may quote a process or a file, so use no echo: Debian's sh would interpret backslashes, for example as ESC.
 say() { printf 'yunion-mps-daemon: %s\n' "$(one_line "$*")" >&2; }
 
-one_line() { # a question mark for each control character, line end and change of the direction of writing (UTF-8)
+one_line() { # replace control characters, line ends and changes of the writing direction (UTF-8) by question marks
     printf '%s' "$1" | LC_ALL=C tr '\001-\037\177' '?' |
         LC_ALL=C sed 's/\xc2[\x80-\x9f]/?/g; s/\xe2\x80[\x8e\x8f\xa8-\xae]/?/g; s/\xe2\x81[\xa0-\xaf]/?/g; s/\xef\xbb\xbf/?/g'
 }
 
 systemd_runs() { [ -d /run/systemd/system ]; }
 
-python() { # the Python that the programs run with: the same search as in /usr/bin/yunion-mps
+python() { # print the Python that runs the programs, found as /usr/bin/yunion-mps does
     [ -x /usr/bin/python3 ] || return 1
     for python in /usr/bin/python3 /usr/bin/python3.9 /usr/bin/python3.[1-9][0-9]; do
         if "$python" -IS -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
@@ -36,15 +36,15 @@ python() { # the Python that the programs run with: the same search as in /usr/b
     return 1
 }
 
-control_daemons() { # PID of each control daemon of root's that runs, and whose it is
+control_daemons() { # PID of each running control daemon of root, and to whom it belongs
     for process in "$processes"/[1-9]*; do
-        [ -O "$process" ] || continue # another user's may have this name, our mark and any directory
+        [ -O "$process" ] || continue # another user's process may have this name, our mark and any directory
         program=$(readlink "$process/exe" 2>/dev/null) || continue # a kernel thread
         case ${program% (deleted)} in */nvidia-cuda-mps-control) ;; *) continue ;; esac # an upgrade deletes it
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         pid=${process##*/}
         [ -r "$process/environ" ] || continue
-        if ! [ "$process/root" -ef / ]; then # its directories are not those of the host, and our mark is another daemon's
+        if ! [ "$process/root" -ef / ]; then # its directories are not the host's, and our mark is that of another daemon
             echo "$pid a container's"
         elif variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_adopted "$pid"; then
             echo "$pid ours"
@@ -54,16 +54,16 @@ control_daemons() { # PID of each control daemon of root's that runs, and whose 
     done
 }
 
-is_adopted() { # by its PID and its start in clock ticks: yunion_mps/mps/processes.py wrote them
+is_adopted() { # compare its PID and start time in clock ticks with the record of yunion_mps/mps/processes.py
     ticks=$(sed 's/.*) //' "$processes/$1/stat" 2>/dev/null | cut -d ' ' -f 20)
     grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$adopted" 2>/dev/null
 }
 
-variables() { tr '\0\n' '\n?' <"$processes/$1/environ" 2>/dev/null; } # a process' environment, one a line
+variables() { tr '\0\n' '\n?' <"$processes/$1/environ" 2>/dev/null; } # the environment of a process, one variable per line
 
 variable() { variables "$1" | sed -n "s/^$2=//p"; }
 
-others() { # PID and pipe directory of each control daemon of root's on the host that is not ours
+others() { # PID and pipe directory of each control daemon of root on the host that is not ours
     control_daemons | while read -r pid whose; do
         [ "$whose" != "another's" ] || printf '%s %s\n' "$pid" "$(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
     done

@@ -1,4 +1,4 @@
-# ---- Nothing of ours is to stay. Only the deb knows a purge; docs/install.md says it for the rpm.
+# ---- Purge: remove everything. Only the deb can be purged; docs/install.md has the commands for the rpm.
 
 purge() {
     remove_what_clients_saw
@@ -9,20 +9,20 @@ purge() {
     done
     rmdir "$configuration" 2>/dev/null || :
     rm -rf "$before"
-    rm -f "$devices"/yunion-mps.json "$devices"/yunion-mps-lease-*.json # what a daemon that was killed has left
+    rm -f "$devices"/yunion-mps.json "$devices"/yunion-mps-lease-*.json # left by a daemon that was killed
     remove_notes
     if getent group yunion-mps >/dev/null; then
         groupdel yunion-mps || say "the group yunion-mps was not removed: see above"
     fi
 }
 
-remove_what_clients_saw() { # just what the daemon has recorded: yunion_mps/mps/directories.py says how
+remove_what_clients_saw() { # remove what the daemon has recorded (yunion_mps/mps/directories.py), and nothing else
     serving=$(control_daemons | while read -r pid _; do
-        variable "$pid" CUDA_MPS_PIPE_DIRECTORY | grep . || echo /tmp/nvidia-mps # which is NVIDIA's default
+        variable "$pid" CUDA_MPS_PIPE_DIRECTORY | grep . || echo /tmp/nvidia-mps # NVIDIA's default
         variable "$pid" CUDA_MPS_LOG_DIRECTORY
     done)
     [ -f "$recorded" ] || return 0
-    LC_ALL=C sort -r -k 2 "$recorded" | while IFS= read -r line; do # what lies deeper comes first
+    LC_ALL=C sort -r -k 2 "$recorded" | while IFS= read -r line; do # deeper directories come first
         directory=${line#* }
         if printf '%s\n' "$serving" | grep -qxF -e "$directory"; then
             say "$directory was not removed: a control daemon uses it"
@@ -37,7 +37,7 @@ remove_what_clients_saw() { # just what the daemon has recorded: yunion_mps/mps/
     done
 }
 
-remove_files_of_mps() ( # by name, and only in a directory of root's that no symlink leads to
+remove_files_of_mps() ( # by name, and only in a directory of root that is not reached through a symlink
     cd -P "$1" 2>/dev/null && [ "$(pwd -P)" = "$1" ] && [ -O . ] || return 0
     for name in control control_lock control_privileged log nvidia-cuda-mps-control.pid \
         control.log control.log.1 server.log server.log.1; do
@@ -45,7 +45,7 @@ remove_files_of_mps() ( # by name, and only in a directory of root's that no sym
     done
 )
 
-remove_notes() { # but not those by which what is still changed can be restored
+remove_notes() { # remove all records, except those that are needed to restore what has not been restored yet
     if control_daemons | grep -q ' ours$'; then
         say "a control daemon of yunion-mps is still running, so $state was not removed; reinstall the package, then:" \
             "yunion-mps-daemon --restore"
@@ -64,10 +64,10 @@ remove_notes() { # but not those by which what is still changed can be restored
     fi
 }
 
-is_ours() { # whether we made the file, and it has not become another's since
+is_ours() { # whether the package created the file, and no other software has used it since
     grep -q " $1\$" "$made" 2>/dev/null || return 1
     ! dpkg-query -S "$configuration/$1" >/dev/null 2>&1 || return 1
-    case $1 in # what has a key, comments left out
+    case $1 in # the keys, without comments
     host.conf) every='^[A-Za-z_]*:' ours='^\(enable_cuda_mps\|container_device_config_file\|cuda_mps_[a-z_]*\):' ;;
     *) every='type:' ours='NVIDIA_MPS' ;;
     esac

@@ -84,7 +84,7 @@ def test_a_disk_that_is_nearly_full_is_refused(host: Host) -> None:
     done = host.call("check_host")
     assert done.returncode == 1
     assert done.stderr == (
-        "yunion-mps-daemon: /usr has 3 MiB free, but 8 are required: "
+        "yunion-mps-daemon: /usr has 3 MiB free, but 8 MiB are required: "
         "free disk space (df -h /usr), and try again\n"
     )
 
@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_refused(host: Host, directory: st
     done = host.call("check_host")
     assert done.returncode == 1
     assert done.stderr.startswith(
-        f"yunion-mps-daemon: {directory} cannot be written: check whether it is mounted"
+        f"yunion-mps-daemon: {directory} is not writable: check whether it is mounted"
     )
 
 
@@ -159,14 +159,14 @@ def test_where_it_is_not_the_configuration_that_is_wrong_that_is_not_said(host: 
     host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
     host.program("yunion-mps-daemon", "echo '<3>no NVIDIA driver: it is not installed' >&2; exit 1")
     (said,) = host.good("go_on")
-    assert "this version could not start here (no NVIDIA driver: it is not installed); correct it" in said
+    assert "version cannot start on this host (no NVIDIA driver: it is not installed); correct it" in said
 
 
 def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host) -> None:
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert (
-        "refuses the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the previous daemon"
+        "rejects the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the previous daemon"
         in said
     )
     assert said.endswith("correct it, then: yunion-mps daemon-reexec")  # a reload would leave the old program
@@ -198,7 +198,7 @@ def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) 
     host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe", YUNION_MPS_DOMAIN="host")
     host.control_daemon(7, "", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")  # a front-end
     (said,) = host.good("go_on")
-    assert said.endswith("(PID 5) of another program serves /tmp/nvidia-mps/pipe; it is left alone")
+    assert said.endswith("(PID 5) of another program serves /tmp/nvidia-mps/pipe; it is not touched")
 
 
 def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Host) -> None:
