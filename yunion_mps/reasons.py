@@ -248,7 +248,9 @@ SELFTEST_FAILED = _code(
     "selftest_failed", "A small CUDA program did not run within a device's limits.", _DOCTOR
 )
 NOTHING_FREE = _code(
-    "nothing_free", "No suitable device is free now.", "see who holds them: yunion-mps who; or wait for one"
+    "nothing_free",
+    "No suitable device is free now.",
+    "see who holds the devices: yunion-mps who; or wait for one",
 )
 INFEASIBLE = _code(
     "infeasible",

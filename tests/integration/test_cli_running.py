@@ -86,7 +86,7 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
 ) -> None:
     (server,) = stand_ins.servers()
     ready.host.divide(2)
-    waits = f"its MPS server (PID {server}) has ended"
+    waits = f"the MPS server (PID {server}) has ended"
     pending = f"Pending:  host: new limits take effect once {waits}\n"
     out = printed(ready.host, "reload")
     assert out.startswith(f"Reloaded with these changes:\n{planned(f'when {waits}')}{pending}")

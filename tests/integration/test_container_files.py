@@ -57,7 +57,7 @@ def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daem
     path.unlink()
     path.mkdir()
     reloads(ready_daemon)
-    trouble = f"containers find no devices: {path}: Is a directory"
+    trouble = f"containers cannot find the devices: {path}: Is a directory"
     eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     path.rmdir()
     reloads(ready_daemon)
@@ -86,7 +86,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     shutil.rmtree(directory)
     directory.write_text("")
     reloads(ready_daemon)
-    trouble = f"containers find no devices: {directory}/yunion-mps.json: File exists"
+    trouble = f"containers cannot find the devices: {directory}/yunion-mps.json: File exists"
     eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     reloads(ready_daemon)
     shown = host.run(["yunion-mps", "status"]).stdout
@@ -105,7 +105,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     reloads(ready_daemon)
     eventually(lambda: spec_of(host), "the file")
     eventually(lambda: trouble not in ready_daemon.warnings(), "the end of the warning")
-    assert "containers find the devices again" in ready_daemon.log
+    assert "containers can find the devices again" in ready_daemon.log
 
 
 def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Daemon) -> None:

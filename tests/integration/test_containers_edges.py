@@ -93,7 +93,10 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     (host.root / "run/cdi/old.json").write_text(json.dumps(old))
     refused = podman.run(*mps(f"old-{ADDRESSES[3]}"), IMAGE, *inside)
     assert refused.returncode != 0
-    assert f"device {ADDRESSES[3]} has just been redefined (start the container again)" in refused.stderr
+    assert (
+        f"device {ADDRESSES[3]} changed while the container was starting (start the container again)"
+        in refused.stderr
+    )
     eventually(lambda: ADDRESSES[3] not in given(ready_daemon), "that it is free again")
 
 

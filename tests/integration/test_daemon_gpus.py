@@ -138,7 +138,7 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
 
 def test_an_xid_of_a_job_is_told_and_takes_no_device(ready_daemon: Daemon) -> None:
     daemon = ready_daemon
-    seen = ("warning", "00:06.0", "Xid 31: memory page fault, usually caused by a job")
+    seen = ("warning", "00:06.0", "Xid 31: GPU memory page fault, usually caused by a job")
     eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
     assert available(daemon) == 8
 

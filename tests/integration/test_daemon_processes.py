@@ -26,9 +26,9 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Dae
         eventually(lambda: ready_daemon.polls() and warned(ready_daemon), "the warning")
         status, answer = ready_daemon.get("/v1/plan")
         assert (status, answer["hint"]) == (503, LIMITS)
-        assert answer["detail"].startswith("no thread can be started: ")
+        assert answer["detail"].startswith("cannot start a thread: ")
         ready_daemon.signal(signal.SIGHUP)
-        ready_daemon.wait_log("not reloaded: no thread can be started")
+        ready_daemon.wait_log("not reloaded: cannot start a thread")
         assert available(ready_daemon) == 4
     eventually(lambda: ready_daemon.polls() and not warned(ready_daemon), "a look")
     assert "Traceback" not in ready_daemon.log

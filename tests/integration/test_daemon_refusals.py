@@ -60,7 +60,7 @@ def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
     lines = refused(daemon, 1)
     assert lines[-2] == (
         "<3>the memory limit of device 0 is not in effect: it was set to 5760M, "
-        "and the control daemon answers '4G'"
+        "but the control daemon reports '4G'"
     )
     assert control_daemons(daemon.host.root) == []
 

@@ -72,12 +72,12 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
         "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use [nothing_free]",
     )
     assert done.stderr.splitlines()[1] == (
-        "yunion-mps: wait for it: --wait; see who holds them: yunion-mps who"
+        "yunion-mps: wait for it: --wait; see who holds the devices: yunion-mps who"
     )
     late = run(host, "--wait=1", "true")
     assert (late.returncode, late.stderr.splitlines()[-1]) == (
         5,
-        "yunion-mps: see who holds them: yunion-mps who",
+        "yunion-mps: see who holds the devices: yunion-mps who",
     )
     waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
     eventually(lambda: who_waits(ready_daemon), "that it waits")

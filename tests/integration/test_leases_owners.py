@@ -174,5 +174,5 @@ def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Dae
     with stranger(daemon) as nobody:
         assert nobody.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=60")[0] == 201
         status, answer = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=60&wait_s=60")
-        what = "nobody: 1 leases and queued requests, but max_leases_per_user is 1"
+        what = "nobody already has 1 leases and queued requests; max_leases_per_user is 1"
         assert (status, answer["detail"]) == (403, what)

@@ -88,7 +88,7 @@ def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
     assert operator.control_daemons() == [operator.control_daemon()] == [their]
     assert operator.is_at_work("theirs")
     (domain,) = operator.ask("status")["domains"]
-    assert f"its MPS server (PID {server})" in domain["pending"]
+    assert f"the MPS server (PID {server})" in domain["pending"]
     operator.end_job("theirs", job)
 
 

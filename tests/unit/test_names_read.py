@@ -84,6 +84,6 @@ def test_the_control_daemon_s_log_is_quoted_without_what_steers(tmp_path: Path) 
     lines = [f"a{char}b" for char in STEERING if char not in "\n\r\ud800"][-5:]
     (tmp_path / "control.log").write_text("\n".join(lines), encoding="utf-8")
     begin, *quoted = log_hint(plan).split("\n")
-    assert begin == f"its log is {tmp_path}/control.log"
+    assert begin == f"see its log: {tmp_path}/control.log"
     assert len(quoted) == len(lines)
     assert all(map(str.isprintable, quoted))

@@ -5,5 +5,5 @@ them, and `hook` is what these call before a container starts. `lookup` finds th
 format's specification is at github.com/cncf-tags/container-device-interface.
 """
 
-#: Tells the hook that the container has nothing of the device but its name.
+#: Tells the hook that the CDI device has only the environment and the hook, because its GPU is lost.
 UNSERVED_ARGUMENT = "--unserved"

@@ -52,18 +52,20 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
     container: Mapping[str, Any] = {}
     try:
         if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT]:
-            raise HostError("cdi-hook is called by container engines only", "see: yunion-mps run --help")
+            raise HostError("cdi-hook can only be called by a container engine", "see: yunion-mps run --help")
         container, name = _read_state(state), arguments[0]
         environment = _read_environment(container)
         _refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
         if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
-            raise HostError(f"device {name} has just become available again", "start the container again")
+            raise HostError(f"device {name} became available only now", "start the container again")
         needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
         # The engine has read an outdated file: with another pipe directory, CUDA would find no control
         # daemon, and run without limits.
         if environment and any(environment.get(key) != value for key, value in needed.items()):
-            raise HostError(f"device {name} has just been redefined", "start the container again")
+            raise HostError(
+                f"device {name} changed while the container was starting", "start the container again"
+            )
         if lease["unenforced_gpus"]:
             of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
             _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")

@@ -211,9 +211,11 @@ class CdiPublisher:
             self._host, self._inputs = host, inputs
         except (OSError, HostError) as error:
             why = error.strerror if isinstance(error, OSError) else error.message
-            failure = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
+            failure = Reason(
+                f"containers cannot find the devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED
+            )
         except Exception as error:  # noqa: BLE001 - it is retried, and reported to operators
-            what = f"containers find no devices: {path} cannot be created: {error!r}"
+            what = f"containers cannot find the devices: {path} cannot be created: {error!r}"
             failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
@@ -240,7 +242,7 @@ class CdiPublisher:
     def _report(self, failure: Reason) -> None:
         """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""
         self._supervisor.set_warning("containers", failure)
-        event = Event("info", "daemon", "containers", "containers find the devices again")
+        event = Event("info", "daemon", "containers", "containers can find the devices again")
         if failure:
             consequence = "everything else continues, and the write is retried"
             event = Event("warning", "daemon", "containers", failure, "", consequence, failure.code)

@@ -256,7 +256,7 @@ def read_nvidia_spec(path: str, gpus: Iterable[Gpu]) -> Nvidia:
 def parse_nvidia_spec(spec: Any, gpus: Iterable[Gpu]) -> Nvidia:
     """Parse the GPUs' edits of NVIDIA's specification; raises ValueError with the reason."""
     if not isinstance(spec, dict) or spec.get("kind") != _KIND:
-        raise ValueError(f"its kind is not {_KIND}")
+        raise ValueError(f"kind is not {_KIND}")
     devices = {
         str(device["name"]): _edits(device.get("containerEdits"))
         for device in _list(spec.get("devices"))
@@ -325,7 +325,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _not_understood() -> ValueError:
-    return ValueError("its containerEdits cannot be parsed")
+    return ValueError("containerEdits cannot be parsed")
 
 
 def _texts(value: Any) -> list[str]:
@@ -366,7 +366,7 @@ def _refuse_too_large(edits: Edits) -> None:
     for piece in json.JSONEncoder().iterencode(edits):
         size += len(piece)
         if size > _MAX_BYTES:
-            raise ValueError(f"its containerEdits are larger than {_MAX_BYTES >> 20} MiB")
+            raise ValueError(f"containerEdits are larger than {_MAX_BYTES >> 20} MiB")
 
 
 def _loaded(text: bytes, path: str) -> Any:

@@ -128,7 +128,7 @@ class _Loop:
         )
         self._textfile = Textfile(paths, supervisor, exporter)
         self._server = Server(router)
-        self._watchdog = Watchdog(paths, listener, self._server, notifier, self._lateness)
+        self._watchdog = Watchdog(paths, listener, self._server, notifier, self._overdue_text)
 
     async def run(self) -> bool:
         self._loop.set_exception_handler(_report)
@@ -250,10 +250,10 @@ class _Loop:
             self._textfile.wake()
             publish_addresses(self._paths, self._published_config)
 
-    def _lateness(self) -> str:
+    def _overdue_text(self) -> str:
         """How overdue the next tick is, as text; empty if it is in time."""
         late_s = 0.0 if self._due_s is None else self._loop.time() - self._due_s
-        return f"supervision is {late_s:.0f} s late" if late_s > _LATE_S else ""
+        return f"the supervision loop is {late_s:.0f} s overdue" if late_s > _LATE_S else ""
 
     def _update_watched(self) -> None:
         """Watch what the supervisor waits for now.

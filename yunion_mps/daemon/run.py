@@ -152,7 +152,7 @@ class _Daemon:
         except MemoryError:
             if not self._signals.stop:
                 raise
-            log.error("stopping without the event loop, because memory is low")
+            log.error("stopping without the event loop: out of memory")
 
     def _serve(self, listener: Listener) -> None:
         """Notify READY, because every limit was read back and the socket listens, then load the event loop.

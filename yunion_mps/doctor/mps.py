@@ -230,7 +230,7 @@ def _others(host: Host) -> list[_OtherControlDaemon]:
             continue
         peer = peer_of(directory) if directory else None
         if MARK in environment and not (peer and peer.pid == pid):
-            continue  # one of ours that is on trial or about to end
+            continue  # one of ours in a test run, or about to end
         gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
         found.append(_OtherControlDaemon(pid, directory, gpus, _in_container(pid)))
     return found

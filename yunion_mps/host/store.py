@@ -243,7 +243,7 @@ class Store:
                     self._connection = self._recreate()
                     found = work()
             except MemoryError:
-                raise ShortageError(f"the state file cannot be {what}: memory is low") from None
+                raise ShortageError(f"the state file cannot be {what}: out of memory") from None
             except (OSError, sqlite3.Error) as error:
                 raise self._error(what, error) from None
             return found

@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_starting.clear)
 
 
 @atexit.register
-def _await_begun() -> None:
+def _await_start_of_threads() -> None:
     """Wait until every thread runs: one that begins while Python exits aborts the process."""
     end_s = time.monotonic() + _BEGIN_S
     while _starting and time.monotonic() < end_s:
@@ -57,7 +57,7 @@ def start(work: Callable[[], Any], done: Done) -> None:
             _thread.start_new_thread(_run, (inbox,))
         except (RuntimeError, MemoryError) as error:
             _starting.remove(inbox)
-            what = f"no thread can be started: memory, processes or threads have run out ({error})"
+            what = f"cannot start a thread: out of memory, processes or threads ({error})"
             raise ShortageError(what) from None
     inbox.put((work, done))
 
@@ -103,7 +103,7 @@ def _run(inbox: _Inbox) -> None:
         try:
             result = work()
         except MemoryError:
-            error = ShortageError("memory is short")
+            error = ShortageError("out of memory")
         except BaseException as raised:  # noqa: BLE001 - `done` is told
             error = raised
         is_kept = len(_idle) < _KEPT

@@ -22,27 +22,27 @@ from yunion_mps.paths import Paths
 
 _FATAL_XIDS = {
     48: "double bit ECC error",
-    62: "the GPU's internal micro-controller halted",
-    64: "memory rows cannot be remapped",
+    62: "internal micro-controller halt",
+    64: "row remapping failure",
     74: "NVLink error",
-    79: "the GPU has fallen off the bus",
+    79: "GPU has fallen off the bus",
     95: "uncontained memory error",
     110: "security fault",
-    119: "the GPU's system processor does not answer",
-    120: "error of the GPU's system processor",
+    119: "GSP RPC timeout",
+    120: "GSP error",
     140: "unrecovered ECC error",
-    143: "the GPU could not be initialized",
+    143: "GPU initialization failure",
 }
 _OTHER_XIDS = {
     13: "graphics engine exception, usually caused by a job",
-    31: "memory page fault, usually caused by a job",
-    43: "the GPU stopped processing for a job",
-    45: "a job's channels were torn down",
-    63: "memory rows are remapped with the next reset",
+    31: "GPU memory page fault, usually caused by a job",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup after an earlier error",
+    63: "row remapping pending until the next reset",
     68: "video processor exception",
-    94: "contained memory error, which ends the job that met it",
-    109: "a context switch took too long",
-    154: "the driver recommends another recovery action (nvidia-smi -q)",
+    94: "contained memory error, which ends the job that caused it",
+    109: "context switch timeout",
+    154: "GPU recovery action changed (nvidia-smi -q)",
 }
 
 #: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.

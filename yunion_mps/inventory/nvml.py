@@ -78,7 +78,7 @@ _MEANINGS: dict[int, tuple[str, ...]] = {
         reasons.GPU_LOST,
     ),
     pynvml.NVML_ERROR_NO_PERMISSION: (
-        "NVML does not permit this",
+        "NVML: permission denied",
         "run as root: systemctl start yunion-mps-daemon",
     ),
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
@@ -305,7 +305,7 @@ class Nvml:
         address = normalise_address(bus_id)
         if address is None:
             raise DriverError(
-                f"NVML names the PCI address {bus_id!r}", "report this with the driver's version"
+                f"NVML reports an invalid PCI address: {bus_id!r}", "report this with the driver's version"
             )
         number = pci.pciDeviceId  # with the vendor in its lower half
         gpu = Gpu(address, nvml_index=index, vendor_device_id=f"{number & 0xFFFF:04x}:{number >> 16:04x}")

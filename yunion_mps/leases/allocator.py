@@ -90,7 +90,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
-        there = ", ".join(sizes) or "no GPU whose memory is leased in units, and no slice of that size"
+        there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, has_pools=bool(pools))
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
@@ -234,7 +234,7 @@ class Allocator:
         """The message, hint and code of a NothingFreeError."""
         pools = candidates.matching_pools(request)
         if not matching and not pools:
-            what = f"{request} cannot be allocated: there are no such devices"
+            what = f"{request} cannot be allocated: no such device exists"
             return what, "see: yunion-mps list", NOTHING_FREE
         ids = {one.device.id for one in matching}
         unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
@@ -257,7 +257,7 @@ class Allocator:
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
             parts.append(f"{number} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
-        hint, code = "see who holds them: yunion-mps who", NOTHING_FREE
+        hint, code = "see who holds the devices: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
             codes = {reason.code for reason, _ in unavailable}

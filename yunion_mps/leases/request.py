@@ -260,5 +260,5 @@ def refuse_over_quota(
     number = sum(owner == holder.owner for owner in owners)
     if number >= max_leases:
         owner = owner_name(holder.owner)
-        what = f"{owner}: {number} leases and queued requests, but max_leases_per_user is {max_leases}"
+        what = f"{owner} already has {number} leases and queued requests; max_leases_per_user is {max_leases}"
         raise NotAllowedError(what, "release one: yunion-mps lease release LEASE; list them: yunion-mps who")

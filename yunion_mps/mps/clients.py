@@ -71,9 +71,9 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     if not answer or answer[-1].strip() != "0":
         reply = "; ".join(answer) or "nothing"
         what = (
-            f"its MPS server (PID {server}) refused to disconnect it (the control daemon answered: {reply})"
+            f"the MPS server (PID {server}) refused to disconnect it (the control daemon answered: {reply})"
         )
-        raise ControlError(what, "to end it all the same: yunion-mps terminate --force")
+        raise ControlError(what, "end it anyway: yunion-mps terminate --force")
     return True
 
 
@@ -81,7 +81,7 @@ def _refuse_stopped(servers: Sequence[int]) -> None:
     """Raise UnresponsiveError if a server is stopped: a query would block the control daemon as well."""
     stopped = [pid for pid in servers if is_stopped(pid)]
     if stopped:
-        what = f"its MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
+        what = f"the MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
         raise UnresponsiveError(what, f"resume it: kill -CONT {stopped[0]}")
 
 

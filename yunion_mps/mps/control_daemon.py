@@ -146,7 +146,7 @@ class ControlDaemon:
     def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
         """Forget the process, which has ended; returns how, as text, and the PIDs of its servers."""
         self.log.report()
-        how = "was not serving and was ended"
+        how = "was ended because it was not serving"
         self.is_replacement = was_replaced
         if not was_replaced:
             how = describe_exit(self.process.status() or 0)
@@ -231,7 +231,7 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
         raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
     if not set(daemon.gpu_uuids) & set(plan.gpu_uuids):
         what = f"the control daemon (PID {daemon.pid}) that an earlier yunion-mps-daemon left in {path}"
-        raise HostError(f"{what} serves none of its GPUs", hint, reasons.ADOPTION_REFUSED)
+        raise HostError(f"{what} serves none of the configured GPUs", hint, reasons.ADOPTION_REFUSED)
     process = Process.adopt(daemon.pid)
     if process is None:
         return None
@@ -308,7 +308,7 @@ def _served_gpus(
 
 
 def _adoption_error(pid: int, why: str) -> HostError:
-    hint = "it was not touched; once its jobs have ended, end it, and yunion-mps starts its own"
+    hint = "end it once its jobs have ended; yunion-mps then starts its own"
     what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
     return HostError(what, hint, reasons.ADOPTION_REFUSED)
 

@@ -170,7 +170,7 @@ class Conversation:
             if status != 0 and (text.startswith(_REJECTED) or (status == 1 and not text)):
                 return []
             if status != 0:
-                raise UnresponsiveError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
+                raise UnresponsiveError(f"{PROGRAM} reported: {text.strip() or f'status {status}'}", "")
             return lines
         if now_s >= self.deadline_s:
             self.close()
@@ -229,12 +229,14 @@ class Probe:
             self.is_connected = False
             return
         except OSError as error:
-            what = f"its socket in {pipe_directory} is gone ({error.strerror})"
-            raise UnresponsiveError(what, "clients can no longer find it") from None
+            why = f"is gone ({error.strerror})"
+            raise UnresponsiveError(
+                f"its socket in {pipe_directory} {why}, so clients cannot connect"
+            ) from None
         peer = peer_credentials(self._connection)
         if peer.pid != pid:
-            what = f"its socket in {pipe_directory} belongs to another process (PID {peer.pid})"
-            raise UnresponsiveError(what, "clients can no longer find it")
+            why = f"belongs to another process (PID {peer.pid})"
+            raise UnresponsiveError(f"its socket in {pipe_directory} {why}, so clients cannot connect")
 
     def fileno(self) -> int:
         """A descriptor that becomes readable with the greeting."""
@@ -292,7 +294,7 @@ def _stopped_process(pid: int) -> str:
         return "it was stopped by a signal (SIGSTOP) or a debugger"
     for server in server_pids(pid):
         if is_stopped(server):
-            return f"its MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger"
+            return f"the MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger"
     return ""
 
 
@@ -306,12 +308,11 @@ def _blocking_connection(pid: int, pipe_directory: str) -> str:
         who = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)
         return f"its queue is full, so no other process can connect: {who}"
     stopped = [other for other in strangers if is_stopped(other)]
-    who = ", ".join(describe_process(other) for other in stopped[:1] or strangers[:5])
+    who = " or ".join(describe_process(other) for other in stopped[:1] or strangers[:5])
     if stopped:
-        return f"{who} is connected to it and was stopped, so all others wait for that process"
+        return f"{who} is connected to it and was stopped, which blocks all other processes"
     if strangers:
-        one_of = "one of " if len(strangers) > 1 else ""
-        return f"{one_of}{who} is connected to it but sends nothing, so all others wait for that process"
+        return f"{who} is connected to it but sends nothing, which blocks all other processes"
     return ""
 
 

@@ -153,7 +153,7 @@ class Domain(StateMachine):
             if not self.control.was_adopted:
                 self._rollover.limits_in_effect = LimitsInEffect(self.desired)
         self._task = Startup(self._idle_control(), now_s)
-        self._change(STARTING, now_s, f"{what}; it does not answer yet")
+        self._change(STARTING, now_s, f"{what}; waiting for its answer")
 
     def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
         """Begin to stop; a domain without processes stops at once, others by ticks.

@@ -32,7 +32,9 @@ PROBE_TIMEOUT_S = 5.0
 #: How often its limits are read back.
 VERIFY_S = 60.0
 
-_HINT = "no device is served without its limits; check the end of the control daemon's log"
+_HINT = (
+    "check the end of the control daemon's log; its devices stay unavailable until the limits are in effect"
+)
 
 
 class LimitsInEffect(NamedTuple):
@@ -155,7 +157,7 @@ class LimitsSetter(ControlTask):
             return
         command = f"echo shutdown_server {servers[0]}"
         raise ControlError(
-            f"{describe_servers(servers)} has limits from neither the current configuration nor the "
+            f"{describe_servers(servers, 'has')} limits from neither the current configuration nor the "
             "previous one",
             "it is ended once no job uses its GPUs; to end it as soon as its current jobs have ended: "
             f"{command} | CUDA_MPS_PIPE_DIRECTORY={self._plan.pipe_directory} {PROGRAM}",
@@ -323,9 +325,9 @@ def memory_text(memory_mib: int) -> str:
 
 
 def _not_in_effect(what: str, desired: str, got: str | None) -> ControlError:
-    answered = f"{got!r}" if got else "nothing"
+    reported = f"{got!r}" if got else "nothing"
     return ControlError(
-        f"the {what} is not in effect: it was set to {desired}, and the control daemon answers {answered}",
+        f"the {what} is not in effect: it was set to {desired}, but the control daemon reports {reported}",
         _HINT,
         reasons.LIMITS_NOT_IN_EFFECT,
     )

@@ -58,7 +58,7 @@ def log_hint(plan: DomainPlan) -> str:
             lines = [decoded(line) for line in _without_chatter(file.read()).splitlines()]
     except OSError:
         lines = []
-    return f"its log is {path}" + "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
+    return f"see its log: {path}" + "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
 
 
 def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
@@ -137,10 +137,10 @@ def _without_chatter(text: bytes) -> bytes:
 
 
 class LogEntry(NamedTuple):
-    """One entry of the log: `kind` is started, ordered, exited, died, waits or fault.
+    """One entry of the log: `kind` is started, shutdown, exited, crashed, waiting or fault.
 
-    `died` is an unexpected exit: 535 logs status 0 even for a server that was killed by a signal. `number` is
-    the exit status, or otherwise the user.
+    `crashed` is an unexpected exit: 535 logs status 0 even for a server that was killed by a signal. `number`
+    is the exit status, or otherwise the user.
     """
 
     kind: str
@@ -186,23 +186,23 @@ class LogReader:
         ]
 
     def _classified(self, entry: LogEntry) -> LogEntry:
-        """The entry, with `died` as the kind of an unexpected exit."""
+        """The entry, with `crashed` as the kind of an unexpected exit."""
         if entry.kind == "started":
             self._is_end_expected, self._user = False, entry.number
-        elif entry.kind == "ordered" or (entry.kind == "waits" and entry.number != self._user):
+        elif entry.kind == "shutdown" or (entry.kind == "waiting" and entry.number != self._user):
             self._is_end_expected = True
         elif entry.kind == "exited" and not entry.number and not self._is_end_expected:
-            return entry._replace(kind="died")
+            return entry._replace(kind="crashed")
         return entry
 
 
 def _parse_line(line: str) -> LogEntry | None:
-    for kind, pattern in (("started", _STARTED), ("exited", _EXITED), ("waits", _WAITS)):
+    for kind, pattern in (("started", _STARTED), ("exited", _EXITED), ("waiting", _WAITS)):
         match = pattern.search(line)
         if match:
             return LogEntry(kind, int(match[1]), int(match[2]))
     if any(order in line for order in _END_CAUSES):
-        return LogEntry("ordered")
+        return LogEntry("shutdown")
     return LogEntry("fault") if _FAULT in line else None
 
 
@@ -216,7 +216,7 @@ def events_of(entries: Sequence[LogEntry], domain: str, servers: Sequence[int]) 
     events = [_event(one, domain) for one in entries if one not in failed and one.pid not in failed_pids]
     if failed:
         events.append(_exit_event(failed, domain))
-    waiting = [one for one in entries if one.kind == "waits"]
+    waiting = [one for one in entries if one.kind == "waiting"]
     events += [
         _waiting_event(waiting, uid, domain, servers) for uid in sorted({one.number for one in waiting})
     ]
@@ -230,7 +230,7 @@ def _event(entry: LogEntry, domain: str) -> Event | None:
         return Event("info", "client", domain, f"{server} started", cause)
     if entry.kind == "exited":
         return Event("info", "client", domain, f"{server} ended")
-    if entry.kind == "died":
+    if entry.kind == "crashed":
         what = f"{server} ended unexpectedly"
         return _failure_event(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
@@ -245,7 +245,7 @@ def _exit_event(failed: Sequence[LogEntry], domain: str) -> Event:
     what = f"MPS server (PID {first.pid}) exited with status {first.number}"
     if more:
         what += f", and {len(more)} more"
-    return _failure_event(domain, what, f"{SERVER_LOG} says why", "its jobs have failed")
+    return _failure_event(domain, what, f"see {SERVER_LOG}", "its jobs have failed")
 
 
 def _failure_event(domain: str, what: str, cause: str, consequence: str) -> Event:

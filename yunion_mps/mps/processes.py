@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
@@ -359,7 +359,8 @@ def signal_server(pid: int, number: signal.Signals) -> bool:
         process.close()
 
 
-def describe_servers(pids: Iterable[int]) -> str:
-    texts = [str(pid) for pid in pids]
-    plural = "s" if len(texts) > 1 else ""
-    return f"its MPS server{plural} (PID{plural} {', '.join(texts)})"
+def describe_servers(pids: Collection[int], verb: str = "") -> str:
+    """The servers with their PIDs, and the `verb` (has or is) in their number."""
+    plural = "s" if len(pids) > 1 else ""
+    verb = {"has": " have", "is": " are"}[verb] if verb and plural else f" {verb}".rstrip()
+    return f"the MPS server{plural} (PID{plural} {', '.join(map(str, pids))}){verb}"

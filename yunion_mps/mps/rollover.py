@@ -119,7 +119,7 @@ class Rollover:
             LimitsInEffect(self.limits_in_effect.plan, left) if left else LimitsInEffect(target)
         )
         if not left:
-            self._emit_limit_event("the new limits are in effect", f"{describe_servers(old)} has ended")
+            self._emit_limit_event("the new limits are in effect", f"{describe_servers(old, 'has')} ended")
         self._changed()
 
     def change_withdrawn(self) -> None:
@@ -134,8 +134,8 @@ class Rollover:
         consequence = "they are being set again"
         if wrong:
             consequence += (
-                f"; {describe_servers(wrong)} may have started with the other limits, and keeps them until "
-                "it ends"
+                f"; {describe_servers(wrong)} may have started with the other limits, which a server keeps "
+                "until it ends"
             )
             old = tuple(sorted({*self.limits_in_effect.old_servers, *wrong}))
             self.limits_in_effect = self.limits_in_effect._replace(old_servers=old)
@@ -194,20 +194,16 @@ class Rollover:
         waits = []
         if retiring:
             has_servers = bool(self.blocking_servers(every=True))
-            what = "it ends once its MPS servers have ended" if has_servers else "it is ending"
-            waits.append(f"{what}, because the configuration has changed")
-        elif self.limits_in_effect.old_servers:
-            waits.append(
-                f"new limits take effect once {describe_servers(self.limits_in_effect.old_servers)} has ended"
-            )
+            what = "stops once its MPS servers have ended" if has_servers else "is stopping"
+            waits.append(f"the configuration has changed: the control daemon {what}")
+        elif old := self.limits_in_effect.old_servers:
+            waits.append(f"new limits take effect once {describe_servers(old, 'has')} ended")
         if holds_modes and (servers := self._servers()):
-            waits.append(f"compute modes are restored once {describe_servers(servers)} has ended")
-        if self.orphans.pids:
-            orphans = describe_servers(self.orphans.pids)
-            waits.append(
-                f"{orphans} of an earlier control daemon is still running with its jobs; new jobs may have "
-                "to wait"
-            )
+            waits.append(f"compute modes are restored once {describe_servers(servers, 'has')} ended")
+        if orphans := self.orphans.pids:
+            runs = "still runs jobs" if len(orphans) == 1 else "still run jobs"
+            what = f"{describe_servers(orphans)} of an earlier control daemon {runs}"
+            waits.append(f"{what}; new jobs may have to wait")
         return "; ".join(waits)
 
 
@@ -270,7 +266,7 @@ class OrphanedServers:
             consequence = "its jobs continue with their limits; new jobs may have to wait until it ends"
             self._report(
                 "warning",
-                f"{describe_servers(new)} is still running without its control daemon",
+                f"{describe_servers(new, 'is')} still running without its control daemon",
                 cause,
                 consequence,
             )

@@ -40,8 +40,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     READY: ("info", "its devices are served within their budgets"),
     WEDGED: ("error", "its devices are not served; running jobs are left alone"),
     BACKOFF: ("warning", "its devices are not served until it has restarted"),
-    FAILED: ("error", "its devices are not served; it is retried every minute"),
-    STOPPING: ("info", "its devices are not served; running jobs have time to end"),
+    FAILED: ("error", "its devices are not served; a start is retried every minute"),
+    STOPPING: ("info", "its devices are not served; running jobs are given time to end"),
 }
 
 #: The reason codes of transient states; other states have the code of an error.

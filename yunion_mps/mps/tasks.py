@@ -240,10 +240,8 @@ class Recovery(ControlTask):
         pid, why = self._control.process.pid, self._why
         what = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
-            until = (
-                f"it will be replaced once {describe_servers(self.spared_for)}, which may have jobs, has "
-                "ended"
-            )
+            servers = describe_servers(self.spared_for)
+            until = f"it will be replaced after the end of {servers}, which may have jobs"
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
             if self._is_busy:
                 sooner = "to avoid the wait, end the processes that keep it busy"

@@ -263,8 +263,10 @@ def _describe_pool(pool: Pool) -> str:
     if pool.reserve_mib:
         text += f", {pool.reserve_mib} MiB reserved for each client"
     if pool.thread_overcommit is None:
-        return text + ", threads not limited"
-    return text if pool.thread_overcommit == 1 else f"{text}, threads {pool.thread_overcommit:g} times"
+        return text + ", unlimited threads"
+    return (
+        text if pool.thread_overcommit == 1 else f"{text}, threads overcommitted {pool.thread_overcommit:g}x"
+    )
 
 
 # -- the environment of a process that uses devices
@@ -337,7 +339,7 @@ def require_one_budget(devices: Sequence[Device], domain: DomainPlan, planned: D
     why = why_not_honoured(devices, domain)
     if not why:
         return
-    what = f"{len(devices)} devices cannot form one budget"
+    what = f"{len(devices)} devices cannot be combined into one budget"
     if planned and not why_not_honoured(devices, planned):
         pending = "the new limit takes effect once the MPS servers with the old one have ended"
         raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)

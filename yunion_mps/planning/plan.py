@@ -162,7 +162,8 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
             problems.append(_no_gpu(entry, inventory))
         elif gpu.pci_address in entries:
             first = entries[gpu.pci_address]
-            what = f"path {entry.path} is GPU {gpu.address}, which line {first.path_at.line} already divides"
+            line = first.path_at.line
+            what = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
             if entry.path != first.path:
                 what += f" as {first.path}"
             problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
@@ -207,7 +208,11 @@ def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
 
 def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
     names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
-    hint = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
+    hint = (
+        f"use one of this host's GPUs: {', '.join(names)}"
+        if names
+        else "remove the entry: this host has no NVIDIA GPU"
+    )
     return Problem(*entry.path_at, f"path {entry.path} is not a GPU of this host", hint)
 
 

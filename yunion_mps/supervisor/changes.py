@@ -239,11 +239,7 @@ def _shown(plan: DomainPlan) -> str:
 
 def _when_servers_end(domain: Domain) -> str:
     servers = domain.server_pids()
-    return (
-        f"when {describe_servers(servers)} {'has' if len(servers) == 1 else 'have'} ended"
-        if servers
-        else AT_ONCE
-    )
+    return f"once {describe_servers(servers, 'has')} ended" if servers else AT_ONCE
 
 
 def _after_leases(effect: str, wait: LeaseWait | None) -> str:
@@ -255,7 +251,7 @@ def _after_leases(effect: str, wait: LeaseWait | None) -> str:
         return f"{effect}; {waiting} of {wait.total} devices {end}"
     if waiting == wait.total:
         return end
-    return f"{AT_ONCE} for {wait.total - waiting} of {wait.total} devices, for the others {end}"
+    return f"{AT_ONCE} for {wait.total - waiting} of {wait.total} devices; for the others {end}"
 
 
 # -- the state in effect, as the snapshot has it
@@ -295,7 +291,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
         code = reasons.DISABLED
     elif not desired.domains:
         each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
-        why = f"no GPU on this host can serve MPS devices ({each or 'there is none'})"
+        why = f"no GPU on this host can serve MPS devices ({each or 'no GPU was found'})"
         code = reasons.NO_USABLE_GPU
     text = "; ".join(part for part in (why, leftovers) if part)
     return Reason(text, code if text else "")

@@ -75,9 +75,9 @@ class Gpus:
         if gpu is None:
             return None
         is_fatal, meaning = xid_meaning(xid)
-        event = Event("warning", "gpu", gpu.address, f"Xid {xid}: {meaning}", "the driver reported it")
+        event = Event("warning", "gpu", gpu.address, f"Xid {xid}: {meaning}", "reported by the driver")
         if not is_fatal:
-            consequence = "jobs on it may have failed; its devices stay available"
+            consequence = "jobs on the GPU may have failed; its devices remain available"
             return event._replace(consequence=consequence, code=reasons.XID)
         self._faults[pci_address] = Reason(f"Xid {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
@@ -186,13 +186,12 @@ def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
 
 def _availability_events(gpu: Gpu, before: Gpu | None) -> list[Event]:
     """Log that the GPU has become available or unavailable; return the event, if any."""
-    reason = before.reason if before else "it was missing"
-    if gpu.reason and gpu.reason != reason:
+    if gpu.reason and (before is None or gpu.reason != before.reason):
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
         consequence = "its devices are unavailable"
         return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, consequence, gpu.reason.code)]
-    if reason and not gpu.reason:
+    if not gpu.reason and (before is None or before.reason):
         log.info("GPU %s is available again", gpu.address)
-        cause = f"it was unavailable: {reason}"
+        cause = f"previously unavailable: {before.reason}" if before else "previously missing"
         return [Event("info", "gpu", gpu.address, "available", cause, "it can be used again")]
     return []

@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 IGNORED_SETTING = "the daemon ignores this setting"
 RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
 
-#: How long a trial of a control program may take: it serves within milliseconds, or later under load.
+#: How long a test run of a control program may take: it serves within milliseconds, or later under load.
 _TRIAL_S = 2.0
 _TRIAL_POLL_S = 0.005
 
-#: The results of trials, by a program's path, modification time and size.
+#: The results of test runs, by a program's path, modification time and size.
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
 
 
@@ -136,7 +136,7 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
     except HostError:  # the start reports this with a hint
         return config, ()
     warning = (
-        f"cuda_mps_multiuser is true, but {program} does not support it: users wait for each other's jobs"
+        f"cuda_mps_multiuser is true, but {program} does not support it: only one user's jobs run at a time"
     )
     return config._replace(cuda_mps_multiuser=False), (Reason(warning, reasons.MULTIUSER_UNSUPPORTED),)
 

@@ -97,7 +97,7 @@ def test_a_server_that_outlived_its_control_daemon_is_found(ready: Scene) -> Non
     os.kill(control, signal.SIGKILL)
     eventually(lambda: not is_running(control), "its end")
     found = ready.look().one("orphaned servers", "warning")
-    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host is still running")
+    assert found["what"].startswith(f"the MPS server (PID {server}) of domain host is still running")
 
 
 def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:

@@ -26,7 +26,7 @@ TABLE = """\
 KIND     SUBJECT                  BEFORE              AFTER                EFFECT
 setting  cuda_mps_stop_timeout_s  10                  20                   at once
 budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
-budget 00:06.0: takes effect when its MPS server (PID 4250) has ended
+budget 00:06.0: takes effect once the MPS server (PID 4250) has ended
 """
 PENDING = f"Pending:  host: {WAITS}\n"
 HINT = (

@@ -117,7 +117,7 @@ def test_the_lease_of_the_engines_own_job_is_no_second_device(host: ServerHost, 
 
 def test_a_device_not_served_when_its_file_was_read_is_refused(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
-    again = "device 00:06.0-3 has just become available again (start the container again)"
+    again = "device 00:06.0-3 became available only now (start the container again)"
     assert refused("00:06.0-3", "--unserved", bundle=given) == again
     host.leases.refusal = NothingFreeError("device 00:06.0-3 cannot be allocated now: it is lost", "reboot")
     said = refused("00:06.0-3", "--unserved", bundle=given, exit_code=NothingFreeError.exit_code)
@@ -171,7 +171,7 @@ def test_a_container_of_before_a_change_is_refused_once(
     now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
     host.leases.given = {**LEASE, "environment": now}
     said = refused("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
-    assert said == "device 00:06.0-1 has just been redefined (start the container again)"
+    assert said == "device 00:06.0-1 changed while the container was starting (start the container again)"
     accepted("00:06.0-1", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", **{change: "/run/new"}))
 
 
@@ -230,7 +230,7 @@ def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -
 
 
 def test_by_hand_it_says_what_it_is_for() -> None:
-    assert refused().startswith("cdi-hook is called by container engines only")
+    assert refused().startswith("cdi-hook can only be called by a container engine")
 
 
 def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

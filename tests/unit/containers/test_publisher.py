@@ -123,5 +123,5 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(threads, "_idle", [])
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     asyncio.run(refresh())
-    short = "no thread can be started: memory, processes or threads have run out (can't start new thread)"
-    assert told == [f"containers find no devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"] * 2
+    short = "cannot start a thread: out of memory, processes or threads (can't start new thread)"
+    assert told == [f"containers cannot find the devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"] * 2

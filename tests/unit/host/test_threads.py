@@ -45,7 +45,7 @@ def refuse_processes() -> None:
 def test_a_thread_that_cannot_be_started_is_a_shortage_in_words() -> None:
     def work() -> None:
         refuse_processes()
-        with pytest.raises(ShortageError, match=r"^no thread can be started: memory, ") as caught:
+        with pytest.raises(ShortageError, match=r"^cannot start a thread: out of memory, ") as caught:
             Deadline().call(lambda: 4711)
         assert "systemctl show yunion-mps-daemon" in caught.value.hint
 
@@ -70,7 +70,7 @@ def test_work_that_runs_out_of_memory_is_a_shortage_in_words() -> None:
     def work() -> None:
         raise MemoryError
 
-    with pytest.raises(ShortageError, match=r"^memory is short$"):
+    with pytest.raises(ShortageError, match=r"^out of memory$"):
         Deadline().call(work)
 
 

@@ -74,7 +74,7 @@ def test_a_driver_that_fails_is_reported_as_a_reason_to_poll(open_host: OpenHost
 @pytest.mark.parametrize(
     ("xid", "fatal", "words"),
     [
-        (79, True, "the GPU has fallen off the bus"),
+        (79, True, "GPU has fallen off the bus"),
         (13, False, "graphics engine exception, usually caused by a job"),
         (9999, False, "see NVIDIA's catalogue of Xids, and: dmesg | grep -i xid"),
     ],

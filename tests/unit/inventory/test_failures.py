@@ -12,7 +12,7 @@ from simhost import SimHost
 from unit.inventory.conftest import OpenHost
 
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
-NOT_PERMITTED = "NVML does not permit this"
+NOT_PERMITTED = "NVML: permission denied"
 
 #: Our inventory as a program of its own, which says what it is told.
 PROGRAM = """

@@ -89,7 +89,7 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        ("no_permission", "NVML does not permit this"),
+        ("no_permission", "NVML: permission denied"),
         ("not_supported", "the driver does not support this on the GPU"),
         ("unknown", "NVML error: Unknown Error"),
     ],

@@ -72,7 +72,7 @@ def test_one_device_is_named_by_address_or_id(name: str) -> None:
     assert chosen(Ledger(), LeaseRequest(devices=(name,)), candidates(2)) == ["01:00.0-2"]
     message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(devices=(name,)), candidates(2))
     assert message == f"device {name} cannot be allocated now: 1 of 1 in use"
-    assert hint == "see who holds them: yunion-mps who"
+    assert hint == "see who holds the devices: yunion-mps who"
 
 
 @pytest.mark.parametrize("name", ["01:00.0", "GPU-1"])
@@ -166,7 +166,7 @@ def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
 
 def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
     equal = candidates(1)
-    with pytest.raises(NothingFreeError, match="no GPU whose memory is leased in units"):
+    with pytest.raises(NothingFreeError, match="neither a GPU whose memory is leased in units nor a slice"):
         refuse_infeasible(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
     slices = Candidates([Candidate(large, is_slice=True), Candidate(small, is_slice=True)])

@@ -56,7 +56,7 @@ def test_devices_that_no_process_gets_together_are_infeasible() -> None:
     with pytest.raises(InfeasibleError) as caught:
         refuse_infeasible(LeaseRequest(2), there)
     most = "the control daemon limits each process to 300 MiB of GPU 01:00.0, not 600 MiB"
-    assert caught.value.message == f"2 devices cannot form one budget: {most}"
+    assert caught.value.message == f"2 devices cannot be combined into one budget: {most}"
     for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(devices=("all",))):
         refuse_infeasible(request, there)
     refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))

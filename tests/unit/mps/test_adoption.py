@@ -28,7 +28,7 @@ def test_if_nothing_serves_nothing_is_adopted(plan: DomainPlan) -> None:
 def test_our_own_survivor_is_adopted_and_its_limits_are_set_again(bench: Bench) -> None:
     survivor = bench.control()
     run = bench.domain().start()
-    assert run.reasons == [f"adopted the running control daemon (PID {survivor.pid}); it does not answer yet"]
+    assert run.reasons == [f"adopted the running control daemon (PID {survivor.pid}); waiting for its answer"]
     run.until(READY)
     assert run.pid == survivor.pid
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
@@ -119,7 +119,7 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench,
     hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     if is_ours:
         it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {pipe}"
-        assert (run.error.message, run.error.hint) == (f"{it} serves none of its GPUs", hint)
+        assert (run.error.message, run.error.hint) == (f"{it} serves none of the configured GPUs", hint)
     else:
         it = f"a control daemon (PID {pid}, uid {os.getuid()}) not started by yunion-mps"
         assert run.error.message == f"{it} serves {pipe}"

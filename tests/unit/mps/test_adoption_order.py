@@ -71,7 +71,7 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(bench: Bench) -
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
     assert run.domain.limits_in_effect.old_servers == (server,)
-    assert f"its MPS server (PID {server})" in run.pending
+    assert f"the MPS server (PID {server})" in run.pending
     another = bench.jobs.begin()  # joins it
     bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)

@@ -99,7 +99,7 @@ def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Job
     with pytest.raises(ControlError) as caught:
         clients_of(jobs.program, plan, run.pid)
     assert (
-        caught.value.message == f"its MPS server (PID {server}) is stopped, so its clients cannot be listed"
+        caught.value.message == f"the MPS server (PID {server}) is stopped, so its clients cannot be listed"
     )
     assert caught.value.hint == f"resume it: kill -CONT {server}"
     os.kill(server, signal.SIGCONT)

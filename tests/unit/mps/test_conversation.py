@@ -27,7 +27,9 @@ def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
     limits.check(plan, answer[1:])
 
 
-NO_DEVICE = "no device is served without its limits; check the end of the control daemon's log"
+NO_DEVICE = (
+    "check the end of the control daemon's log; its devices stay unavailable until the limits are in effect"
+)
 
 
 def test_the_peer_of_a_pipe_directory_is_the_control_daemon_itself(bench: Bench) -> None:
@@ -114,12 +116,12 @@ def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
 def memory(device: int, wanted: int, got: str) -> str:
     return (
         f"the memory limit of device {device} is not in effect: it was set to {wanted}M, "
-        f"and the control daemon answers {got}"
+        f"but the control daemon reports {got}"
     )
 
 
 def percentage(got: str) -> str:
-    return f"the thread percentage is not in effect: it was set to 25.0, and the control daemon answers {got}"
+    return f"the thread percentage is not in effect: it was set to 25.0, but the control daemon reports {got}"
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,14 @@ def test_without_a_control_daemon_the_front_ends_words_are_the_error(bench: Benc
     with pytest.raises(ControlError) as caught:
         bench.ask("get_server_list")
     assert caught.value.message.startswith(
-        "nvidia-cuda-mps-control said: Cannot find MPS control daemon process"
+        "nvidia-cuda-mps-control reported: Cannot find MPS control daemon process"
     )
 
 
 def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(bench: Bench) -> None:
     with pytest.raises(ControlError) as caught:
         converse(bench.script("exit 7"), bench.plan, "get_server_list")
-    assert caught.value.message == "nvidia-cuda-mps-control said: status 7"
+    assert caught.value.message == "nvidia-cuda-mps-control reported: status 7"
 
 
 def test_an_answer_s_lines_have_no_control_characters(bench: Bench) -> None:
@@ -205,7 +207,7 @@ def test_an_answer_s_lines_have_no_control_characters(bench: Bench) -> None:
     assert converse(bench.script(words), bench.plan, "ps") == lines
     with pytest.raises(ControlError) as caught:
         converse(bench.script(f"{words}; exit 7"), bench.plan, "ps")
-    assert caught.value.message == "nvidia-cuda-mps-control said: " + "\n".join(lines)
+    assert caught.value.message == "nvidia-cuda-mps-control reported: " + "\n".join(lines)
 
 
 def test_an_endless_answer_is_cut_and_ends_at_the_deadline(bench: Bench) -> None:

@@ -42,7 +42,7 @@ def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: i
 def test_a_process_that_is_connected_and_silent_is_named(bench: Bench, control_pid: int, other: int) -> None:
     assert diagnose(control_pid, bench.plan.pipe_directory) == (
         f"PID {other} ({name_of(other)}, root) is connected to it but sends nothing, "
-        "so all others wait for that process"
+        "which blocks all other processes"
     )
 
 

@@ -105,7 +105,7 @@ def test_a_directory_that_clients_cannot_enter_is_refused_if_they_must(tmp: Path
     with pytest.raises(HostError) as caught:
         make_for_clients(tmp / "pipe")
     assert caught.value.message == f"{tmp}/pipe is not accessible to other users"
-    assert caught.value.hint == f"let clients in: chmod go+x {tmp}/pipe"
+    assert caught.value.hint == f"make it accessible: chmod go+x {tmp}/pipe"
     assert mode_of(tmp / "pipe") == mode
     assert open_descriptors() == descriptors
 

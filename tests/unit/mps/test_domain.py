@@ -30,7 +30,7 @@ def test_it_is_ready_with_its_limits_in_effect(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, READY]
     assert run.reasons == [
-        "started; it does not answer yet",
+        "started; waiting for its answer",
         "its limits are being set and read back",
         "",
     ]
@@ -86,7 +86,7 @@ def test_a_program_that_exits_at_once_is_told_with_its_last_words(bench: Bench) 
     run.until(BACKOFF)
     log = f"{bench.plan.log_directory}/control.log"
     assert run.reasons[1] == f"the control daemon (PID {first}) exited with status 3"
-    assert run.error.hint == f"its log is {log}\n  no CUDA here\n  no CUDA here"
+    assert run.error.hint == f"see its log: {log}\n  no CUDA here\n  no CUDA here"
     assert READY not in run.states
 
 
@@ -119,8 +119,8 @@ def test_it_asks_less_and_less_often_whether_it_answers(bench: Bench) -> None:
     assert waits[-1] == pytest.approx(0.05)
 
 
-MEMORY = "the memory limit of device 0 is not in effect: it was set to 5760M, and the control daemon answers "
-PERCENTAGE = "the thread percentage is not in effect: it was set to 25.0, and the control daemon answers "
+MEMORY = "the memory limit of device 0 is not in effect: it was set to 5760M, but the control daemon reports "
+PERCENTAGE = "the thread percentage is not in effect: it was set to 25.0, but the control daemon reports "
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(bench: Bench)
     while run.state != FAILED:
         run.until(BACKOFF, FAILED).turn(60)
     log = f"{bench.plan.log_directory}/control.log"
-    assert run.error.hint.splitlines()[:2] == [f"its log is {log}", "  no CUDA here"]
+    assert run.error.hint.splitlines()[:2] == [f"see its log: {log}", "  no CUDA here"]
     events = len(run.events)
     for _ in range(3):
         assert run.turn(59.5).state == FAILED

@@ -48,7 +48,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     after = bench.domain(program=bench.jobs.program).start()
     after.until_it(lambda: after.domain.restarts > 0).until(BACKOFF)
     assert after.domain.reason == (
-        f"its MPS server (PID {server}) has limits from neither the current configuration nor the previous "
+        f"the MPS server (PID {server}) has limits from neither the current configuration nor the previous "
         "one"
     )
     assert f"echo shutdown_server {server} | CUDA_MPS_PIPE_DIRECTORY=" in after.error.hint
@@ -69,9 +69,7 @@ def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(run: DomainR
     after.until_it(lambda: after.domain.restarts > 1).until(BACKOFF)
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
-    assert after.pending.endswith(
-        "of an earlier control daemon is still running with its jobs; new jobs may have to wait"
-    )
+    assert after.pending.endswith("of an earlier control daemon still runs jobs; new jobs may have to wait")
 
 
 def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(bench: Bench) -> None:
@@ -122,8 +120,8 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainR
     (server,) = run.domain.server_pids()
     run.turn(VERIFY_S).until_it(lambda: "another program changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
-    assert f"its MPS server (PID {server}) may have started with the other limits" in event.consequence
-    assert f"its MPS server (PID {server})" in run.pending
+    assert f"the MPS server (PID {server}) may have started with the other limits" in event.consequence
+    assert f"the MPS server (PID {server})" in run.pending
     run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")
 

@@ -130,9 +130,9 @@ def test_a_full_disk_ends_no_service(bench: Bench, full_disk: Path) -> None:
 
 
 def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> None:
-    assert log_hint(plan) == f"its log is {log}"
+    assert log_hint(plan) == f"see its log: {log}"
     log.write_text("no CUDA here\n" + CHATTER * 5)
-    assert log_hint(plan) == f"its log is {log}\n  no CUDA here"
+    assert log_hint(plan) == f"see its log: {log}\n  no CUDA here"
 
 
 # -- news

@@ -39,13 +39,13 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
         "warning",
         "client",
         "host",
-        f"its MPS server (PID {server}) is still running without its control daemon",
+        f"the MPS server (PID {server}) is still running without its control daemon",
         f"the control daemon (PID {first}) was killed by signal 9",
         "its jobs continue with their limits; new jobs may have to wait until it ends",
         "servers_orphaned",
     )
     assert run.pending == (
-        f"its MPS server (PID {server}) of an earlier control daemon is still running with its jobs; new "
+        f"the MPS server (PID {server}) of an earlier control daemon still runs jobs; new "
         "jobs may have to wait"
     )
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
@@ -56,7 +56,7 @@ def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs
     server, job = orphan(run, jobs)
     jobs.end(job)
     run.until_it(lambda: run.domain.server_pids() == [])
-    assert run.told[-1] == f"its MPS server (PID {server}), which had no control daemon, has ended"
+    assert run.told[-1] == f"the MPS server (PID {server}), which had no control daemon, has ended"
     assert run.pending == ""
 
 
@@ -89,8 +89,8 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     assert jobs.servers() == [server]
     run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
     assert run.told[-2:] == [
-        f"sent SIGTERM to its MPS server (PID {server}), which has no control daemon",
-        f"its MPS server (PID {server}), which had no control daemon, has ended",
+        f"sent SIGTERM to the MPS server (PID {server}), which has no control daemon",
+        f"the MPS server (PID {server}), which had no control daemon, has ended",
     ]
     assert run.events[-1].cause == "no job uses its GPUs"
     assert run.state == READY
@@ -111,7 +111,7 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
     run.turn(1)
     (server,) = jobs.servers()
     assert run.pending.startswith(
-        f"its MPS server (PID {server}) of an earlier control daemon is still running"
+        f"the MPS server (PID {server}) of an earlier control daemon still runs jobs"
     )
 
 
@@ -121,7 +121,7 @@ def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun,
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
     after = bench.serving().turn(1)
-    assert after.told == [f"its MPS server (PID {server}) is still running without its control daemon"]
+    assert after.told == [f"the MPS server (PID {server}) is still running without its control daemon"]
     after.stop().turn(10).until(STOPPED)
     assert bench.jobs.servers() == []
 
@@ -162,7 +162,7 @@ def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun
     assert jobs.servers() == [server]
     run.turn(0.1).until(STOPPED)
     assert jobs.servers() == []
-    assert f"sent SIGTERM to its MPS server (PID {server}), which has no control daemon" in run.told
+    assert f"sent SIGTERM to the MPS server (PID {server}), which has no control daemon" in run.told
     assert run.events[-2].cause == "its jobs did not end in time"
 
 
@@ -225,7 +225,7 @@ def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     run.domain.stop(run.now_s, spare_adopted=True)
     run.until(STOPPED)
     assert bench.jobs.servers() == [server]
-    assert f"domain host: leaving its MPS server (PID {server}) running" in caplog.messages
+    assert f"domain host: leaving the MPS server (PID {server}) running" in caplog.messages
 
 
 def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run: DomainRun) -> None:

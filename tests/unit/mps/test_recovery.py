@@ -76,7 +76,7 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
             os.kill(pid, signal.SIGSTOP)
         run.now_s += 0.25
     assert run.until(READY).pid != pid
-    assert f"the control daemon (PID {pid}) was not serving and was ended" in run.reasons
+    assert f"the control daemon (PID {pid}) was ended because it was not serving" in run.reasons
 
 
 def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None:
@@ -84,7 +84,7 @@ def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None
         find_out(run)
         assert run.domain.reason == (
             f"the control daemon (PID {run.pid}) does not serve: PID {other} ({name_of(other)}, root) is "
-            "connected to it but sends nothing, so all others wait for that process"
+            "connected to it but sends nothing, which blocks all other processes"
         )
 
 
@@ -124,7 +124,7 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
             run.turn(2)
         assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
-            f"; it will be replaced once its MPS server (PID {server}), which may have jobs, has ended (to "
+            f"; it will be replaced after the end of the MPS server (PID {server}), which may have jobs (to "
             f"end it now, at the risk of its jobs: kill -9 {pid})"
         )
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
@@ -224,7 +224,7 @@ def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRu
         find_out(run).until_in_time(READY)
         assert asking.stdout is not None
         assert asking.stdout.read()
-    assert f"its MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger" in run.reasons[-3]
+    assert f"the MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger" in run.reasons[-3]
     assert run.pid == pid
 
 

@@ -46,7 +46,7 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     (server,) = run.domain.server_pids()
     run.change(other)
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
-    assert run.pending == f"new limits take effect once its MPS server (PID {server}) has ended"
+    assert run.pending == f"new limits take effect once the MPS server (PID {server}) has ended"
     assert run.domain.desired == other
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert bench.ask(f"get_active_thread_percentage {server}") == ["25.0"]
@@ -184,7 +184,10 @@ def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs
     jobs.end(jobs.begin())
     run.domain.retire()
     assert run.turn(10).state == READY
-    assert run.pending == "it ends once its MPS servers have ended, because the configuration has changed"
+    assert (
+        run.pending
+        == "the configuration has changed: the control daemon stops once its MPS servers have ended"
+    )
     run.domain.note_use(in_use=False)
     run.turn(1).until(STOPPED)
     assert jobs.servers() == []

@@ -77,7 +77,7 @@ def test_a_path_that_is_no_gpu_is_named_with_those_that_are() -> None:
     found = inventory(P40, gpu(1, render_node=None), gpu(2, render_node=None, uuid=None))
     assert messages(config(entry("/dev/dri/renderD130", 4, 7)), found) == [
         (
-            f"{DEVICES}:7: path /dev/dri/renderD130 is not a GPU of this host: the GPUs of this host are"
+            f"{DEVICES}:7: path /dev/dri/renderD130 is not a GPU of this host: use one of this host's GPUs:"
             f" /dev/dri/renderD128, {gpu(1).uuid}, 02:00.0"
         )
     ]
@@ -85,7 +85,7 @@ def test_a_path_that_is_no_gpu_is_named_with_those_that_are() -> None:
 
 def test_a_path_on_a_host_without_gpus_is_named() -> None:
     assert messages(config(entry("00:06.0", 4)), inventory()) == [
-        f"{DEVICES}:2: path 00:06.0 is not a GPU of this host: this host has no NVIDIA GPU"
+        f"{DEVICES}:2: path 00:06.0 is not a GPU of this host: remove the entry: this host has no NVIDIA GPU"
     ]
 
 
@@ -99,7 +99,7 @@ def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
 def test_a_gpu_named_twice_is_named_with_its_first_line_and_spelling() -> None:
     path, uuid = "/dev/dri/renderD128", str(P40.uuid).upper()
     settings = config(entry(path, 4), entry("0000:00:06.0", 2, 5), entry(uuid, 2, 8), entry(path, 2, 11))
-    already, hint = "is GPU 00:06.0, which line 2 already divides", "remove one of the two entries"
+    already, hint = "is GPU 00:06.0, which is already divided on line 2", "remove one of the two entries"
     assert messages(settings, inventory(P40)) == [
         f"{DEVICES}:5: path 0000:00:06.0 {already} as {path}: {hint}",
         f"{DEVICES}:8: path {uuid} {already} as {path}: {hint}",

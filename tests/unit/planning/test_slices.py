@@ -302,9 +302,9 @@ def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
         (
             units(128, memory_reserve_mib=64, thread_overcommit=1.5),
             {},
-            "127 units of 128 MiB, 64 MiB reserved for each client, threads 1.5 times",
+            "127 units of 128 MiB, 64 MiB reserved for each client, threads overcommitted 1.5x",
         ),
-        (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, threads not limited"),
+        (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, unlimited threads"),
     ],
 )
 def test_a_division_in_words(given: DeviceEntry, keys: dict[str, Any], words: str) -> None:

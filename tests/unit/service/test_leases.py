@@ -323,7 +323,7 @@ def test_a_user_has_no_more_leases_and_queued_requests_than_allowed(host: LeaseH
         assert host.leases.preview(again)["id"] == first["id"]
         for wait_s in (0.0, 60.0):
             with pytest.raises(
-                NotAllowedError, match="2 leases and queued requests, but max_leases_per_user is 2"
+                NotAllowedError, match="2 leases and queued requests; max_leases_per_user is 2"
             ):
                 await host.take("c", ALICE, wait_s=wait_s)
         with pytest.raises(NotAllowedError):

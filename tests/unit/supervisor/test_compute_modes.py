@@ -83,7 +83,7 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     host = make_host(TWO, cuda_mps_scope=scope)
     host.fail("nvmlDeviceSetComputeMode", "no_permission", gpu=0)
     made = supervise(host).start()
-    why = "compute mode cannot be set: NVML does not permit this"
+    why = "compute mode cannot be set: NVML: permission denied"
     assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
     assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
     assert made.available == 4
@@ -103,7 +103,7 @@ def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, su
     made = supervise(host)
     with pytest.raises(DriverError) as caught:
         made.supervisor.start(time.monotonic())
-    assert caught.value.message == "no GPU's compute mode can be set: NVML does not permit this"
+    assert caught.value.message == "no GPU's compute mode can be set: NVML: permission denied"
     assert caught.value.hint == "run as root: systemctl start yunion-mps-daemon"
     assert not (host.root / "tmp/nvidia-mps/log/control.log").exists()
     assert modes(host) == ["default", "prohibited"]

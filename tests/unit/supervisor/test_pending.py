@@ -21,7 +21,7 @@ def test_a_budget_is_pending_until_the_server_of_the_last_job_has_ended(
     (server,) = jobs.servers()
     host.divide(4)
     (change,) = made.reload()
-    assert change.effect == f"when its MPS server (PID {server}) has ended"
+    assert change.effect == f"once the MPS server (PID {server}) has ended"
     (domain,) = made.snapshot.domains
     assert domain.state == "ready"
     assert str(server) in domain.pending
@@ -41,7 +41,7 @@ def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) 
     made.lease_waits[host.gpus[0].uuid] = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
     host.divide(4)
     (change,) = made.reload()
-    ended = f"when its MPS server (PID {server}) has ended"
+    ended = f"once the MPS server (PID {server}) has ended"
     assert change.effect == f"{ended}; 1 of 4 devices after the end of lease old of root"
 
 
@@ -111,10 +111,13 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     configure(host, cuda_mps_scope="gpu")
     changes = made.accept()
     assert [change.kind for change in changes] == ["control daemon"] * 3
-    assert changes[0].effect.startswith("when its MPS server")
+    assert changes[0].effect.startswith("once the MPS server")
     first, *others = made.snapshot.domains
     assert (first.pid, first.state, made.available) == (before, "ready", 8)
-    assert first.pending == "it ends once its MPS servers have ended, because the configuration has changed"
+    assert (
+        first.pending
+        == "the configuration has changed: the control daemon stops once its MPS servers have ended"
+    )
     why = "waiting for the control daemon that currently serves its GPUs to end"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
@@ -132,7 +135,7 @@ def test_a_mode_to_be_kept_is_restored_once_no_server_may_have_jobs(
     (server,) = jobs.servers()
     configure(host, cuda_mps_compute_mode="keep")
     (change,) = made.reload()
-    assert change.effect == f"when its MPS server (PID {server}) has ended"
+    assert change.effect == f"once the MPS server (PID {server}) has ended"
     assert modes(host) == ["exclusive_process"], "jobs may be at work under it"
     client.end()
     os.kill(server, signal.SIGKILL)
@@ -152,7 +155,7 @@ def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     made.reload()
     made.set_modes()
     (domain,) = made.snapshot.domains
-    assert domain.pending == f"compute modes are restored once its MPS server (PID {server}) has ended"
+    assert domain.pending == f"compute modes are restored once the MPS server (PID {server}) has ended"
     assert domain.waits_for == (server,)
     client.end()
     made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())

@@ -67,8 +67,8 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
         "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 1}\n"
     )
     clients = "more than the 16 clients that MPS allows on GPU 00:06.0 (Tesla P40): write at most 16"
-    twice = "line 2 already divides as /dev/dri/renderD128: remove one of the two entries"
-    no_gpu = "path 00:0f.0 is not a GPU of this host: the GPUs of this host are /dev/dri/renderD128"
+    twice = "which is already divided on line 2 as /dev/dri/renderD128: remove one of the two entries"
+    no_gpu = "path 00:0f.0 is not a GPU of this host: use one of this host's GPUs: /dev/dri/renderD128"
     assert messages(host) == [
         '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", but must be host or gpu: did you mean host?',
         *(
@@ -76,7 +76,7 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
             for message in (
                 "4: virtual_number is 0, out of range: write a whole number from 1 to 60",
                 f"2: virtual_number is 17, {clients}",
-                f"3: path 00:06.0 is GPU 00:06.0, which {twice}",
+                f"3: path 00:06.0 is GPU 00:06.0, {twice}",
                 f"4: {no_gpu}",
                 f"5: {no_gpu}",
             )

@@ -69,7 +69,9 @@ def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(put_to_work: 
     made = at_work.made.again()
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
-    assert domain.pending.startswith("it ends once its MPS server")
+    assert domain.pending.startswith(
+        "the configuration has changed: the control daemon stops once its MPS server"
+    )
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()

@@ -220,7 +220,7 @@ def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: B
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     ((warning, _),) = warnings(made.snapshot)
     assert warning.startswith("cuda_mps_multiuser is true, but ")
-    assert warning.endswith(" does not support it: users wait for each other's jobs")
+    assert warning.endswith(" does not support it: only one user's jobs run at a time")
     assert made.available == 4
     assert not made.snapshot.domains[0].plan.multiuser
     configure(host)

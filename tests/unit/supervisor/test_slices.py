@@ -100,7 +100,7 @@ def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
     client = attach(jobs, host)
     write(host, SLICES)
     (change,) = first.reload()
-    assert change.effect == f"when its MPS server (PID {jobs.servers()[0]}) has ended"
+    assert change.effect == f"once the MPS server (PID {jobs.servers()[0]}) has ended"
     for made in (first, first.again()):
         assert made.snapshot.domains[0].pending
         assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())

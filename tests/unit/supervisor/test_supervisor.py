@@ -94,7 +94,7 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begi
     assert made.available == 8
     assert [(event.severity, event.subject, event.what) for event in made.events if "Xid" in event.what] == [
         ("error", "00:07.0", "Xid 48: double bit ECC error"),
-        ("warning", "00:06.0", "Xid 31: memory page fault, usually caused by a job"),
+        ("warning", "00:06.0", "Xid 31: GPU memory page fault, usually caused by a job"),
     ]
 
 
