@@ -84,7 +84,7 @@ def stranger(daemon: Daemon) -> Iterator[Connection]:
         yield connection
 
 
-def take(daemon: Daemon, query: str) -> dict[str, Any]:
+def take(daemon: Daemon | Connection, query: str) -> dict[str, Any]:
     """The lease that somebody gets for the query."""
     status, lease = daemon.ask("POST", "/v1/leases", query)
     assert status in (200, 201), lease

@@ -9,13 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from yunion_mps import AsyncClient, Client
-from yunion_mps.client import (
-    AsyncLease,
-    Device,
-    Gpu,
-    QueuedRequest,
-    Status,
-)
+from yunion_mps.client import AsyncLease, Device, Gpu, QueuedRequest, Status
 
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.lease_host import ADDRESSES, given

@@ -18,6 +18,7 @@ from yunion_mps.units import seconds
 
 from integration.conftest import MakeDaemon
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
+from integration.lease_host import take
 from integration.test_cli_host import failed, printed, rows
 from simhost import SimHost
 from simhost.mps import Client, StandIns
@@ -120,7 +121,7 @@ def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_i
 
 @pytest.mark.gpus({"kind": "v100"})
 def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Daemon) -> None:
-    assert ready.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
+    take(ready, "holder.name=job-17&holder.ttl_s=600")
     ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 1

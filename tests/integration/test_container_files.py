@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import given
+from integration.lease_host import given, take
 from integration.podman_host import IMAGE, files_of, reloads, spec_of
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
@@ -23,14 +22,13 @@ def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(ready_
     eventually(lambda: spec_of(host), "the file")
     path = host.root / "run/cdi/yunion-mps.json"
     first = path.stat()
-    assert ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")[0] == 201
+    take(ready_daemon, "holder.name=a&holder.ttl_s=600")
     reloads(ready_daemon)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path.unlink()
     reloads(ready_daemon)
     eventually(lambda: spec_of(host), "the file again")
-    device_file = host.root / "etc/yunion/host_container_device.yml"
-    device_file.write_text(device_file.read_text().replace("virtual_number: 4", "virtual_number: 2"))
+    host.divide(2)
     reloads(ready_daemon)
     eventually(lambda: len(spec_of(host)["devices"]) == 5, "two devices by two names, and all of them")
     ready_daemon.kill()
@@ -64,15 +62,13 @@ def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daem
     eventually(lambda: spec_of(host) == whole, "the file")
 
 
-def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
+@pytest.mark.gpus({"kind": "v100", "count": 32})
+def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(daemon: Daemon) -> None:
     """Writing it takes longer than such a stop."""
-    host = make_host([{"kind": "v100", "count": 32}])
-    (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_replicas: 48\n")
+    host = daemon.host
+    daemon.configure(cuda_mps_replicas=48)
     (host.root / "etc/yunion/host_container_device.yml").unlink()
     (host.root / "run/cdi").mkdir()
-    daemon = make_daemon(host)
     for _ in range(3):
         daemon.start().wait_ready()
         assert daemon.stop() == 0, daemon.log
@@ -112,8 +108,7 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     """A scheduler's lease may live for months, and its containers are started again."""
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
-    status, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")
-    assert status == 201
+    lease = take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
     name = f"yunion-mps-lease-{lease['id']}.json"
     made = "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits: {env: [DRIVER=new]}\n"
     (host.root / "run/cdi/nvidia.yaml").write_text(made)

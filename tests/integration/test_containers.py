@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost, MakePodman
+from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import ADDRESSES, given, leases_of
+from integration.lease_host import ADDRESSES, given, leases_of, take
 from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
 from simhost import SimHost
+from simhost.host import IN_UNITS
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -125,13 +126,11 @@ def test_the_lease_outlives_engine_client_and_daemon_not_the_container(
     eventually(lambda: files_of(ready_daemon.host) == ["yunion-mps.json"], "the end of its file")
 
 
+@pytest.mark.gpus({"kind": "v100", "count": 2})
 def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
-    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
+    ready_daemon: Daemon, podman: Podman
 ) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
-    daemon = make_daemon(host).start().wait_ready()
-    eventually(lambda: spec_of(host), "the file of the devices")
-    podman = make_podman(host)
+    host = ready_daemon.host
     inside = "echo $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     command = ["yunion-mps", "run", "--podman", "--count", "2", "--across", "--", "--rm", IMAGE]
     assert host.run([*command, "sh", "-c", inside]).stdout == "00:06.0-0,00:07.0-0 0=4096M,1=4096M\n"
@@ -141,14 +140,11 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
     ) in refused.stderr
     alone = ["yunion-mps", "run", "--podman", "--", "--rm", *mps("00:07.0-0"), IMAGE, "true"]
     assert re.search(r"[0-9a-f-]{36} and 00:07\.0-0 \(", host.run(alone).stderr), "the lease"
-    eventually(lambda: given(daemon) == [], "that nothing is taken")
+    eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
 
 
 def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Daemon, podman: Podman) -> None:
-    status, lease = ready_daemon.ask(
-        "POST", "/v1/leases", f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600"
-    )
-    assert status == 201
+    lease = take(ready_daemon, f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600")
     ready_daemon.pipe_directory.rename(ready_daemon.pipe_directory.with_name("away"))
     ready_daemon.pipe_directory.write_text("")
     os.kill(ready_daemon.control_pid(), signal.SIGKILL)
@@ -163,30 +159,13 @@ def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Da
     assert f"yunion-mps: device {ADDRESSES[2]} is unavailable: its domain is " in refused.stderr
 
 
-def test_a_container_without_an_environment_for_its_env_file_fails(
-    ready_daemon: Daemon, podman: Podman
-) -> None:
-    """An empty file would be none, and the container without limits."""
-    assert podman.good("ps", "--quiet") == ""
-    script = f"podman run --rm --env-file <(yunion-mps env 00:06.0-99 --output docker) {IMAGE} echo ran"
-    done = ready_daemon.host.run(["bash", "-c", script])
-    assert (done.returncode, done.stdout) == (125, "")
-    assert 'invalid environment variable: "=there is none"' in done.stderr
-
-
-def test_memory_in_units_is_a_device_while_its_lease_lives(
-    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    (host.root / "etc/yunion/host_container_device.yml").write_text(
-        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
-        "  virtual_number: 0\n  memory_unit: 1GiB\n"
-    )
-    daemon = make_daemon(host).start().wait_ready()
+def test_memory_in_units_is_a_device_while_its_lease_lives(daemon: Daemon, make_podman: MakePodman) -> None:
+    host = daemon.host
+    host.divide(IN_UNITS)
+    daemon.start().wait_ready()
     podman = make_podman(host)
     assert spec_of(host) == {}
-    status, lease = daemon.ask("POST", "/v1/leases", "memory_mib=2048&holder.name=job-17&holder.ttl_s=600")
-    assert status == 201
+    lease = take(daemon, "memory_mib=2048&holder.name=job-17&holder.ttl_s=600")
     for name in (lease["id"], "00:06.0-m0"):
         limit = podman.good(
             "run", "--rm", *mps(name), IMAGE, "sh", "-c", "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"

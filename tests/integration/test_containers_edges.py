@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import ADDRESSES, given, leases_of
-from integration.podman_host import IMAGE, Podman, mps, spec_of
+from integration.lease_host import ADDRESSES, given, leases_of, take
+from integration.podman_host import IMAGE, Podman, mps
 from integration.test_containers import ASK
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
@@ -34,13 +33,9 @@ def test_a_container_of_a_job_with_env_host_gets_its_own_device(ready_daemon: Da
     eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
 
 
-def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(
-    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
-) -> None:
-    host = make_host()
-    make_daemon(host).start().wait_ready()
-    eventually(lambda: spec_of(host), "the file of the devices")
-    podman = make_podman(host)
+@pytest.mark.gpus({"kind": "tesla-p40"})
+def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(podman: Podman) -> None:
+    host = podman.host
     place = host.root / "dev/log"
     place.parent.mkdir(exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
@@ -63,10 +58,7 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     """There CUDA would find no control daemon, and run without limits: by a lease, or by an old file."""
     host = ready_daemon.host
     inside = ["sh", "-c", ASK]
-    status, lease = ready_daemon.ask(
-        "POST", "/v1/leases", f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600"
-    )
-    assert status == 201
+    lease = take(ready_daemon, f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600")
     assert podman.good("run", "--rm", *mps(lease["id"]), IMAGE, *inside).startswith("25.0")
     told = ["sh", "-c", f"{ASK}; sleep 300"]
     podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[0]), IMAGE, *told)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, given, who_waits
+from integration.lease_host import ADDRESSES, given, take, who_waits
 from integration.podman_host import IMAGE, Podman, files_of, mps
 from waiting import readable
 
@@ -64,9 +64,7 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
 def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
-    _, lease = ready_daemon.ask(
-        "POST", "/v1/leases", f"devices={ADDRESSES[1]}&holder.name=job-17&holder.ttl_s=600"
-    )
+    lease = take(ready_daemon, f"devices={ADDRESSES[1]}&holder.name=job-17&holder.ttl_s=600")
     for name in ("trainer", "teacher"):
         podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
     assert given(ready_daemon) == [ADDRESSES[1]], "both share it"

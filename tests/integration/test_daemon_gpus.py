@@ -14,6 +14,7 @@ from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
+from integration.lease_host import take
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
@@ -73,10 +74,7 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     host, daemon = ready_daemon.host, ready_daemon
     before = {device["addr"]: device["id"] for device in devices(daemon)}
     for address in ("00:06.0-1", "00:07.0-1"):
-        status, _ = daemon.ask(
-            "POST", "/v1/leases", f"devices={address}&holder.name=job-{address}&holder.ttl_s=600"
-        )
-        assert status == 201
+        take(daemon, f"devices={address}&holder.name=job-{address}&holder.ttl_s=600")
     held = leases(daemon)
     host.gpus[1].remove()
     daemon.kill()
@@ -87,7 +85,7 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     kept = leases(daemon)
     assert [one["state"] for one in kept] == ["idle", "unavailable"]
     assert [{**one, "state": "idle", "reason": ""} for one in kept] == held
-    assert daemon.ask("POST", "/v1/leases", "devices=00:06.0-2&holder.name=next&holder.ttl_s=600")[0] == 201
+    take(daemon, "devices=00:06.0-2&holder.name=next&holder.ttl_s=600")
     status, answer = daemon.ask("POST", "/v1/leases", "devices=00:07.0-2&holder.name=lost&holder.ttl_s=600")
     assert status != 200
     assert "the GPU is no longer present" in str(answer)
@@ -218,7 +216,7 @@ def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon)
 def test_status_and_leases_are_answered_while_the_driver_hangs(ready_daemon: Daemon) -> None:
     """With what was known before, and with a remark that it may be out of date."""
     daemon = ready_daemon
-    assert daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
+    take(daemon, "holder.name=job-17&holder.ttl_s=600")
     assert daemon.get("/v1/leases")[1]["leases"][0]["state"] == "idle"
     assert daemon.status()["errors"] == []
     daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "success", delay_ms=600_000)

@@ -7,19 +7,13 @@ from collections import Counter
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
 from integration.test_cli_host import printed, rows
 from simhost import SimHost
+from simhost.host import IN_UNITS
 
-HALVES, QUARTERS = "virtual_number: 2", "virtual_number: 4"
-IN_UNITS = "virtual_number: 0\n  memory_unit: 1GiB"
-
-
-def divide(host: SimHost, how: str) -> None:
-    entry = f"- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  {how}\n"
-    (host.root / "etc/yunion/host_container_device.yml").write_text(f"devices:\n{entry}")
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 def unused(host: SimHost) -> list[str]:
@@ -34,23 +28,23 @@ def lease(daemon: Daemon, query: str) -> str:
 @pytest.mark.parametrize(
     ("before", "query", "after", "free"),
     [
-        (HALVES, "devices=00:06.0-0", QUARTERS, ["00:06.0-1", "00:06.0-2"]),
-        (HALVES, "devices=00:06.0-1", QUARTERS, ["00:06.0-0", "00:06.0-2"]),
-        (QUARTERS, "devices=00:06.0-3", HALVES, ["00:06.0-0"]),
-        (IN_UNITS, "memory_mib=10240", QUARTERS, ["00:06.0-0"]),
-        (IN_UNITS, "memory_mib=16384", HALVES, []),
+        (2, "devices=00:06.0-0", 4, ["00:06.0-1", "00:06.0-2"]),
+        (2, "devices=00:06.0-1", 4, ["00:06.0-0", "00:06.0-2"]),
+        (4, "devices=00:06.0-3", 2, ["00:06.0-0"]),
+        (IN_UNITS, "memory_mib=10240", 4, ["00:06.0-0"]),
+        (IN_UNITS, "memory_mib=16384", 2, []),
         (IN_UNITS, "memory_mib=4096", IN_UNITS, []),
     ],
     ids=["first-half", "second-half", "last-quarter", "units", "all-units", "no-change"],
 )
 def test_a_device_without_memory_left_by_older_leases_is_not_unused(
-    make_host: MakeHost, make_daemon: MakeDaemon, before: str, query: str, after: str, free: list[str]
+    daemon: Daemon, before: object, query: str, after: object, free: list[str]
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, before)
-    daemon = make_daemon(host).start().wait_ready()
+    host = daemon.host
+    host.divide(before)
+    daemon.start().wait_ready()
     assert lease(daemon, f"{query}&holder.name=old")
-    divide(host, after)
+    host.divide(after)
     printed(host, "reload")
     assert unused(host) == free
     assert json.loads(printed(host, "status", "-o", "json"))["devices"]["free"] == len(free)
@@ -59,14 +53,12 @@ def test_a_device_without_memory_left_by_older_leases_is_not_unused(
     assert lease(daemon, "holder.name=one-more") == ""
 
 
-def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, HALVES)
-    daemon = make_daemon(host).start().wait_ready()
+def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: Daemon) -> None:
+    host = daemon.host
+    host.divide(2)
+    daemon.start().wait_ready()
     assert lease(daemon, "holder.name=old") == "00:06.0-0"
-    divide(host, QUARTERS)
+    host.divide(4)
     printed(host, "reload")
     told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
@@ -101,12 +93,11 @@ def counted(daemon: Daemon) -> dict[str, int]:
     return {state: number for state, number in said.items() if number}
 
 
-def test_a_division_waiting_for_leases_is_named_and_counted_alike(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon) -> None:
+    host = daemon.host
     host.divide(4, 6)
-    daemon = make_daemon(host).start().wait_ready()
+    daemon.start().wait_ready()
     for slot in range(4):
         assert lease(daemon, f"devices=00:06.0-{slot}&holder.name=job-{slot}")
     ids = [one["id"] for one in leases_of(daemon)]

@@ -12,6 +12,7 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
+from integration.lease_host import take
 from unit.hostile_names import WORST, steers
 
 #: Takes the name of its first argument, and keeps the control daemon waiting until its input ends.
@@ -61,7 +62,7 @@ def hostile(host_of_hostile_names: Daemon) -> Iterator[subprocess.Popen[bytes]]:
         assert process.stdout.readline() == b"connected\n"
         daemon.host.gpus[0].add_process(process.pid, 9000, "M+C")
         request = f"holder.pid={process.pid}&devices=00:06.0-0&allow_unlimited=true"
-        assert daemon.ask("POST", "/v1/leases", request)[0] == 201
+        take(daemon, request)
         daemon.configure(cuda_mps_thread_percentage="none")
         daemon.signal(signal.SIGHUP)  # the daemon asks the control daemon now, and not within 10 s
         yield process

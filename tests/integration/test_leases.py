@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.proc import user_name
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
@@ -21,6 +20,7 @@ from integration.lease_host import (
     run,
     start,
     stranger,
+    take,
     who_waits,
 )
 
@@ -124,7 +124,7 @@ def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemo
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     stays, goes = start(host), start(host)
-    assert ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
+    take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
     before = {one["id"]: one["devices"] for one in leases_of(ready_daemon)}
     ready_daemon.kill()
     end(goes)
@@ -147,7 +147,7 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon
     assert connection.ask("GET", "/v1/leases")[1]["total"] == 1
     connection.close()
     eventually(lambda: given(ready_daemon) == [], "its end")
-    _, named = ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=1")
+    named = take(ready_daemon, "holder.name=a&holder.ttl_s=1")
     for _ in range(3):
         status, renewed = ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")
         assert status == 200
@@ -158,7 +158,7 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon
 
 @needs_root
 def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
-    _, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
+    lease = take(ready_daemon, "holder.name=a&holder.ttl_s=600")
     with stranger(ready_daemon) as nobody:
         status, answer = nobody.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
@@ -170,14 +170,12 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
     assert given(ready_daemon) == []
 
 
-def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
+@pytest.mark.gpus({"kind": "v100", "memory_mib": 23040})
+def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     """16 units of 128 MiB are 2 GiB; of a GPU of 23040 MiB there are 180, and the 181st is refused."""
-    host = make_host([{"kind": "v100", "memory_mib": 23040}])
-    (host.root / "etc/yunion/host_container_device.yml").write_text(
-        "gpu_memory_unit: 128MiB\ndevices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
-        "  virtual_number: 0\n  memory_unit: 128MiB\n"
-    )
-    daemon = make_daemon(host).start().wait_ready()
+    host = daemon.host
+    host.divide("virtual_number: 0\n  memory_unit: 128MiB\ngpu_memory_unit: 128MiB")
+    daemon.start().wait_ready()
     all_of_it = "23040 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
     assert host.run(["yunion-mps", "list"]).stdout == f"No devices.\n00:06.0: {all_of_it}\n"
     assert "Devices:  created on request\n" in host.run(["yunion-mps", "status"]).stdout

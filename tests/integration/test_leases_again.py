@@ -16,16 +16,7 @@ from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import (
-    ADDRESSES,
-    Connection,
-    given,
-    queued,
-    restart,
-    take,
-    take_all,
-    who_waits,
-)
+from integration.lease_host import ADDRESSES, Connection, given, queued, restart, take, take_all, who_waits
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})

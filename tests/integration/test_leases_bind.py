@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger
+from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger, take
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -27,8 +27,7 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     ready_daemon: Daemon, inside: subprocess.Popen[bytes]
 ) -> None:
     connection = Connection(ready_daemon)
-    status, lease = connection.ask("POST", "/v1/leases", "holder.kind=connection")
-    assert status == 201
+    lease = take(connection, "holder.kind=connection")
     status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, bound["binding"], bound["pid"]) == (200, "container", inside.pid)
     connection.close()
@@ -49,7 +48,7 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
 
 
 def test_one_of_a_name_stays_its_name_s(ready_daemon: Daemon, inside: subprocess.Popen[bytes]) -> None:
-    _, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")
+    lease = take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
     assert lease["cdi"] == f"yunion.io/mps={lease['id']}"
     status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, bound["binding"], bound["pid"]) == (200, "name", None)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from faults.levers import Levers
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
@@ -84,10 +83,9 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
     eventually(lambda: given(ready_daemon) == [], "that all is free")
 
 
-def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(ready_daemon: Daemon) -> None:
+    daemon = ready_daemon
     before = take(daemon, "holder.name=before&holder.ttl_s=600")
     assert wrong_at(daemon) == []
     daemon.configure(cuda_mps_scope="gpu")
@@ -137,11 +135,10 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 
 
 def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
-    make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
+    daemon: Daemon, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    host.divide(48)
-    daemon = make_daemon(host).start().wait_ready()
+    daemon.host.divide(48)
+    daemon.start().wait_ready()
     for _ in range(48):
         take(daemon, f"holder.pid={sleeper.pid}")
     used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
@@ -209,13 +206,11 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
     assert given(ready_daemon) == []
 
 
+@pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(
-    make_host: MakeHost, make_daemon: MakeDaemon, scope: str
-) -> None:
+def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(daemon: Daemon, scope: str) -> None:
     """Also over a reload and an end of all control daemons; they are not told that it is infeasible."""
-    host = make_host([{"kind": "v100"}, {"kind": "a100"}])
-    daemon = make_daemon(host)
+    host = daemon.host
     daemon.configure(
         container_device_config_file="/etc/yunion/host_container_device.yml", cuda_mps_scope=scope
     )

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER
+from integration.lease_host import STRANGER, take
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -59,7 +59,7 @@ def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
     assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
     assert value(ready_daemon, "yunion_mps_device_leased", **device) == 0
     request = f"holder.pid={os.getpid()}&devices=00:06.0-1&allow_unlimited=true"
-    assert ready_daemon.ask("POST", "/v1/leases", request)[0] == 201
+    take(ready_daemon, request)
     eventually(lambda: value(ready_daemon, "yunion_mps_device_leased", **device) == 1, "the lease")
     assert value(ready_daemon, "yunion_mps_leases", binding="process") == 1
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
 from integration.lease_host import ADDRESSES, given, run, start
 
@@ -171,11 +170,9 @@ def test_what_is_empty_or_too_much_is_wrong_usage(ready_daemon: Daemon, wrong: s
     assert given(ready_daemon) == []
 
 
-def test_a_job_with_several_devices_is_asked_which_one_it_means(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
-    make_daemon(host).start().wait_ready()
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_job_with_several_devices_is_asked_which_one_it_means(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
     for word, printed in (("show", ""), ("env", "false\n")):
         done = run(host, "--count", "2", "--across", "yunion-mps", word)
         assert (done.returncode, done.stdout) == (2, printed)

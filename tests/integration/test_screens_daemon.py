@@ -8,18 +8,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import MakeDaemon
 from integration.daemon_host import Daemon, is_running
 from integration.test_cli_host import printed, rows
 from integration.test_screens import TOP
 from integration.tmux import Tmux
+from simhost import SimHost
+from simhost.host import IN_UNITS
 from simhost.mps import StandIns
+
+pytestmark = pytest.mark.gpus({"kind": "v100", "virtual_number": 2})
 
 
 @pytest.fixture
-def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, StandIns]]:
+def busy(host: SimHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, StandIns]]:
     """A V100 divided by two, whose budgets are kept, with stand-ins for jobs."""
-    host = make_host([{"kind": "v100", "virtual_number": 2}])
     with StandIns(host) as jobs:
         yield make_daemon(host).start().wait_ready(), jobs
 
@@ -80,15 +83,10 @@ def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(busy: tupl
         assert printed(host, "who") == "No devices are in use.\n"
 
 
-def test_what_is_left_of_memory_in_units_is_on_every_screen(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    (host.root / "etc/yunion/host_container_device.yml").write_text(
-        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 0\n"
-        "  memory_unit: 1GiB\n"
-    )
-    make_daemon(host).start().wait_ready()
+def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> None:
+    host = daemon.host
+    host.divide(IN_UNITS)
+    daemon.start().wait_ready()
     with Tmux(host.env, 80, 24) as screen:
         screen.type(TOP, "Enter")
         screen.wait("^1 GPU; 0 devices: 0 used, 0 free; 16.0 GiB free in units; 0 leases; 0 processes$")

@@ -23,7 +23,6 @@ from yunion_mps.http.messages import Request, Response
 from yunion_mps.paths import Paths
 
 from browser.scene import Jobs, Served
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.gateway_host import Gateway, free_port
 from simhost import SimHost
@@ -145,11 +144,9 @@ def test_a_question_that_is_not_the_pages_is_refused_with_one_line(
     assert (answer.status, answer.json["detail"]) == (400, detail)
 
 
-def test_the_picture_shows_holders_and_no_process_environment(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(make_host([{"kind": "v100", "virtual_number": 4}])).start().wait_ready()
-    with Jobs(daemon) as jobs, Served(daemon.host) as served:
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_picture_shows_holders_and_no_process_environment(ready_daemon: Daemon, served: Served) -> None:
+    with Jobs(ready_daemon) as jobs:
         pid = jobs.start("train.py", device="00:06.0-1", mib=6000)
         shown = ask(served, "/overview.json")
     picture = shown.json

@@ -21,6 +21,9 @@ from .install import built_library, install, library_path
 from .state import StateError, StateFile
 from .tree import device_file, write_tree
 
+#: How `divide` leaves a GPU's memory open, to be leased in units.
+IN_UNITS = "virtual_number: 0\n  memory_unit: 1GiB"
+
 _Self = TypeVar("_Self", bound="Closes")  # typing.Self is not in Python 3.9
 
 
@@ -106,7 +109,10 @@ class SimHost(Closes):
             shutil.rmtree(self.root, ignore_errors=True)
 
     def divide(self, *numbers: object) -> None:
-        """Write the device file: the first GPUs into so many devices each, the others not at all."""
+        """Write the device file: the first GPUs into so many devices each, the others not at all.
+
+        Or as IN_UNITS and other texts say: see tree.device_file.
+        """
         divided = zip((gpu.uuid for gpu in self.gpus), numbers)
         (self.root / "etc/yunion/host_container_device.yml").write_text(device_file(divided))
 

@@ -48,10 +48,14 @@ def write_tree(root: Path, host: HostDescription) -> None:
 
 
 def device_file(divided: Iterable[tuple[str, object]]) -> str:
-    """Return the host_container_device.yml in which each of these GPUs has so many devices."""
+    """Return the host_container_device.yml in which each of these GPUs has so many devices.
+
+    A text with a colon is what its entry has instead of `virtual_number`.
+    """
     lines = ["devices:"]
-    for path, number in divided:
-        lines += [f"- path: {path}", "  type: NVIDIA_MPS", f"  virtual_number: {number}"]
+    for path, how in divided:
+        division = how if ":" in str(how) else f"virtual_number: {how}"
+        lines += [f"- path: {path}", "  type: NVIDIA_MPS", f"  {division}"]
     return "\n".join(lines) + "\n"
 
 
