@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.common import (
+from yunion_mps.cli.options import (
     Number,
     call,
     complete_gpu,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
+from yunion_mps.cli.options import Duration, call, confirm, daemon, refuse_unattended
 from yunion_mps.cli.output import (
     Column,
     fields,

@@ -23,7 +23,7 @@ _LONGEST = 54
 SECTIONS = {
     "Run jobs": {
         "run": ("run", "run"),
-        "env": ("run", "print_environment"),
+        "env": ("lease", "print_environment"),
         "lease": ("lease", "lease_group"),
     },
     "Devices and GPUs": {
@@ -36,8 +36,8 @@ SECTIONS = {
         "status": ("status", "status"),
         "who": ("who", "who"),
         "top": ("top", "top"),
-        "events": ("events", "show_events"),
-        "doctor": ("doctor", "doctor"),
+        "events": ("monitor", "show_events"),
+        "doctor": ("status", "doctor"),
         "terminate": ("who", "terminate"),
     },
     "Configure": {
@@ -46,13 +46,13 @@ SECTIONS = {
         "reload": ("reload", "reload"),
     },
     "Integrate": {
-        "metrics": ("serve", "metrics"),
-        "web": ("serve", "web"),
+        "metrics": ("monitor", "metrics"),
+        "web": ("monitor", "web"),
         "completion": ("root", "completion"),
     },
 }
 #: Called by the packages' scripts and units; help and completion omit them.
-_INTERNAL = {"gateway": ("serve", "gateway"), "daemon-reexec": ("reload", "reexec")}
+_INTERNAL = {"gateway": ("monitor", "gateway"), "daemon-reexec": ("reload", "reexec")}
 COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
 
 

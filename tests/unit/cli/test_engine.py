@@ -7,7 +7,7 @@ import csv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cli.engine import mount_words, overridden
+from yunion_mps.cli.run import mount_words, overridden
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import subprocess
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cli.run import STYLES, show_environment
+from yunion_mps.cli.lease import show_environment
+from yunion_mps.cli.options import STYLES
 from yunion_mps.errors import HostError
 
 from unit.cli.conftest import Cli

@@ -21,6 +21,8 @@ VIEWS = ("all", "GPUs", "devices")
 #: As many rows as there are lines, to print a complete frame.
 WHOLE = 1_000_000
 
+#: The codes of styles (ECMA-48, SGR).
+_SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
 #: Each column's heading in both tables; what only GPUs have shares a column with what only devices have.
 _HEADINGS = {
     "GPU": {
@@ -333,3 +335,15 @@ def _cut(line: Line, state: ViewState) -> Line:
         if left <= 0:
             break
     return fitted
+
+
+def encode(line: Line, columns: int, *, utf8: bool, colour: bool) -> bytes:
+    """Return what draws the line in a row of a terminal."""
+    width, pieces = 0, []
+    for text, style in line:
+        width += len(text)
+        code = _SGR.get(style) if colour else None
+        pieces.append(f"\x1b[{code}m{text}\x1b[0m" if code else text)
+    # At the right margin, clearing the rest of the line would delete the last character.
+    end = "" if width >= columns else "\x1b[K"
+    return ("".join(pieces) + end).encode("utf-8" if utf8 else "ascii", "replace")
