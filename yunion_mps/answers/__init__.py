@@ -4,7 +4,26 @@ Memory is in MiB, times are RFC 3339 strings, and what is unknown is None. scrip
 schemas of these types. Import this package under TYPE_CHECKING if a program's start should not pay for it.
 """
 
-from yunion_mps.answers.devices import Device, DeviceDetails, DeviceList, Gpu, GpuList, PcieLink
+from yunion_mps.answers.devices import (
+    ClientList,
+    ContainerFields,
+    Device,
+    DeviceDetails,
+    DeviceList,
+    Gpu,
+    GpuList,
+    HolderFields,
+    LeaseDetails,
+    LeaseList,
+    LeaseRecord,
+    MpsClient,
+    MpsServer,
+    PcieLink,
+    ProcessFields,
+    QueuedRequest,
+    Termination,
+    WaitingClient,
+)
 from yunion_mps.answers.host import (
     Change,
     ChangeList,
@@ -24,16 +43,6 @@ from yunion_mps.answers.host import (
     Status,
     StatusProblem,
     Usage,
-)
-from yunion_mps.answers.leases import HolderFields, LeaseDetails, LeaseList, LeaseRecord, QueuedRequest
-from yunion_mps.answers.processes import (
-    ClientList,
-    ContainerFields,
-    MpsClient,
-    MpsServer,
-    ProcessFields,
-    Termination,
-    WaitingClient,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Devices and GPUs."""
+"""Devices and GPUs, and who uses them: processes, leases, and queued requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from yunion_mps.fields import (
     Mib,
     NumaNode,
     Percentage,
+    Pid,
     ReasonCode,
+    Time,
     Utilization,
+    UtilizationList,
     Uuid,
     VendorDeviceId,
 )
@@ -125,3 +128,123 @@ class GpuList(TypedDict):
 
     gpus: list[Gpu]
     total: Count
+
+
+class ProcessFields(TypedDict):
+    """A process; all fields except its PID are null if it has just ended."""
+
+    pid: Pid
+    uid: Count | None
+    user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
+    command: Annotated[str | None, Field("Its command line, truncated to 500 characters.", maxLength=500)]
+    started: Time | None
+
+
+class MpsServer(ProcessFields):
+    """One MPS server."""
+
+    domain: Annotated[str, Field("The control daemon that it belongs to.")]
+    state: Annotated[
+        str | None, Field("Null if the control daemon does not list it (before 550). FAULT: its jobs failed.")
+    ]
+
+
+class ContainerFields(TypedDict):
+    """The container that a process runs in; null if there is none."""
+
+    container: Annotated[str | None, Field("The container's name, or the beginning of its id.")]
+    container_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
+
+
+class MpsClient(ProcessFields, ContainerFields):
+    """One process that uses GPUs."""
+
+    mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
+    server: Annotated[Pid | None, Field("The PID of its MPS server.")]
+    domain: Annotated[str, Field("The control daemon that serves it.")]
+    device: Annotated[str | None, Field("Its device, by YUNION_MPS_DEVICE in its environment.")]
+    gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
+    memory_by_gpu_mib: Annotated[list[Mib | None], Field("Its memory on each of these.")]
+    memory_used_mib: Annotated[Mib | None, Field("Its memory on all GPUs of its domain.")]
+    sm_utilization_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
+
+
+class WaitingClient(ProcessFields):
+    """One process that waits for an MPS server because another user's server is running."""
+
+    since: Annotated[Time, Field("When it asked for a server.")]
+    server: Annotated[Pid, Field("The PID of the MPS server that it waits for.")]
+    server_user: Annotated[str, Field("That server's user: a name, or the id if there is none.")]
+    domain: Annotated[str, Field("The control daemon that keeps it waiting.")]
+
+
+class ClientList(TypedDict):
+    """The clients and servers of MPS."""
+
+    servers: list[MpsServer]
+    clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
+    waiting: Annotated[list[WaitingClient], Field("In order of arrival.")]
+    errors: Annotated[list[str], Field("What could not be found out, and why.")]
+    total: Annotated[Count, Field("The number of clients.")]
+
+
+class Termination(TypedDict):
+    """How a client was ended."""
+
+    pid: Pid
+    ended: Annotated[bool, Field("Whether it has ended.")]
+    how: Annotated[str, Field("What was done.")]
+
+
+class HolderFields(ContainerFields):
+    """Who holds or waits for devices."""
+
+    pid: Annotated[Pid | None, Field("Its process; null if it is bound to a name.")]
+    uid: Count
+    user: Annotated[str, Field("Its user's name, or the id if it has none.")]
+    command: Annotated[str | None, Field("The process's command line, truncated to 100 characters.")]
+    name: Annotated[str | None, Field("Its name; null unless it is bound to a name.")]
+    since: Time
+
+
+class LeaseRecord(HolderFields):
+    """Devices that belong to one holder until the lease ends."""
+
+    id: Annotated[str, Field("A random UUID.")]
+    devices: Annotated[list[str], Field("The devices' addresses.")]
+    gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
+    memory_mib: Annotated[list[Mib], Field("Each device's memory.")]
+    memory_peak_mib: Annotated[list[Mib | None], Field("Each device's highest use since the lease began.")]
+    sm_utilization: Annotated[UtilizationList, Field("The SM utilization of each device.")]
+    thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
+    budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
+    unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]
+    binding: Annotated[str, Field("What ends it.", enum=enums.BINDINGS)]
+    expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
+    cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
+    environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
+
+
+class LeaseDetails(LeaseRecord):
+    """A lease, and how its devices are used now."""
+
+    state: Annotated[
+        str | None,
+        Field("`idle`: no process uses its devices. Null: unknown.", enum=[*enums.LEASE_STATES, None]),
+    ]
+    reason: Annotated[str, Field("Why its devices are unavailable or pending.")]
+
+
+class QueuedRequest(HolderFields):
+    """A request that waits for devices."""
+
+    wants: Annotated[str, Field("What it requests.")]
+
+
+class LeaseList(TypedDict):
+    """All leases, and the queued requests."""
+
+    leases: list[LeaseDetails]
+    waiting: Annotated[list[QueuedRequest], Field("In order of arrival.")]
+    errors: Annotated[list[str], Field("What could not be found out about their use, and why.")]
+    total: Annotated[Count, Field("The number of leases.")]

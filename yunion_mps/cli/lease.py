@@ -43,7 +43,7 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
-from yunion_mps.client.retry import RequestMembers
+from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import END_LEASE, GET_DEVICE, GET_LEASE, GET_LEASES, NAME, RENEW_LEASE

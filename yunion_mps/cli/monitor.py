@@ -22,13 +22,12 @@ from yunion_mps.cli.output import (
     show,
     wrapped,
 )
-from yunion_mps.client.retry import follow_events
-from yunion_mps.client.transport import BlockingTransport, iterate_blocking
+from yunion_mps.client.transport import BlockingTransport, follow_events, iterate_blocking
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_STATUS, MAX_EVENTS
-from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.paths import Paths
 from yunion_mps.units import rfc3339, seconds
 

@@ -14,7 +14,7 @@ import click
 
 from yunion_mps.cli.output import print_notice
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operation import Operation
+from yunion_mps.http.operation import Operation, Value
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_DEVICES,
@@ -24,7 +24,6 @@ from yunion_mps.http.operations import (
     MAX_MIB,
     MAX_WAIT_S,
 )
-from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NOTHING_FREE
 from yunion_mps.service.holdings import ID_LENGTH
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from yunion_mps.answers import Device, LeaseRecord
-    from yunion_mps.client.retry import RequestMembers
+    from yunion_mps.client.transport import RequestMembers
     from yunion_mps.http.client import DaemonClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -349,11 +348,11 @@ def _memory(text: str) -> int:
 
 def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
-    from yunion_mps.client import retry  # not needed by most commands
-    from yunion_mps.client.transport import BlockingTransport, run_blocking
+    from yunion_mps.client import transport  # not needed by most commands
 
     with hints_of_options(wanted, wait_s):
-        return run_blocking(retry.take(BlockingTransport(daemon()), wanted, wait_s, print_notice))
+        daemon_ = transport.BlockingTransport(daemon())
+        return transport.run_blocking(transport.take(daemon_, wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager

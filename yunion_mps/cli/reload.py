@@ -22,8 +22,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.retry import Retrier
-from yunion_mps.client.transport import BlockingTransport, run_blocking
+from yunion_mps.client.transport import BlockingTransport, Retrier, run_blocking
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import (

@@ -30,8 +30,13 @@ from yunion_mps.cli.options import (
     warn_of_limits,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.client.retry import RequestMembers, preview, refuse_unreachable
-from yunion_mps.client.transport import BlockingTransport, run_blocking
+from yunion_mps.client.transport import (
+    BlockingTransport,
+    RequestMembers,
+    preview,
+    refuse_unreachable,
+    run_blocking,
+)
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.escaping import command_line
 from yunion_mps.http.operations import BIND_LEASE, COMMAND_LENGTH, END_LEASE, GET_GPUS

@@ -6,13 +6,11 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from yunion_mps.client.blocking import ignore_message
+from yunion_mps.client.blocking import ClientQueries, ignore_message
 from yunion_mps.client.lease import AsyncLease, LeaseArguments, acquire, lease_request
-from yunion_mps.client.queries import ClientQueries
-from yunion_mps.client.retry import OnMessage
+from yunion_mps.client.transport import OnMessage
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
-from yunion_mps.http.asynchronous import AsyncDaemonClient
-from yunion_mps.http.client import DaemonClient
+from yunion_mps.http.client import AsyncDaemonClient, DaemonClient
 from yunion_mps.paths import Paths
 
 

@@ -9,17 +9,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from yunion_mps.client.retry import (
+from yunion_mps.client.transport import (
     RECONNECT_TIMEOUT_S,
     OnMessage,
     RequestMembers,
     Retrier,
+    Transport,
     refuse_unreachable,
+    run_blocking,
     take,
 )
-from yunion_mps.client.transport import Transport, run_blocking
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.http.operation import BadRequestError
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_DEVICES,
@@ -29,7 +31,6 @@ from yunion_mps.http.operations import (
     RENEW_LEASE,
     TAKE_LEASE,
 )
-from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 

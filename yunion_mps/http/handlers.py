@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps.escaping import printable
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
+from yunion_mps.http.operation import BadRequestError
 from yunion_mps.http.operations import COMMAND_LENGTH
-from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder
 from yunion_mps.service.clients import ClientService

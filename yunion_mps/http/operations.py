@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.enums import BINDINGS, EVENT_KINDS, PLACEMENTS, RELOAD_MODES
-from yunion_mps.http.operation import OWNER, ROOT, SLOW_S, Operation
-from yunion_mps.http.parameters import Parameter
+from yunion_mps.http.operation import OWNER, ROOT, SLOW_S, Operation, Parameter
 
 if TYPE_CHECKING:
     from yunion_mps import answers

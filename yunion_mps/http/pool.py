@@ -46,6 +46,7 @@ class PooledConnection(Protocol):
 
     #: The user, or the address of a client over TCP.
     client: int | str
+    was_answered: bool
 
     @property
     def unread_bytes(self) -> int:
@@ -58,10 +59,6 @@ class PooledConnection(Protocol):
     @property
     def is_replaceable(self) -> bool:
         """Whether it may be closed for a new one."""
-
-    @property
-    def was_answered(self) -> bool:
-        """Whether it has had an answer."""
 
     def begin(self) -> None:
         """Start to handle requests."""
@@ -138,6 +135,10 @@ class ConnectionPool:
 
     def unread_bytes(self, client: int | str) -> int:
         return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
+
+    def abort_all(self) -> None:
+        for connection in [*self.waiting, *self.connections]:
+            connection.abort()
 
     def forget(self, connection: PooledConnection) -> None:
         if connection in self.waiting:

@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from yunion_mps.client.retry import take
-from yunion_mps.client.transport import run_blocking
+from yunion_mps.client.transport import run_blocking, take
 from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.operation import Operation
 

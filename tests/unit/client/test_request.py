@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from yunion_mps.client.blocking import format_since
 from yunion_mps.client.lease import _memory, lease_request, whole_seconds
-from yunion_mps.client.queries import format_since
 from yunion_mps.errors import YunionError
 
 

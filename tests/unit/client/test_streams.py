@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.client.retry import watch
-from yunion_mps.client.transport import iterate_blocking
+from yunion_mps.client.transport import iterate_blocking, watch
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
 from yunion_mps.http.operation import EncodedRequest, Operation

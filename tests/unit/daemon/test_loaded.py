@@ -14,7 +14,6 @@ ELSEWHERE = (
     "yunion_mps.cli",
     "yunion_mps.containers.hook",
     "yunion_mps.client",
-    "yunion_mps.http.asynchronous",
     "yunion_mps.fields",
     "yunion_mps.http.client",
     "yunion_mps.doctor",

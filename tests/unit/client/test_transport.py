@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.cli.output import print_notice
-from yunion_mps.client.retry import Retrier
-from yunion_mps.client.transport import run_blocking
+from yunion_mps.client.transport import Retrier, run_blocking
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.operations import GET_STATUS
 
