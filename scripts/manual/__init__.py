@@ -1,1 +1,1 @@
-"""What `scripts/generate` writes: man pages, completions, example files, in the programs' own words."""
+"""Generate man pages, completions and example files from the programs, for `scripts/generate`."""

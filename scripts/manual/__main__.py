@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
     scripts = os.path.dirname(here)
-    # The sources around this file come before an installed yunion_mps: what is made describes them.
+    # Prefer the checkout's sources to an installed yunion_mps, because the output describes them.
     sys.path[:] = [scripts, os.path.dirname(scripts), *(path for path in sys.path if path != here)]
     from manual.writing import main
 

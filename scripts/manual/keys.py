@@ -1,4 +1,4 @@
-"""The keys of the two configuration files for a reader, and the example files that explain every key."""
+"""Descriptions of the keys of both configuration files, and the example files that explain every key."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def device_file_keys() -> list[Key]:
 
 
 def written(value: Any) -> str:
-    """A value as it is written in YAML; `not set` where there is none."""
+    """Format a value as in YAML, or `not set` if there is none."""
     if value is None:
         return "not set"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -110,7 +110,7 @@ _OTHER_ENTRIES = """\
 
 
 def host_conf_example() -> str:
-    """The file host.conf; what is commented out has its default, or an example where there is none."""
+    """Return the file host.conf; commented-out keys have their default, or an example if there is none."""
     return _HOST_CONF + "".join(
         f"\n{_comment(key)}# Type: {key.type}. Default: {key.default}.\n{_line(key)}\n" for key in host_keys()
     )

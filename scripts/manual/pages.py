@@ -80,7 +80,7 @@ def command_page(date: str) -> str:
 
 
 def statuses(text: str) -> list[tuple[str, str]]:
-    """Each exit status and its meaning, out of a program's help: `Exit status: 0 success; 1 …`."""
+    """Return each exit status with its meaning, from a program's help: `Exit status: 0 success; 1 …`."""
     listed = " ".join(text.partition("xit status:")[2].split())
     return [
         (number, words) for number, _, words in (part.strip().partition(" ") for part in listed.split(";"))
@@ -122,7 +122,7 @@ def _options(context: click.Context) -> list[tuple[str, str]]:
 
 
 def _help(command: click.Command) -> tuple[list[str], list[str]]:
-    """The help's paragraphs, and those of them whose lines click keeps as they are."""
+    """Return the help's paragraphs, and those of them in which click keeps the lines."""
     texts = re.split(r"\n\s*\n", cleandoc(command.help or ""))
     prose = [" ".join(text.split()) for text in texts if not text.startswith(_KEPT)]
     return prose, [text[len(_KEPT) :] for text in texts if text.startswith(_KEPT)]

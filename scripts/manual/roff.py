@@ -1,4 +1,4 @@
-"""A man page in man(7)'s macros, of which both groff and mandoc know these few."""
+"""A man page in those macros of man(7) that both groff and mandoc support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_LINE = 76
 
 
 class Page:
-    """A page that grows by its sections; `str` gives its source.
+    """A page to which sections are added; `str` returns its source.
 
     In paragraphs, what stands between backquotes is shown bold.
     """
@@ -23,10 +23,10 @@ class Page:
     def __init__(self, name: str, section: int, date: str, title: str) -> None:
         """`title` is what the page is about, in half a line."""
         kind = {1: "User Commands", 5: "File Formats", 8: "System Administration"}[section]
-        # The longest name would not leave room for the rest of the line at the top, and of that below.
+        # The longest name would not fit into the header and the footer.
         head = name.replace("yunion-mps-host", "host").upper()
-        # Neither hyphenated nor stretched to the margin, for much is to be copied. HY and AD are what groff's
-        # macros go back to after each paragraph (AD from 1.23 on).
+        # Do not hyphenate or justify text, because it is copied. groff's macros restore HY after each
+        # paragraph, and AD from 1.23 on.
         self._lines = [
             ".nr HY 0",
             ".ds AD l",
@@ -79,7 +79,7 @@ class Page:
         ]
 
     def _apart(self) -> None:
-        """Keep a distance from what stands above, except from a title, which has its own."""
+        """Add space before the next paragraph, except after a title, which has its own."""
         if not self._fresh:
             self._lines.append(".PP")
         self._fresh = False
@@ -87,19 +87,19 @@ class Page:
     def _fill(self, text: str) -> None:
         self._fresh = False
         lines = wrap(marked(text), _MAX_LINE, break_long_words=False, break_on_hyphens=False)
-        # Without the mark at its end, a line that ends with a sentence is followed by two blanks.
+        # Without this mark, the end of a sentence at the end of a line is followed by two spaces.
         self._lines += [_line(line) + ("\\&" if line.endswith((".", "?", "!")) else "") for line in lines]
 
 
 def escaped(text: str) -> str:
-    """`text` such that it is shown as it is."""
+    """Escape `text`."""
     return "".join(
         _ESCAPES.get(char) or (char if char.isascii() else f"\\[u{ord(char):04X}]") for char in text
     )
 
 
 def marked(text: str) -> str:
-    """`text` such that it is shown as it is, and bold what stands between backquotes."""
+    """Escape `text`, and make what is between backquotes bold."""
     parts = text.split("`")
     return "".join(
         f"\\fB{escaped(part)}\\fR" if number % 2 else escaped(part) for number, part in enumerate(parts)
@@ -107,5 +107,5 @@ def marked(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """A line of the source; what begins with a dot would be a macro."""
+    """Escape a line of the source, because a line that begins with a dot would be a macro."""
     return "\\&" + text if text.startswith(".") else text

@@ -1,4 +1,4 @@
-"""Which files there are, and writing them."""
+"""The list of generated files, and writing them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(directory: str, epoch: str) -> int:
 
 
 def files(date: str) -> Iterator[tuple[str, str]]:
-    """Each file's name below the directory, and its text."""
+    """Return the path of each file below the directory, and its text."""
     yield "man/yunion-mps.1", command_page(date)
     yield "man/yunion-mps-daemon.8", daemon_page(date)
     yield "man/yunion-mps-host.conf.5", host_conf_page(date)
@@ -50,7 +50,7 @@ def files(date: str) -> Iterator[tuple[str, str]]:
 
 
 def completion_script(shell: str) -> str:
-    """Just what `yunion-mps completion` prints."""
+    """Return the output of `yunion-mps completion`."""
     assert completion.callback
     with redirect_stdout(io.StringIO()) as printed:
         completion.callback(shell)

@@ -1,1 +1,1 @@
-"""Makes the JSON schemas of the API's answers out of their types."""
+"""Generate the JSON schemas of the API's responses from their types."""

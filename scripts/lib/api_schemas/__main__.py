@@ -1,7 +1,4 @@
-"""Writes what is derived from types and tables; `scripts/schemas` runs this.
-
-The schemas are written to a file, which is by default that of the package, the page of reason codes to docs/.
-"""
+"""`scripts/schemas`: write the schemas to a file, by default the package's, and docs/reason-codes.md."""
 
 from __future__ import annotations
 

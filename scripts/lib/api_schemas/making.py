@@ -1,6 +1,6 @@
-"""The JSON schemas of the API's answers by name, each with an example; pydantic makes them of the types.
+"""Generate the JSON schemas of the API's responses by name, each with an example, with pydantic.
 
-The types are loaded with typing_extensions' TypedDict for that: pydantic needs it before Python 3.12.
+The types are loaded with typing_extensions' TypedDict, which pydantic needs before Python 3.12.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DETAILS_OF = {"DeviceDetails": "Device", "LeaseDetails": "LeaseRecord"}
 
 
 def content() -> str:
-    """What the file is to hold."""
+    """Return the contents of the file."""
     return json.dumps(schemas(), indent=1, ensure_ascii=False) + "\n"
 
 
 def schemas() -> dict[str, Schema]:
-    """The schemas by name, as components of an OpenAPI document."""
+    """Return the schemas by name, as components of an OpenAPI document."""
     from pydantic import ConfigDict, TypeAdapter
 
     answers = _answers()
@@ -59,7 +59,7 @@ def _is_answer(name: str, value: object) -> bool:
 
 
 def _plain(schema: Schema) -> Schema:
-    """The schema without titles, which repeat names, and with null among the types of what may be null."""
+    """Return the schema without titles, which repeat names, and with null as a type of nullable fields."""
     found = {name: value for name, value in schema.items() if name != "title"}
     if "properties" in found:
         found["properties"] = {name: _plain(value) for name, value in found["properties"].items()}
@@ -72,7 +72,7 @@ def _plain(schema: Schema) -> Schema:
 
 
 def _example(name: str, schemas: dict[str, Schema], examples: dict[str, Any]) -> Any:
-    """An example of the type: a field without one of its own has its type's."""
+    """Return an example of the type; a field without its own example gets that of its type."""
     own = {**examples.get(_DETAILS_OF.get(name, ""), {}), **examples.get(name, {})}
 
     def value(field: str, schema: Schema) -> Any:

@@ -1,4 +1,4 @@
-"""The deb, by dpkg-deb, and the rpm, by rpmbuild; their changelogs have what is new in this version."""
+"""Build the deb with dpkg-deb and the rpm with rpmbuild, with the newest section of CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from email.utils import formatdate
 from package_build.source import Source
 from package_build.tree import DEBIAN, DOCUMENTS, FEDORA, compressed, installed_bytes, put, settle
 
-#: There is no public mailbox: those who publish packages answer for them.
+#: There is no public mailbox: whichever organization publishes the packages is responsible for them.
 MAINTAINER = "yunion-mps maintainers <yunion-mps@localhost>"
-#: Cloudpods' package of the same name counts its versions as Cloudpods does (3.11): this makes ours newer.
+#: Cloudpods' package of the same name has Cloudpods' version numbers (3.11); the epoch makes ours newer.
 EPOCH = 1
 
 
 def points(source: Source) -> list[str]:
-    """The points of the newest section, each one paragraph."""
+    """Return the items of the newest section, one paragraph each."""
     section = source.read("CHANGELOG.md").split("\n## ")[1]
     return [" ".join(point.split()) for point in section.split("\n- ")[1:]]
 
 
 def debian_changelog(source: Source) -> str:
-    """As deb-changelog(5) has it."""
+    """Return the changelog in the format of deb-changelog(5)."""
     head = f"yunion-mps-daemon ({EPOCH}:{source.version}) unstable; urgency=medium\n\n"
     body = "".join(_indented(point, "  * ", "    ") for point in points(source))
     return f"{head}{body}\n -- {MAINTAINER}  {formatdate(source.epoch_s)}\n"
 
 
 def rpm_changelog(source: Source) -> str:
-    """As a spec's %changelog has it."""
+    """Return the changelog in the format of a spec's %changelog."""
     day = time.strftime("%a %b %d %Y", time.gmtime(source.epoch_s))
     body = "".join(_indented(point, "- ", "  ") for point in points(source)).replace("%", "%%")
     return f"* {day} {MAINTAINER} - {EPOCH}:{source.version}-1\n{body}"
@@ -64,7 +64,7 @@ def build_deb(source: Source, root: str, output: str) -> str:
         put(root, f"DEBIAN/{name}", source.script("packaging/debian", name).encode(), 0o755)
     settle(root, source.epoch_s)
     path = os.path.join(output, f"yunion-mps-daemon_{source.version}_all.deb")
-    # xz, for dpkg before Debian 12 knows no zstd.
+    # xz, because dpkg before Debian 12 does not support zstd.
     command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--build", root, path]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -72,7 +72,7 @@ def build_deb(source: Source, root: str, output: str) -> str:
 
 
 def _sums(root: str) -> str:
-    """As deb-md5sums(5) has it; configuration files are not named there."""
+    """Return the checksums in the format of deb-md5sums(5), without configuration files."""
     lines = []
     for folder, _, names in os.walk(root):
         for name in names:
@@ -99,14 +99,14 @@ def build_rpm(source: Source, root: str, work: str, output: str) -> str:
         "our_version": source.version,
         "our_epoch": str(EPOCH),
         "our_maintainer": MAINTAINER,
-        # Nothing of the machine and of the moment goes into the file.
+        # The file must not depend on the machine or the time.
         "_buildhost": "reproducible",
         "use_source_date_epoch_as_buildtime": "1",
         "clamp_mtime_to_source_date_epoch": "1",
         "source_date_epoch_from_changelog": "0",
         "_binary_payload": "w6.xzdio",
     }
-    # The file's first bytes name the target even if the package is noarch, by default the building machine.
+    # Even in a noarch package, the header names a target, by default the building machine.
     command = ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", "noarch-redhat-linux"]
     for name, value in defines.items():
         command += ["--define", f"{name} {value}"]
@@ -122,7 +122,7 @@ def build_rpm(source: Source, root: str, work: str, output: str) -> str:
 
 
 def _file_list(root: str) -> list[str]:
-    """Every file, and the folders that are ours alone; what is configuration or text is marked as such."""
+    """List all files and the directories that only this package has; mark configuration and documentation."""
     lines = ["%dir /usr/lib/yunion-mps\n"]
     for folder, folders, names in os.walk(root):
         place = folder[len(root) :]

@@ -1,4 +1,4 @@
-"""The list of what is bundled, in CycloneDX: names, versions, licences, and the hash of every file."""
+"""The list of bundled libraries in CycloneDX: names, versions, licences, and the hash of every file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 def sbom(source: Source, bundle: list[Bundled]) -> str:
-    """CycloneDX 1.5 as JSON, the same for the same sources."""
+    """Return CycloneDX 1.5 as JSON, which depends only on the sources."""
     made_at = datetime.fromtimestamp(source.epoch_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     us = f"pkg:generic/yunion-mps-daemon@{source.version}"
     document = {
@@ -51,7 +51,7 @@ def _purl(one: Bundled) -> str:
 
 
 def _component(one: Bundled) -> Json:
-    """A dependency, with the hash of the published file; those of the installed files stand below it."""
+    """A dependency with the hash of the published file and those of the installed files."""
     return {
         "type": "library",
         "bom-ref": _purl(one),

@@ -1,4 +1,4 @@
-"""The sources as they lie in the checkout, with their version and revision, in a folder of their own."""
+"""A copy of the checkout's sources, with their version and revision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A copy of the sources: where, which version and revision, and when it was committed (s since 1970)."""
+    """A copy of the sources: its directory, version, revision and time of the commit (seconds since 1970)."""
 
     directory: str
     version: str
@@ -27,9 +27,9 @@ class Source(NamedTuple):
             return file.read()
 
     def script(self, *names: str, percent: str = "%") -> str:
-        """The text of a script, with what its `#INCLUDE name` lines name from packaging/scriptlets.
+        """Return the text of a script with its `#INCLUDE name` lines replaced by packaging/scriptlets/name.
 
-        `percent` is how a percent sign of those is written.
+        Percent signs in included text are written as `percent`.
         """
 
         def included(line: re.Match[str]) -> str:
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 def take_source(checkout: str, directory: str) -> Source:
-    """Copy what git knows, or would know, of the checkout; `_revision.py` is written beside it.
+    """Copy the files of the checkout that git tracks or does not ignore, and add `_revision.py`.
 
     A checkout with changes that are not committed has `+changes` in its revision.
     """

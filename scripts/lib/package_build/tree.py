@@ -1,4 +1,4 @@
-"""The one tree that both packages are made of."""
+"""The tree of files that both packages are made of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCUMENTS = "usr/share/doc/yunion-mps-daemon"
 
 
 class Family(NamedTuple):
-    """Where two families of distributions expect the same file."""
+    """Paths that differ between two families of distributions."""
 
     defaults: str
     zsh: str
@@ -41,7 +41,7 @@ _FILES = (
         "usr/lib/systemd/system-preset/90-yunion-mps.preset",
         0o644,
     ),
-    # Copied to /etc/yunion where a host has no such files: see packaging/scriptlets/maintain.sh.
+    # Copied to /etc/yunion if the host has no such files; see packaging/scriptlets/maintain.sh.
     ("etc/yunion/host.conf", "usr/share/yunion-mps/host.conf", 0o644),
     ("etc/yunion/host_container_device.yml", "usr/share/yunion-mps/host_container_device.yml", 0o644),
     ("etc/prometheus/yunion-mps.rules.yml", "usr/share/yunion-mps/prometheus/yunion-mps.rules.yml", 0o644),
@@ -51,7 +51,7 @@ _FILES = (
 
 
 def stage(source: Source, family: Family, wheel: str, bundle: list[Bundled], bill: str, root: str) -> None:
-    """Lay out all that is installed below `root`, the packages' own changelogs excepted."""
+    """Write everything that is installed below `root`, except the packages' own changelogs."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.startswith("yunion_mps/"):
@@ -69,7 +69,7 @@ def stage(source: Source, family: Family, wheel: str, bundle: list[Bundled], bil
 
 
 def put(root: str, place: str, data: bytes, mode: int = 0o644) -> None:
-    """Write a file of the tree, and the folders above it."""
+    """Write a file of the tree, and create its parent directories."""
     path = os.path.join(root, place)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as file:
@@ -78,12 +78,12 @@ def put(root: str, place: str, data: bytes, mode: int = 0o644) -> None:
 
 
 def compressed(data: bytes) -> bytes:
-    """As gzip -9n writes it: without a name or a time."""
+    """Compress data like gzip -9n, without a name or time."""
     return gzip.compress(data, 9, mtime=0)
 
 
 def settle(root: str, epoch_s: int) -> None:
-    """Give every folder its usual mode, whatever the umask, and everything the time of the sources."""
+    """Set the usual mode of all directories, whatever the umask is, and the time of the sources."""
     for folder, _, names in os.walk(root):
         os.chmod(folder, 0o755)
         for name in [*names, "."]:
@@ -98,7 +98,7 @@ def installed_bytes(root: str) -> int:
 
 
 def _generate(source: Source, family: Family, root: str) -> None:
-    """The man pages and the shells' completions, out of the program itself."""
+    """Return the man pages and shell completions, generated from the program."""
     made = f"{root}.generated"
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
     command = [sys.executable, "-I", source.path("scripts/manual/__main__.py"), made]

@@ -1,4 +1,4 @@
-"""The bundled dependencies: which file of each, fetched by its hash, and what is taken out of it."""
+"""The bundled dependencies: the published file of each, fetched by its hash, and what is installed of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WANTED = [
 
 
 class Component(NamedTuple):
-    """A dependency: its name, what is taken of its file (a regular expression), and its licence (SPDX)."""
+    """A dependency: its name, a regular expression for the files to install, and its licence (SPDX)."""
 
     name: str
     taken: str
@@ -33,7 +33,7 @@ COMPONENTS = (
     Component("click", r"click/.+\.py", "BSD-3-Clause"),
     Component("h11", r"h11/.+\.py", "MIT"),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
-    # Only what makes metrics into text: yunion_mps/metrics/exporter.py says why.
+    # Only the modules that format metrics; yunion_mps/metrics/exporter.py says why.
     Component(
         "prometheus-client",
         r"prometheus_client/((metrics_core|process_collector|registry|samples|utils|validation)\.py"
@@ -54,7 +54,7 @@ class Bundled(NamedTuple):
 
 
 def bundled(lock: str, cache: str) -> list[Bundled]:
-    """Every component that the lock file names, out of `cache`, which is filled where it has to be."""
+    """Return the components that the lock file lists, from `cache`, and download those that it lacks."""
     pinned = dict(_pins(lock))
     if sorted(pinned) != [component.name for component in COMPONENTS]:
         raise SystemExit(f"package: {lock} is not of these: {[one.name for one in COMPONENTS]}")
@@ -78,7 +78,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def relock(runtime_lock: str, lock: str, cache: str) -> None:
-    """Rewrite the lock file: of what runtime.lock allows, the one file of each that is bundled."""
+    """Rewrite the lock file: for each dependency in runtime.lock, the one file that is bundled."""
     for path in _files_by_hash(cache).values():
         os.unlink(path)
     download(runtime_lock, cache)
@@ -99,7 +99,7 @@ def download(lock: str, cache: str) -> None:
 
 
 def _normal(file: str) -> str:
-    """`name==version` of a published file's name."""
+    """Return `name==version` for the name of a published file."""
     name, version = file.split("-")[:2]
     return f"{name.replace('_', '-').lower()}=={version}"
 
