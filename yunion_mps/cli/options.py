@@ -351,8 +351,8 @@ def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
     from yunion_mps.client import transport  # not needed by most commands
 
     with hints_of_options(wanted, wait_s):
-        daemon_ = transport.BlockingTransport(daemon())
-        return transport.run_blocking(transport.take(daemon_, wanted, wait_s, print_notice))
+        blocking = transport.BlockingTransport(daemon())
+        return transport.run_blocking(transport.take(blocking, wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager
@@ -373,11 +373,10 @@ def hints_of_options(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
 
 
 def _is_free(wanted: RequestMembers) -> bool:
-    from yunion_mps.client import retry
-    from yunion_mps.client.transport import BlockingTransport, run_blocking
+    from yunion_mps.client.transport import BlockingTransport, preview, run_blocking
 
     with contextlib.suppress(YunionError):
-        return bool(run_blocking(retry.preview(BlockingTransport(daemon()), wanted)))
+        return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
     return False
 
 

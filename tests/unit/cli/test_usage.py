@@ -17,7 +17,7 @@ import pytest
 import yunion_mps
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
-from yunion_mps.client import retry
+from yunion_mps.client.transport import WAIT_S
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_LIMIT, MAX_NUMBER
 
@@ -125,7 +125,7 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
 
 
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
-    assert retry.WAIT_S <= MAX_EVENT_WAIT_S
+    assert WAIT_S <= MAX_EVENT_WAIT_S
 
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
