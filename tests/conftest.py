@@ -26,14 +26,13 @@ _NOT_QUICK = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "socke
 #: Tests whose processes are measured, too, which costs 0.1 s for each process. What the processes of other
 #: tests run is covered by these, or by a test that runs it in its own process.
 _MEASURED = (
-    "tests/integration/test_adopt.py",
-    "tests/integration/test_cli_running.py",
+    "tests/integration/test_adopt_and_restore.py",
+    "tests/integration/test_cli_host.py",
     "tests/integration/test_daemon_",
     "tests/integration/test_leases.py",
     "tests/integration/test_leases_edges.py",
     "tests/integration/test_leases_owners.py",
     "tests/integration/test_metrics.py",
-    "tests/integration/test_restore.py",
     "tests/integration/test_screens.py",
     "tests/integration/test_web.py",
     "tests/packaging/test_purge.py",

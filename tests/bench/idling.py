@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.floors import PYTHON
-from bench.running import running
+from bench.running import PYTHON, running
 from bench.values import Aim, BenchError, Line, Samples, Settings
 
 #: What the smaller one of the peers takes, with four GPUs: the aim there.

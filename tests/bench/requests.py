@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from bench.asking import Http, request_for
 from bench.idling import memory_mib
-from bench.running import Daemon, running
+from bench.running import Daemon, Http, request_for, running
 from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
 from waiting import readable
 

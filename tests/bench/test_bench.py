@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import ledgers
-from bench.table import draw
+from bench.cli import draw
 from bench.values import Aim, Line, Rounds, Samples, Settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,8 @@ import os
 import signal
 from typing import Any
 
-from faults.reading import shown_s
 from faults.rows import JOBS, fault
-from faults.scene import FORMER_MODE, Scene, until
+from faults.scene import FORMER_MODE, Scene, shown_s, until
 from unit.mps.front_ends import stop_process
 
 OTHER_USER = 65534

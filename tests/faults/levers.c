@@ -1,5 +1,5 @@
 /* Loaded into the daemon before libc: counts the calls by which it changes anything outside itself, ends it
- * (SIGKILL) just before the one that a test has chosen, and shifts its wall clock. The page of `levers.py`,
+ * (SIGKILL) just before the one that a test has chosen, and shifts its wall clock. The page of `hands.py`,
  * which $LEVERS names, is shared with the test. Only the process that comes first is counted, by its PID, which
  * a program that it re-executes has as well. */
 #define _GNU_SOURCE

@@ -9,7 +9,7 @@ import time
 
 from yunion_mps.units import seconds
 
-from faults.levers import Levers
+from faults.hands import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep

@@ -7,8 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from faults.disk import FullDisk
-from faults.hands import hang
+from faults.hands import FullDisk, hang
 from faults.rows import PLACES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from simhost.mps import Client

@@ -8,9 +8,8 @@ import itertools
 import statistics
 import time
 
-from faults.levers import Levers
-from faults.reading import shown_s
-from faults.scene import FORMER_MODE, Scene, until
+from faults.hands import Levers
+from faults.scene import FORMER_MODE, Scene, shown_s, until
 from integration.daemon_host import control_daemons
 
 #: What the numbers of devices mean for the control daemon of one V100 (16 GiB).

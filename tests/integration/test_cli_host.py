@@ -1,24 +1,30 @@
-"""The command line on a whole host, with the real daemon and control daemon, and without them."""
+"""The command line on a whole host: without a daemon, with it, and for what happens while jobs run.
+
+The daemon and the control daemon are real; the jobs and their MPS server are stand-ins.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
+from yunion_mps.units import seconds
 
-from integration.conftest import MakeHost
-from integration.daemon_host import Daemon
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
+from integration.lease_host import take
 from simhost import SimHost
-
-
-@pytest.fixture(scope="module")
-def ready() -> Iterator[Daemon]:
-    with SimHost.create() as host, Daemon(host) as daemon:
-        yield daemon.start().wait_ready()
+from simhost.mps import Client, StandIns
 
 
 def printed(host: SimHost, *arguments: str) -> str:
@@ -100,3 +106,207 @@ def test_config_check_without_a_driver_fails_with_1_and_says_so(make_host: MakeH
             "yunion-mps: install the NVIDIA driver with its libraries, then check it with: nvidia-smi\n"
         ),
     )
+
+
+DEVICE = "00:06.0-1"
+STRANGER = 65534
+PLANNED = """\
+KIND    SUBJECT  BEFORE              AFTER                EFFECT
+budget  00:06.0  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  {when}
+"""
+
+
+@pytest.fixture
+def stand_ins(host: SimHost) -> Iterator[StandIns]:
+    with StandIns(host) as found:
+        yield found
+
+
+@pytest.fixture
+def ready(stand_ins: StandIns, make_daemon: MakeDaemon, host: SimHost) -> Daemon:
+    return make_daemon(host).start().wait_ready()
+
+
+@pytest.fixture
+def job(stand_ins: StandIns, ready: Daemon) -> Client:
+    ready.host.env["YUNION_MPS_DEVICE"] = DEVICE
+    client = stand_ins.client(ready.pipe_directory)
+    del ready.host.env["YUNION_MPS_DEVICE"]
+    assert [client.says(), client.says()] == ["asking", "attached"]
+    return client
+
+
+def planned(effect: str) -> str:
+    if effect == "at once":
+        return PLANNED.format(when=effect)
+    return f"{PLANNED.format(when='later')}budget 00:06.0: takes effect {effect}\n"
+
+
+def limits(daemon: Daemon) -> list[int]:
+    (domain,) = daemon.status()["domains"]
+    return list(domain["memory_limits_mib"])
+
+
+def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
+    assert printed(ready.host, "plan") == "A reload would change nothing.\n"
+    ready.host.divide(2)
+    shown = planned("at once")
+    assert printed(ready.host, "plan") == f"A reload would make these changes:\n{shown}"
+    assert limits(ready) == [5760]
+    assert printed(ready.host, "reload") == f"Reloaded with these changes:\n{shown}"
+    assert limits(ready) == [11520]
+    assert printed(ready.host, "plan") == "A reload would change nothing.\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "reload"])
+def test_a_bad_file_is_told_as_config_check_tells_it_and_changes_nothing(ready: Daemon, command: str) -> None:
+    ready.host.divide("many")
+    told = failed(ready.host, command)
+    assert told == failed(ready.host, "config", "check")
+    assert told[0] == 6
+    assert limits(ready) == [5760]
+
+
+def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    ready.host.divide(2)
+    waits = f"the MPS server (PID {server}) has ended"
+    pending = f"Pending:  host: new limits take effect once {waits}\n"
+    out = printed(ready.host, "reload")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits}')}{pending}")
+    assert pending in printed(ready.host, "status")
+    assert limits(ready) == [5760]
+    command = ["yunion-mps", "reload", "--drain"]
+    with ready.host.popen(command) as draining:
+        assert draining.stderr is not None
+        assert draining.stderr.readline() == f"yunion-mps: waiting: host: {pending.partition('host: ')[2]}"
+        job.end()
+        with contextlib.suppress(ProcessLookupError):  # told to end, it may be quicker
+            os.kill(server, signal.SIGTERM)
+        out, err = draining.communicate(timeout=PATIENCE_S)
+    assert (draining.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits}')}")
+    assert limits(ready) == [11520]
+
+
+def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_ins: StandIns) -> None:
+    ready.host.divide(2)
+    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("These jobs will be ended:\n")
+    assert re.search(rf"^ *{job.pid}  root ", done.stderr, re.MULTILINE)
+    assert limits(ready) == [11520]
+    assert not is_running(job.pid)
+    events = printed(ready.host, "events", "--kind", "client")
+    assert f"(PID {job.pid})" in events
+    eventually(lambda: not stand_ins.servers(), "the server's end")
+
+
+@pytest.mark.gpus({"kind": "v100"})
+def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Daemon) -> None:
+    take(ready, "holder.name=job-17&holder.ttl_s=600")
+    ready.host.divide(2)
+    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 1
+    assert "1 device waiting for lease job-17 of root to end\n" in done.stdout
+    assert re.search(
+        r"^yunion-mps: still pending: GPU 00:06.0: .* lease job-17 of root", done.stderr, re.MULTILINE
+    )
+
+
+def test_a_change_of_control_daemons_without_jobs_waits_for_none(ready: Daemon) -> None:
+    ready.configure(cuda_mps_scope="gpu")
+    out = printed(ready.host, "reload")
+    assert "List the jobs" not in out
+    assert "once its MPS servers" not in out
+
+
+def test_a_client_is_listed_with_its_device_and_ended_safely(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    header, row = rows(printed(ready.host, "who", "--clients", "-o", "csv"))
+    shown = dict(zip(header, row))
+    assert (shown["pid"], shown["user"], shown["device"]) == (str(job.pid), "root", DEVICE)
+    assert (shown["server"], shown["domain"]) == (str(server), "host")
+    assert "mps_client.py" in shown["command"]
+    out = printed(ready.host, "terminate", str(job.pid), "--yes")
+    assert out.endswith("its MPS server disconnected it; ended by SIGTERM\n")
+    eventually(lambda: not is_running(job.pid), "its end")
+    assert len(rows(printed(ready.host, "who", "--clients", "-o", "csv"))) == 1
+    assert "requested by root" in printed(ready.host, "events", "--kind", "client")
+
+
+def test_neither_the_daemon_nor_its_control_daemon_is_ended_as_a_job(ready: Daemon) -> None:
+    for pid, what in ((ready.pid, "this daemon"), (ready.control_pid(), "a control daemon")):
+        ready.host.gpus[0].add_process(pid, 30, "C")
+        code, err = failed(ready.host, "terminate", str(pid), "--yes")
+        assert (code, err.splitlines()[0]) == (4, f"yunion-mps: PID {pid} is {what}, not a job [not_allowed]")
+        assert is_running(pid)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_client_that_waits_for_another_users_server_is_listed(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    began_s = time.time()
+    assert answer(ready)["waiting"] == []
+    other = stand_ins.client(ready.pipe_directory, STRANGER)
+    assert other.says() == "asking"
+    eventually(lambda: len(answer(ready)["waiting"]) == 1, "a client that waits")
+    (waiting,) = answer(ready)["waiting"]
+    assert (waiting["pid"], waiting["uid"], waiting["server_user"]) == (other.pid, STRANGER, "root")
+    assert (waiting["server"], waiting["domain"]) == (server, "host")
+    assert "mps_client.py" in waiting["command"]
+    assert began_s - 2 < seconds(waiting["since"]) <= time.time()
+    said = printed(ready.host, "who", "--clients")
+    assert f"Waiting: PID {other.pid} of nobody (" in said
+    assert f"for the MPS server (PID {server}) of root, domain host\n" in said
+    assert f"waits for the MPS server (PID {server}) of root" in printed(ready.host, "status")
+    third = stand_ins.client(ready.pipe_directory, STRANGER)
+    assert third.says() == "asking"
+    out = printed(ready.host, "terminate", str(third.pid), "--yes")
+    assert out.endswith(" of nobody: ended by SIGTERM\n")
+    job.end()
+    assert other.says() == "attached"
+    assert answer(ready)["waiting"] == []
+    assert [one["pid"] for one in answer(ready)["clients"]] == [other.pid]
+
+
+def answer(daemon: Daemon) -> dict[str, Any]:
+    return dict(daemon.get("/v1/clients")[1])
+
+
+def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> None:
+    control = ready.control_pid()
+    first = printed(ready.host, "events")
+    assert re.search(r"info     compute_mode 00:06\.0: Default -> Exclusive_Process\n", first)
+    assert re.search(r"info     domain host: applying -> ready\n", first)
+    command = ["yunion-mps", "events", "--follow", "--kind", "domain", "--limit", "1"]
+    with ready.host.popen(command) as following:
+        assert following.stdout is not None
+        assert "applying -> ready" in following.stdout.readline()
+        told = rf"The daemon \(\S+\) was re-executed as PID {ready.pid}; it did not answer for \d+\.\d\d s\n"
+        assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
+        assert ready.control_pid() == control
+        os.kill(control, signal.SIGKILL)
+        text = ""
+        while f"(PID {control}) was killed by signal 9" not in text:
+            line = following.stdout.readline()
+            assert line, text
+            text += line
+        following.send_signal(signal.SIGINT)
+        assert following.wait(PATIENCE_S) == 130
+
+
+def test_a_new_program_that_would_not_start_is_refused_in_its_own_words(ready: Daemon) -> None:
+    ready.host.divide("many")
+    code, words = failed(ready.host, "daemon-reexec")
+    assert code == 1
+    assert words.startswith("yunion-mps: the new program would not start: ")
+    assert "virtual_number" in words
+    assert ready.running
+    assert limits(ready) == [5760]

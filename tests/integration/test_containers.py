@@ -1,4 +1,7 @@
-"""Containers with devices: the real podman, and NVIDIA's real front-end in a container of it."""
+"""Containers with devices: the real podman, and NVIDIA's real front-end in a container of it.
+
+The real docker, whose daemon needs a host of its own, is in tests/packages/test_docker.py.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ import pytest
 
 from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import ADDRESSES, given, leases_of, take
+from integration.lease_host import ADDRESSES, given, leases_of, take, who_waits
 from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
 from simhost import SimHost
 from simhost.host import IN_UNITS
+from waiting import readable
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -223,3 +227,132 @@ def test_rootless_podman_does_the_same_for_a_user_of_the_socket_s_group(
     done = podman.as_user(uid, "podman", "rm", "--force", "--time", "0", "theirs")
     assert done.returncode == 0, done.stderr
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def stand_in(host: SimHost, *, reads_cdi: bool) -> None:
+    """A docker that is podman, and answers for itself what podman does not know of docker."""
+    directories = '["/etc/cdi","/var/run/cdi"]' if reads_cdi else "null"
+    program = host.root / "bin/docker"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" != info ] || {{ echo \'{directories}\'; exit; }}\nexec podman "$@"\n'
+    )
+    program.chmod(0o755)
+
+
+def test_docker_s_container_keeps_its_lease_whatever_its_command_line_says(
+    ready_daemon: Daemon, podman: Podman, tmp_path: Path
+) -> None:
+    """What looks like an option of docker's may be the command's, or the value of another option."""
+    host = ready_daemon.host
+    stand_in(host, reads_cdi=False)
+    for place, (before, after) in enumerate(
+        [
+            ((), ("--cidfile", "nowhere")),
+            (("--cidfile", str(tmp_path / "cid")), ()),
+            (("--env", "--cidfile", "--label", "a=b"), ()),
+        ]
+    ):
+        name = f"trainer-{place}"
+        command = [*before, IMAGE, "sh", "-c", "sleep 300; exit", *after]
+        done = host.run(["yunion-mps", "run", "--docker", "--", "-d", "--name", name, *command])
+        assert done.returncode == 0, done.stderr
+
+        def binding() -> list[str]:
+            return [one["binding"] for one in leases_of(ready_daemon)]
+
+        eventually(lambda: binding() != ["process"], "that the lease is bound, or lost")
+        assert binding() == ["container"]
+        podman.good("rm", "--force", "--time", "0", name)
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_container_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon, podman: Podman) -> None:
+    host = ready_daemon.host
+    for engine, reads_cdi in (("--podman", True), ("--docker", False)):
+        stand_in(host, reads_cdi=reads_cdi)
+        done = host.run(["yunion-mps", "run", engine, "--", "--pull=never", "no/such:image", "true"])
+        assert done.returncode == 125, "the engine's own"
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    assert files_of(host) == ["yunion-mps.json"]
+    assert podman.good("ps", "--quiet") == ""
+
+
+_VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+
+def test_a_variable_that_replaces_nothing_is_the_container_s(ready_daemon: Daemon, podman: Podman) -> None:
+    """The command's words may look the same; and what CDI sets comes after the user's own."""
+    host = ready_daemon.host
+    assert podman.good("ps", "--quiet") == ""
+    stand_in(host, reads_cdi=False)
+    inside = f"echo $MINE ${_VARIABLE} $0 $1"
+    command = ["--rm", "-e", "MINE=1", IMAGE, "sh", "-c", inside, "-e", f"{_VARIABLE}=0=9G"]
+    done = host.run(["yunion-mps", "run", "--docker", "--", *command])
+    assert done.stdout == f"1 0=4096M -e {_VARIABLE}=0=9G\n", done.stderr
+    stand_in(host, reads_cdi=True)
+    command = ["--rm", "-e", f"{_VARIABLE}=0=9G", IMAGE, "sh", "-c", f"echo ${_VARIABLE}"]
+    done = host.run(["yunion-mps", "run", "--docker", "--", *command])
+    assert (done.stdout, done.stderr) == ("0=4096M\n", "")
+
+
+RUN = ("yunion-mps", "run", "--podman")
+LOOP = "trap 'echo ended; exit 3' TERM; trap 'echo heard' USR1; echo begun; while :; do sleep 0.1; done"
+
+
+def test_a_queued_run_gets_what_a_container_leaves_ctrl_c_ends_its_wait(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    host = ready_daemon.host
+    podman.good("run", "--detach", "--name", "trainer", *mps("all"), IMAGE, "sleep", "300")
+
+    def waiting() -> int:
+        return len(who_waits(ready_daemon))
+
+    inside = ["sh", "-c", "echo $YUNION_MPS_DEVICE"]
+    patient = host.popen([*RUN, "--wait", "--gpu", "00:06.0", "--", "--rm", IMAGE, *inside], stderr=-1)
+    eventually(lambda: waiting() == 1, "that it waits")
+    hasty = host.popen([*RUN, "--wait", "--", "--rm", IMAGE, "true"], stderr=-1)
+    eventually(lambda: waiting() == 2, "that both wait")
+    hasty.send_signal(signal.SIGINT)
+    hasty.communicate()
+    assert hasty.returncode == 130
+    eventually(lambda: waiting() == 1, "that it has left the queue")
+    podman.good("rm", "--force", "--time", "0", "trainer")
+    told, _ = patient.communicate()
+    assert (patient.returncode, told) == (0, f"{ADDRESSES[0]}\n")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, podman: Podman) -> None:
+    host = ready_daemon.host
+    assert podman.good("ps", "--quiet") == ""
+    done = host.run([*RUN, "--", "--rm", "-i", IMAGE, "cat"], input="hello\n")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    command = " ".join([*RUN, "--", "--rm", "-it", IMAGE, "sh -c 'test -t 0 && test -t 1 && exit 7'"])
+    done = host.run(["script", "--quiet", "--return", "--command", command, "/dev/null"])
+    assert done.returncode == 7, done.stdout
+    begun = host.popen([*RUN, "--", "--rm", IMAGE, "sh", "-c", LOOP])
+    assert begun.stdout is not None
+    assert begun.stdout.readline() == "begun\n"
+    while not readable(begun.stdout, 0.1):
+        begun.send_signal(signal.SIGUSR1)  # podman hands signals on from a moment after its container's start
+    begun.send_signal(signal.SIGTERM)
+    assert set(begun.communicate()[0].splitlines()) == {"heard", "ended"}
+    assert begun.returncode == 3
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    lease = take(ready_daemon, f"devices={ADDRESSES[1]}&holder.name=job-17&holder.ttl_s=600")
+    for name in ("trainer", "teacher"):
+        podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
+    assert given(ready_daemon) == [ADDRESSES[1]], "both share it"
+    podman.good("rm", "--force", "--time", "0", "teacher")
+    assert given(ready_daemon) == [ADDRESSES[1]]
+    assert ready_daemon.host.run(["yunion-mps", "lease", "release", "job-17"]).returncode == 0
+    assert (given(ready_daemon), files_of(ready_daemon.host)) == ([], ["yunion-mps.json"])
+    assert podman.good("ps", "--format", "{{.Names}}") == "trainer"
+    refused = podman("restart", "--time", "0", "trainer")
+    assert f"unresolvable CDI devices {lease['cdi']}" in refused.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.levers import Levers
+from faults.hands import Levers
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,

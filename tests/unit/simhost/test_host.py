@@ -1,0 +1,245 @@
+"""A simulated host: its files, its library under NVIDIA's programs, and its MPS server."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from integration.daemon_host import Daemon
+from simhost import BuildError, SimHost, StateError
+from simhost.install import built_library
+from simhost.mps import StandIns
+from unit.simhost.conftest import MakeHost
+
+
+def attributes(host: SimHost, address: str) -> dict[str, str]:
+    folder = host.root / "sys/bus/pci/devices" / address
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+def test_reference_case_is_as_the_kernel_shows_it(make_host: MakeHost) -> None:
+    host = make_host()
+    shown = attributes(host, "0000:00:06.0")
+    assert shown["vendor"] == "0x10de\n"
+    assert shown["device"] == "0x1b38\n"
+    assert shown["class"] == "0x030200\n"
+    assert shown["numa_node"] == "-1\n"
+    assert (shown["max_link_speed"], shown["max_link_width"]) == ("8.0 GT/s PCIe\n", "16\n")
+    driver = host.root / "sys/bus/pci/devices/0000:00:06.0/driver"
+    assert driver.resolve() == (host.root / "sys/bus/pci/drivers/nvidia").resolve()
+    by_path = host.root / "dev/dri/by-path"
+    assert {path.name: os.readlink(path) for path in by_path.iterdir()} == {
+        "pci-0000:00:06.0-card": "../card0",
+        "pci-0000:00:06.0-render": "../renderD128",
+    }
+    nodes = {path.name for path in (host.root / "dev").iterdir()}
+    assert nodes == {"dri", "nvidia0", "nvidiactl", "shm", "nvidia-uvm"}
+    assert (host.root / "etc/machine-id").read_text().strip().isalnum()
+    assert "535.261.03" in (host.root / "proc/driver/nvidia/version").read_text()
+    assert (host.root / "tmp").stat().st_mode & 0o7777 == 0o1777
+    assert len(str(host.root)) < 24  # a Unix socket's path ends at 107 bytes
+
+
+def test_configuration_shares_every_gpu(make_host: MakeHost) -> None:
+    host = make_host(
+        [{"kind": "tesla-p40", "virtual_number": 8}, {"kind": "l4", "render": None}, {"kind": "t4"}]
+    )
+    assert yaml.safe_load((host.root / "etc/yunion/host.conf").read_text())["enable_cuda_mps"] is True
+    assert yaml.safe_load((host.root / "etc/yunion/host_container_device.yml").read_text()) == {
+        "devices": [
+            {"path": "/dev/dri/renderD128", "type": "NVIDIA_MPS", "virtual_number": 8},
+            {"path": host.gpus[1].uuid, "type": "NVIDIA_MPS", "virtual_number": 4},
+            {"path": "/dev/dri/renderD130", "type": "NVIDIA_MPS", "virtual_number": 4},
+        ]
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+def test_temporary_root_is_removed_when_the_host_cannot_be_made(make_host: MakeHost) -> None:
+    create = "from simhost import SimHost; SimHost.create()"
+    steps = 'mount -t tmpfs -o nr_inodes=10 t /dev/shm && "$@"; find /dev/shm -mindepth 1'
+    done = make_host().run(
+        ["unshare", "--mount", "sh", "-c", steps, "sh", sys.executable, "-c", create],
+        cwd=Path(__file__).parents[2],
+    )
+    assert re.search(r"OSError: .* No space left on device: '/dev/shm/sim\.\w+/", done.stderr), done.stderr
+    assert done.stdout == ""
+
+
+def test_named_root_keeps_its_state_and_edits(tmp_path: Path) -> None:
+    root = tmp_path / "h"
+    configuration = root / "etc/yunion/host.conf"
+    configuration.parent.mkdir(parents=True)
+    configuration.write_text("enable_cuda_mps: false\n")
+    with SimHost.create([{"kind": "t4"}], root) as host:
+        host.gpus[0].compute_mode = "prohibited"
+    with SimHost.create(None, root) as again:
+        assert again.gpus[0].compute_mode == "prohibited"
+        assert again.gpus[0].description.name == "Tesla T4"
+    assert configuration.read_text() == "enable_cuda_mps: false\n"
+    with pytest.raises(StateError, match="holds a host of another description"):
+        SimHost.create([{"kind": "l4"}], root)
+
+
+def test_environment_is_not_the_outer_ones(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = {"PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "NOTIFY_SOCKET", "YUNION_MPS_SOCKET"}
+    for name in foreign:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("LANG", "C")
+    host = make_host()
+    assert host.env["YUNION_MPS_ROOT"] == str(host.root)
+    assert host.env["LANG"] == "C"
+    assert not foreign & set(host.env)
+
+
+def test_library_finds_its_state_without_an_environment(make_host: MakeHost) -> None:
+    host = make_host()
+    env = {"LD_LIBRARY_PATH": host.env["LD_LIBRARY_PATH"]}
+    assert host.run(["nvidia-smi", "-L"], env=env).stdout.startswith("GPU 0: Tesla P40")
+
+
+def test_pattern_and_any_version_of_a_call_fail(make_host: MakeHost) -> None:
+    host = make_host()
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        host.fail("nvmlDeviceGetPciInfo_v2", "unknown")
+        with pytest.raises(n.NVMLError_Unknown):
+            n.nvmlDeviceGetPciInfo_v3(handle)
+        host.clear()
+        host.fail("nvmlDeviceGet*", "no_permission")
+        for call in (n.nvmlDeviceGetPciInfo, n.nvmlDeviceGetUUID, n.nvmlDeviceGetMemoryInfo):
+            with pytest.raises(n.NVMLError_NoPermission):
+                call(handle)
+
+
+def test_several_processes_write_at_once_and_nothing_is_lost(make_host: MakeHost) -> None:
+    host = make_host()
+    program = """
+    import sys
+    n.nvmlInit()
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    failed = 0
+    for _ in range(200):
+        n.nvmlDeviceSetComputeMode(handle, 3)
+        try:
+            n.nvmlDeviceGetName(handle)
+        except n.NVMLError_InUse:
+            failed += 1
+        n.nvmlDeviceSetComputeMode(handle, 0)
+    print(failed)
+    """
+    host.fail("nvmlDeviceGetName", "in_use", times=150)
+    source = "import pynvml as n\n" + re.sub(r"(?m)^    ", "", program)
+    running = [host.popen([sys.executable, "-I", "-c", source]) for _ in range(2)]
+    for pid in range(1, 21):
+        host.gpus[0].add_process(pid, pid)
+    failed = [int(process.communicate(timeout=30)[0]) for process in running]
+    assert sum(failed) == 150  # each of the failures was met exactly once
+    assert len(host.gpus[0].show()["processes"]) == 20
+    assert host.gpus[0].compute_mode == "default"
+
+
+def test_builders_at_once_make_one_library(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        built = set(pool.map(built_library, [tmp_path] * 3))
+    assert [path.parent for path in built] == [tmp_path / ".cache/simhost"]
+    assert list((tmp_path / ".cache/simhost").iterdir()) == list(built)
+
+
+def test_missing_compiler_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="apt-get install gcc"):
+        built_library(tmp_path)
+
+
+def test_state_of_another_version_is_refused_by_both_sides(make_host: MakeHost) -> None:
+    host = make_host()
+    state = host.root / "lib/simhost.state"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(StateError, match="use a new root"):
+        SimHost.attach(host.root)
+    assert "no state of this library's layout" in host.run(["nvidia-smi", "-L"]).stderr
+
+
+def test_the_table_shows_memory_mode_mig_and_processes(make_host: MakeHost) -> None:
+    me = os.getpid()
+    processes = [{"pid": me, "used_mib": 500}], [{"pid": 4194303, "used_mib": 77, "kind": "M+C"}]
+    host = make_host(
+        [
+            {"kind": "a100", "compute_mode": "exclusive_process", "processes": processes[0]},
+            {"kind": "h100", "mig": True, "processes": processes[1]},
+        ]
+    )
+    table = host.run(["nvidia-smi"], check=True).stdout
+    assert "ERR!" not in table
+    rows = [line.split() for line in table.splitlines()]
+    assert any({"500MiB", "40960MiB", "E.", "Process"} <= set(row) for row in rows)
+    assert [row[4:6] for row in rows if str(me) in row] == [[str(me), "C"]]
+    assert [row[4:7] for row in rows if "4194303" in row] == [["4194303", "M+C", "[Not"]]
+    assert any("Enabled" in row for row in rows)
+
+
+def test_exclusive_process_is_refused_in_mig_mode(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100", "mig": True}])
+    said = host.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"]).stdout
+    assert "is not supported on a MIG-enabled device" in said
+    assert host.gpus[0].compute_mode == "default"
+
+
+def test_a_lost_gpu_and_a_missing_library_are_named(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "lost": True}])
+    assert "GPU is lost" in host.run(["nvidia-smi", "-L"]).stdout
+    host.hide_library()
+    assert "couldn't find libnvidia-ml.so" in host.run(["nvidia-smi", "-L"]).stdout
+    host.show_library()
+    assert "GPU is lost" in host.run(["nvidia-smi", "-L"]).stdout
+
+
+OTHER_UID = 1234
+
+
+@pytest.fixture
+def host() -> Iterator[SimHost]:
+    with SimHost.create() as host:
+        yield host
+
+
+@pytest.fixture
+def stand_ins(host: SimHost) -> Iterator[StandIns]:
+    with StandIns(host) as made:
+        yield made
+
+
+@pytest.fixture
+def daemon(host: SimHost, stand_ins: StandIns) -> Iterator[Daemon]:
+    with Daemon(host) as daemon:
+        yield daemon.start().wait_ready()
+
+
+def test_a_server_copies_the_defaults_and_keeps_them(daemon: Daemon, stand_ins: StandIns) -> None:
+    stand_ins.attached(daemon.pipe_directory)
+    (server,) = stand_ins.servers()
+    daemon.control("set_default_active_thread_percentage 50")
+    limits = [f"get_device_pinned_mem_limit {server} {device}" for device in (0, 1)]
+    assert daemon.control(f"get_active_thread_percentage {server}", *limits) == ["25.0", "5G"]
+    assert daemon.control(f"set_active_thread_percentage {server} 10") == ["10.0"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_waiting_client_hides_those_that_run(daemon: Daemon, stand_ins: StandIns) -> None:
+    if stand_ins.asked:
+        pytest.skip("a control daemon that asks (550) goes on as before")
+    client = stand_ins.attached(daemon.pipe_directory)
+    clients = f"get_client_list {stand_ins.servers()[0]}"
+    assert daemon.control(clients) == [str(client.pid)]
+    assert stand_ins.client(daemon.pipe_directory, OTHER_UID).says() == "asking"
+    waiting = str(daemon.get("/v1/clients")[1]["waiting"])
+    assert daemon.control(clients, "ps") == ["Server not found"], waiting
