@@ -93,7 +93,7 @@ def set_access(directory: int, path: str, group: str) -> None:
         os.fchown(directory, -1, os.getegid())
         os.fchmod(directory, _MODE)
     elif mode & _ALL_ENTER != _ALL_ENTER:
-        raise HostError(f"{path} is not accessible to other users", f"make it accessible: chmod go+x {path}")
+        raise HostError(f"{path} is not accessible to other users", f"make it accessible: chmod a+x {path}")
 
 
 def join(group: str) -> None:

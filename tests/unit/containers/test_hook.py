@@ -133,11 +133,6 @@ def system_log(host: ServerHost) -> Iterator[socket.socket]:
         yield log
 
 
-def test_a_refusal_of_the_daemon_ends_the_start_without_a_log_too(host: ServerHost) -> None:
-    host.leases.refusal = HostError("the daemon is stopping", "start it again")
-    assert refused("00:06.0-1") == "the daemon is stopping (start it again)"
-
-
 def test_a_refusal_is_in_the_systems_log_because_some_engines_hide_it(
     host: ServerHost, system_log: socket.socket
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,15 @@ def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: P
     assert (lock.read_text(), mode_of(lock), lock.stat().st_uid) == ("precious", 0o666, STRANGER)
 
 
-def test_a_fifo_is_refused(paths: Paths, lock: Path) -> None:
-    os.mkfifo(lock)
-    assert refused(paths).message == f"{lock} was not created by yunion-mps"
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(os.mkfifo, "was not created by yunion-mps"), (os.mkdir, "cannot be opened: Is a directory")],
+)
+def test_what_is_no_file_is_refused(
+    paths: Paths, lock: Path, make: Callable[[Path], None], message: str
+) -> None:
+    make(lock)
+    assert refused(paths).message == f"{lock} {message}"
 
 
 def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> None:
@@ -120,8 +127,3 @@ def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> 
     assert error.message == f"{lock} cannot be opened: Too many levels of symbolic links"
     assert error.hint == f"run as root, and check it: ls -ld {lock}"
     assert not (tmp_path / "target").exists()
-
-
-def test_a_directory_is_refused(paths: Paths, lock: Path) -> None:
-    lock.mkdir()
-    assert refused(paths).message == f"{lock} cannot be opened: Is a directory"

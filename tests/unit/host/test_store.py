@@ -88,11 +88,6 @@ def test_a_missing_file_is_made_in_a_directory_of_root_s_own(paths: Paths, store
     assert os.stat(paths.state_directory).st_mode & 0o777 == 0o700
 
 
-def test_modes_are_there_for_the_next_daemon(store: OpenStore) -> None:
-    note(store)
-    assert store().former_modes() == {"GPU-1": "Default"}
-
-
 def test_modes_are_there_after_the_daemon_was_killed(paths: Paths, store: OpenStore) -> None:
     killed = subprocess.run([sys.executable, "-c", CRASH, paths.root], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -226,12 +221,6 @@ def test_rows_are_written_all_or_none(store: OpenStore) -> None:
         opened.write(EVENT, [("right",), (None,)])
     assert opened.set_aside == ""
     assert opened.read("SELECT * FROM event") == []
-
-
-def test_an_empty_file_is_a_new_one(paths: Paths, store: OpenStore) -> None:
-    os.makedirs(paths.state_directory)
-    Path(paths.store).touch()
-    assert store().former_modes() == {}
 
 
 def test_a_directory_in_place_of_the_file_is_named(paths: Paths) -> None:

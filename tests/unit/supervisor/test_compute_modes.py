@@ -35,14 +35,6 @@ def test_modes_are_restored_by_the_next_daemon_if_one_was_killed(begin: Begin) -
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_the_mode_from_before_our_first_change_counts(begin: Begin) -> None:
-    host, first = begin(V100)
-    first.stop(restore=False)
-    host.gpus[0].compute_mode = "prohibited"
-    first.again().stop()
-    assert modes(host) == ["default"]
-
-
 def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop(restore=False)
@@ -131,15 +123,6 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     assert modes(host) == ["default", "exclusive_process"]
     made.again().stop()
     assert modes(host) == ["default", "prohibited"]
-
-
-def test_a_mode_that_the_operator_sets_after_a_restore_is_kept(begin: Begin) -> None:
-    host, made = begin(V100)
-    made.stop()
-    assert modes(host) == ["default"]
-    host.gpus[0].compute_mode = "prohibited"
-    made.again().stop()
-    assert modes(host) == ["prohibited"]
 
 
 def test_no_mode_is_set_any_more_once_a_stop_has_begun(begin: Begin) -> None:

@@ -65,13 +65,6 @@ def whats(event_log: EventLog) -> list[str]:
     return [one.event.what for one in event_log.after(0, 10_000)]
 
 
-def test_an_event_is_there_at_once(disk: Disk, event_log: EventLog) -> None:
-    event_log.record(event("a"))
-    event_log.record(event("b", "gpu"))
-    assert whats(event_log) == ["a", "b"]
-    assert event_log.last_id() == 2
-
-
 def test_what_cannot_be_written_is_written_later_in_order_and_said_once(
     disk: Disk, event_log: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,14 +168,6 @@ def test_no_event_is_lost_when_the_file_is_damaged_while_in_use(paths: Paths) ->
         event_log.record(event("b"))
         assert whats(event_log)[:2] == ["a", "b"]
         assert [one.id for one in event_log.after(0, 9)] == [1, 2, 3]
-
-
-def test_without_a_copy_events_are_kept_all_the_same(disk: Disk, paths: Paths) -> None:
-    Path(paths.run_directory).parent.mkdir()
-    Path(paths.run_directory).write_text("in the way")
-    event_log = EventLog(disk, paths.events_copy)
-    event_log.record(event("a"))
-    assert whats(event_log) == ["a"]
 
 
 def test_that_there_is_trouble_and_that_it_is_over_is_told(disk: Disk, paths: Paths) -> None:

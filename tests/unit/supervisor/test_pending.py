@@ -83,6 +83,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(put_to_work: PutToWork) 
     made.reload()
     assert made.snapshot.domains[0].pending == ""
     assert [mib for _, mib in budgets(made)] == [8192] * 2
+    assert "the pending change was withdrawn" in [event.what for event in made.events]
 
 
 def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(put_to_work: PutToWork) -> None:
@@ -93,16 +94,6 @@ def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(put_to_wo
     again = first.again()
     assert (again.snapshot.domains[0].state, again.snapshot.domains[0].pending) == ("ready", "")
     assert [mib for _, mib in budgets(again)] == [8192] * 2
-
-
-def test_now_ends_the_servers_that_a_pending_change_waits_for(put_to_work: PutToWork) -> None:
-    host, _, made, client = put_to_work(V100, 2)
-    host.divide(4)
-    made.reload()
-    made.supervisor.fleet.drain(time.monotonic(), force=True)
-    made.until(lambda: not made.snapshot.domains[0].pending)
-    assert client.says() == "server gone"
-    assert [mib for _, mib in budgets(made)] == [4096] * 4
 
 
 def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: PutToWork) -> None:

@@ -44,19 +44,13 @@ def end(host: SimHost) -> None:
     eventually(lambda: our_processes() == [])
 
 
-def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(begin: Begin) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(begin: Begin, is_lost: bool) -> None:
     host, made = begin(TWO)
     made.stop(restore=False)
     assert modes(host) == ["exclusive_process"] * 2
-    configure(host, enable_cuda_mps="false")
-    made.again()
-    assert modes(host) == ["default"] * 2
-
-
-def test_modes_are_restored_if_mps_was_disabled_and_the_state_file_lost(begin: Begin) -> None:
-    host, made = begin(TWO)
-    made.stop(restore=False)
-    shutil.rmtree(made.paths.state_directory)
+    if is_lost:
+        shutil.rmtree(made.paths.state_directory)
     configure(host, enable_cuda_mps="false")
     made.again()
     assert modes(host) == ["default"] * 2

@@ -191,21 +191,29 @@ def test_what_would_change_is_told_and_not_done(begin: Begin) -> None:
     assert made.supervisor.domains[0].stop_timeout_s == 60
 
 
-def test_the_number_of_devices_that_may_be_combined_is_told(begin: Begin) -> None:
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        (
+            {"cuda_mps_combine": "2"},
+            [("budget", "00:06.0", "2 x 8192 MiB, 50 %", "2 x 8192 MiB, 50 %, up to 2 combined")],
+        ),
+        (
+            {"max_leases_per_user": "2", "metrics_allow_public": "true"},
+            [
+                ("setting", "max_leases_per_user", "", "2"),
+                ("setting", "metrics_allow_public", "false", "true"),
+            ],
+        ),
+    ],
+)
+def test_other_keys_are_shown_as_they_are_written(
+    begin: Begin, keys: dict[str, str], changes: list[tuple[str, ...]]
+) -> None:
     host, made = begin([{"kind": "v100"}], 2)
-    configure(host, cuda_mps_combine="2")
-    (change,) = made.reload()
-    assert change[:4] == ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "2 x 8192 MiB, 50 %, up to 2 combined")
+    configure(host, **keys)
+    assert [change[:4] for change in made.reload()] == changes
     assert made.reload() == []
-
-
-def test_settings_are_shown_as_they_are_written(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}], 2)
-    configure(host, max_leases_per_user="2", metrics_allow_public="true")
-    assert [change[:4] for change in made.reload()] == [
-        ("setting", "max_leases_per_user", "", "2"),
-        ("setting", "metrics_allow_public", "false", "true"),
-    ]
 
 
 def test_another_memory_unit_is_shown_as_it_is_written(begin: Begin) -> None:
