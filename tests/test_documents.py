@@ -37,7 +37,7 @@ OTHERS = {
 }
 
 
-def test_the_reload_shows_a_change_of_each_key_as_a_setting_or_in_the_plan() -> None:
+def test_a_reload_shows_every_key_as_a_setting_or_in_the_plan() -> None:
     assert set(OTHERS) == PLANNED_KEYS
     for key in sorted(set(KEYS) - PLANNED_KEYS):
         shown = changes._setting_changes(config(), config(**{key: "another"}))
@@ -45,7 +45,7 @@ def test_the_reload_shows_a_change_of_each_key_as_a_setting_or_in_the_plan() -> 
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_the_reload_shows_another_value_of_a_planned_key(key: str) -> None:
+def test_a_reload_shows_a_changed_value_of_a_planned_key(key: str) -> None:
     found = inventory(gpu(1), gpu(2))
     before, after = planned(config(), found), planned(config(**{key: OTHERS[key]}), found)
     domains = [Domain(plan, "", lambda _: None, lambda: None) for plan in before.domains]
@@ -59,7 +59,7 @@ def test_each_operation_has_its_row_in_the_documentation() -> None:
     assert rows == [(one.name, one.method, one.path, one.access) for one in OPERATIONS]
 
 
-def test_only_listed_kinds_and_severities_of_events_are_recorded() -> None:
+def test_events_have_only_listed_kinds_and_severities() -> None:
     said: dict[int, set[str]] = {0: set(), 1: set()}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

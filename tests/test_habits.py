@@ -121,7 +121,7 @@ def test_the_example_files_explain_every_key_and_are_right(examples: Path) -> No
         assert re.search(rf"^#?{name}: ", text, re.MULTILINE), name
 
 
-def test_the_examples_commented_defaults_are_right_when_they_are_used(examples: Path) -> None:
+def test_the_commented_defaults_of_the_example_are_valid(examples: Path) -> None:
     conf = examples / "etc/yunion/host.conf"
     conf.write_text(re.sub(r"^#(\w+: )", r"\1", conf.read_text(), flags=re.MULTILINE))
     config, problems = load(Paths(str(examples)))

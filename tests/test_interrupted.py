@@ -22,7 +22,7 @@ def process():
         yield started
         started.kill()
 
-def test_it_waits(process):
+def test_a_test_waits_for_its_condition(process):
     pathlib.Path("pid").write_text(f"{process.pid}\\n")
     process.wait()
 """

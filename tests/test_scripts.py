@@ -72,9 +72,7 @@ WHOLE = [
         ("test-packages *", ["Packages"]),
     ],
 )
-def test_every_part_runs_and_the_summary_names_those_that_failed(
-    checkout: Path, fails: str, failed: list[str]
-) -> None:
+def test_all_parts_run_and_the_summary_lists_failures(checkout: Path, fails: str, failed: list[str]) -> None:
     with start(checkout, fails=fails) as running:
         out, err = running.communicate(timeout=PATIENCE_S)
     assert (err, sorted(calls(checkout))) == ("", sorted(WHOLE)), "some at the same time"
@@ -88,7 +86,7 @@ def test_every_part_runs_and_the_summary_names_those_that_failed(
 
 
 @pytest.mark.parametrize(("fails", "status"), [("-", 0), ("pytest *", 1)])
-def test_quick_runs_the_linters_and_what_starts_nothing(checkout: Path, fails: str, status: int) -> None:
+def test_quick_runs_the_linters_and_tests_without_processes(checkout: Path, fails: str, status: int) -> None:
     with start(checkout, "--quick", fails=fails) as running:
         running.communicate(timeout=PATIENCE_S)
     assert (running.returncode, calls(checkout)) == (status, [*WHOLE[:5], "pytest -q"])
@@ -96,9 +94,7 @@ def test_quick_runs_the_linters_and_what_starts_nothing(checkout: Path, fails: s
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("hangs", ["coverage run *", "test-packages *"])
-def test_an_interrupt_ends_the_tests_and_everything(
-    checkout: Path, hangs: str, number: signal.Signals
-) -> None:
+def test_an_interrupt_ends_all_parts(checkout: Path, hangs: str, number: signal.Signals) -> None:
     call = hangs[:-2]
     with start(checkout, hangs=hangs) as running:
         eventually(lambda: calls(checkout).count(call) == WHOLE.count(call))

@@ -26,7 +26,7 @@ def scene(make_host: MakeHost) -> Iterator[Scene]:
         yield scene
 
 
-def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene, browser: Chromium) -> None:
+def test_the_page_shows_leases_taken_used_and_released_at_once(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("1 idle GPU, 4 devices free", "#idle")
     page.wait_text("No device is in use.")
@@ -62,7 +62,7 @@ def test_the_memory_used_on_a_lost_gpu_is_a_question_mark(scene: Scene, browser:
     assert page.errors() == []
 
 
-def test_what_is_wrong_comes_first_with_the_hint_of_status(scene: Scene, browser: Chromium) -> None:
+def test_problems_come_first_with_the_hint_of_status(scene: Scene, browser: Chromium) -> None:
     scene.jobs.start("train.py", device="00:06.0-0", mib=100)
     scene.jobs.start("greedy.py", device="00:06.0-1", mib=6000)
     page = browser.page(scene.served.url)
@@ -77,7 +77,7 @@ def test_what_is_wrong_comes_first_with_the_hint_of_status(scene: Scene, browser
     assert page.ask("document.querySelector('.bar .part.over').textContent") == "! root"
 
 
-def test_the_last_hour_is_drawn_for_the_host_the_gpu_and_the_device(scene: Scene, browser: Chromium) -> None:
+def test_the_last_hour_is_charted_for_host_gpu_and_device(scene: Scene, browser: Chromium) -> None:
     scene.jobs.start("train.py", device="00:06.0-2", mib=2048)
     page = browser.page(scene.served.url)
     drawn = "[...document.querySelectorAll('.chart')].map((one) => one.getAttribute('aria-label') ?? '')"
@@ -96,9 +96,7 @@ def test_compute_use_is_shown_beside_its_limit(scene: Scene, browser: Chromium) 
     page.wait_text("2048", "#rows .cell-peak")
 
 
-def test_without_a_daemon_the_page_says_how_old_it_is_until_it_is_back(
-    scene: Scene, browser: Chromium
-) -> None:
+def test_the_page_shows_its_age_while_the_daemon_is_down(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("4 devices free")
     scene.daemon.kill()
@@ -119,7 +117,7 @@ def test_without_a_daemon_the_page_says_how_old_it_is_until_it_is_back(
     page.wait_text("released by", "#list")
 
 
-def test_how_long_something_lasts_is_told_by_the_host_s_clock(scene: Scene, browser: Chromium) -> None:
+def test_ages_are_computed_with_the_hosts_clock(scene: Scene, browser: Chromium) -> None:
     scene.jobs.start("train.py", device="00:06.0-1")
     page = browser.page("about:blank")
     slow = "const real = Date.now; Date.now = () => real() + 7200e3;"
@@ -131,7 +129,7 @@ def test_how_long_something_lasts_is_told_by_the_host_s_clock(scene: Scene, brow
     assert not [words for words in (age, up) if not re.fullmatch(r"(\d+m)?(\d+s)?", words)]
 
 
-def test_minutes_without_a_poll_are_a_gap_in_the_line(scene: Scene, browser: Chromium) -> None:
+def test_minutes_without_a_poll_are_gaps_in_the_chart(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("4 devices free")
     drawn = """
@@ -147,7 +145,7 @@ def test_minutes_without_a_poll_are_a_gap_in_the_line(scene: Scene, browser: Chr
     assert words.startswith("Memory used in the last hour: 0 GiB now, at most 0.1 GiB (at ")
 
 
-def test_a_daemon_that_hangs_is_told_apart_from_one_that_is_gone(scene: Scene, browser: Chromium) -> None:
+def test_a_hung_daemon_is_distinguished_from_a_stopped_one(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("4 devices free")
     scene.daemon.signal(signal.SIGSTOP)
@@ -161,7 +159,7 @@ def test_a_daemon_that_hangs_is_told_apart_from_one_that_is_gone(scene: Scene, b
     page.wait("document.querySelector('#gone').hidden")
 
 
-def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) -> None:
+def test_the_page_says_that_its_server_has_ended(scene: Scene, browser: Chromium) -> None:
     with Served(scene.daemon.host) as other:
         page = browser.page(other.url)
         page.wait_text("4 devices free")
@@ -190,7 +188,7 @@ def test_an_open_page_reloads_after_an_upgrade_with_its_filter(
         assert page.wait_text("1 of 1", "#shown")
 
 
-def test_a_command_line_is_never_anything_but_text(scene: Scene, browser: Chromium) -> None:
+def test_a_command_line_is_inserted_as_text_only(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("No device is in use")
     hostile = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
@@ -216,9 +214,7 @@ def test_a_host_that_offers_nothing_says_why(
         assert page.errors() == []
 
 
-def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(
-    make_host: MakeHost, browser: Chromium
-) -> None:
+def test_a_pools_bar_shows_leased_and_free_memory(make_host: MakeHost, browser: Chromium) -> None:
     host = make_host(V100_BY_4)
     (host.root / "etc/yunion/host_container_device.yml").write_text(
         "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
@@ -234,9 +230,7 @@ def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
-    scene: Scene, browser: Chromium, dark: bool
-) -> None:
+def test_text_has_enough_contrast_in_light_and_dark_mode(scene: Scene, browser: Chromium, dark: bool) -> None:
     """WCAG 2.2, 1.4.3: a contrast of 4.5 to 1."""
     scene.jobs.start("train.py", device="00:06.0-0", mib=6000)
     scene.jobs.start("other.py", device="00:06.0-1", mib=100)
@@ -251,7 +245,7 @@ def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
     assert poor(page) == [], "what is shown is old, and to be read all the same"
 
 
-def test_the_documents_show_the_page_on_a_desktop_a_phone_and_by_dark() -> None:
+def test_the_documents_have_desktop_phone_and_dark_screenshots() -> None:
     images = Path(__file__).parent.parent.parent / "docs/images"
     for name, (width, _) in PICTURES.items():
         picture = (images / f"{name}.png").read_bytes()

@@ -73,9 +73,7 @@ def test_64_gpus_are_drawn_once_and_then_updated(
         assert page.errors() == []
 
 
-def test_holders_events_and_idle_gpus_are_shown_a_page_at_a_time(
-    make_host: MakeHost, browser: Chromium
-) -> None:
+def test_holders_and_events_are_paged_and_idle_gpus_folded(make_host: MakeHost, browser: Chromium) -> None:
     host = make_host([{"kind": "h100", "count": 8, "virtual_number": 12}])
     with scene_on(host) as scene:
         scene.jobs.start("train.py", device="00:0d.0-11", mib=700)
@@ -133,7 +131,7 @@ def test_nothing_needs_sideways_scrolling(busy: Scene, browser: Chromium, width:
     )
 
 
-def test_everything_can_be_reached_with_the_tab_key_and_left_again(busy: Scene, browser: Chromium) -> None:
+def test_the_tab_key_reaches_and_leaves_every_control(busy: Scene, browser: Chromium) -> None:
     page = seen(browser, busy)
     forward = walk(page, shift=False)
     assert forward == [
@@ -168,7 +166,7 @@ _FOCUS = """
 """
 
 
-def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: Scene, browser: Chromium) -> None:
+def test_the_keyboard_sets_and_clears_the_filter_by_gpu(busy: Scene, browser: Chromium) -> None:
     page = seen(browser, busy)
     for _ in range(4):
         page.press("Tab")
@@ -182,7 +180,7 @@ def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: Scene, browser: Chro
     page.wait("document.querySelectorAll('#rows tr').length === 3")
 
 
-def test_what_is_only_seen_is_also_said(busy: Scene, browser: Chromium) -> None:
+def test_visual_states_have_text_for_screen_readers(busy: Scene, browser: Chromium) -> None:
     """What the browser tells a screen reader: landmarks, headings, a table, and each drawing in words."""
     page = seen(browser, busy)
     page.wait("document.querySelectorAll('.chart[aria-label]').length >= 3")
@@ -229,7 +227,7 @@ _LOOKS = """
 """
 
 
-def test_a_user_who_prefers_less_motion_gets_none(busy: Scene, browser: Chromium) -> None:
+def test_reduced_motion_disables_transitions(busy: Scene, browser: Chromium) -> None:
     page = seen(browser, busy)
     duration = "getComputedStyle(document.querySelector('.bar .part b')).transitionDuration"
     assert page.ask(duration) == "0s"

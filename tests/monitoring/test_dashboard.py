@@ -25,7 +25,7 @@ def expressions() -> Iterator[str]:
             yield target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m")
 
 
-def test_prometheus_takes_each_expression(tmp_path: Path) -> None:
+def test_prometheus_accepts_every_expression(tmp_path: Path) -> None:
     rules = [{"record": f"panel:{number}", "expr": expr} for number, expr in enumerate(expressions())]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # which is YAML as well
@@ -33,7 +33,7 @@ def test_prometheus_takes_each_expression(tmp_path: Path) -> None:
     assert len(rules) > 20
 
 
-def test_each_metric_of_it_is_one_that_is_served() -> None:
+def test_the_dashboard_uses_only_metrics_that_are_served() -> None:
     served = set(
         re.findall(r"^(yunion_mps_\w+?)[ {]", text_of(ALL, openmetrics=False).decode(), re.MULTILINE)
     )
@@ -43,7 +43,7 @@ def test_each_metric_of_it_is_one_that_is_served() -> None:
     assert len(asked) > 20
 
 
-def test_each_expression_is_about_the_chosen_hosts_alone() -> None:
+def test_every_expression_is_limited_to_the_selected_hosts() -> None:
     for panel in PANELS:
         for target in panel["targets"]:
             selectors = re.findall(r"(?:yunion_mps_\w+|ALERTS){(.*?)}", target["expr"])
@@ -52,7 +52,7 @@ def test_each_expression_is_about_the_chosen_hosts_alone() -> None:
             assert all('instance=~"$instance"' in selector for selector in selectors), panel["title"]
 
 
-def test_the_labels_that_it_shows_are_those_of_its_metrics() -> None:
+def test_the_dashboard_uses_only_labels_of_its_metrics() -> None:
     text = text_of(ALL, openmetrics=False).decode()
     labels = set(re.findall(r'[{,](\w+)="', text)) | {"instance"}
     shown = {
@@ -65,7 +65,7 @@ def test_the_labels_that_it_shows_are_those_of_its_metrics() -> None:
     assert shown >= {"gpu", "device", "domain", "instance"}
 
 
-def test_each_panel_says_what_it_shows_and_none_lies_on_another() -> None:
+def test_every_panel_has_a_description_and_none_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -82,7 +82,7 @@ def test_each_panel_says_what_it_shows_and_none_lies_on_another() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_it_names_no_data_source_of_anybody() -> None:
+def test_the_dashboard_names_no_data_source() -> None:
     sources = {
         json.dumps(found["datasource"], sort_keys=True)
         for panel in PANELS
@@ -92,7 +92,7 @@ def test_it_names_no_data_source_of_anybody() -> None:
     assert DASHBOARD["templating"]["list"][0]["name"] == "datasource"
 
 
-def test_it_has_the_shape_that_import_and_provisioning_take() -> None:
+def test_the_dashboard_can_be_imported_and_provisioned() -> None:
     """What grafana.com/docs has of the JSON model; `__inputs` would be asked for at an import alone."""
     assert not {"__inputs", "__requires", "id"} & set(DASHBOARD)
     assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", DASHBOARD["uid"])
@@ -106,7 +106,7 @@ def test_it_has_the_shape_that_import_and_provisioning_take() -> None:
         assert all(target.get("instant", False) != target.get("range", False) for target in panel["targets"])
 
 
-def test_each_state_of_a_domain_has_its_word_and_only_ready_is_green() -> None:
+def test_every_domain_state_has_a_name_and_only_ready_is_green() -> None:
     """Numbers that are mapped to words are how Grafana's documentation has a state timeline of series."""
     (panel,) = (one for one in PANELS if one["title"] == "States")
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
@@ -119,7 +119,7 @@ def test_each_state_of_a_domain_has_its_word_and_only_ready_is_green() -> None:
     assert green == ["ready"]
 
 
-def test_prometheus_gives_the_number_of_the_state_that_a_domain_is_in(tmp_path: Path) -> None:
+def test_the_state_panel_has_the_number_of_the_domains_state(tmp_path: Path) -> None:
     (expression,) = (one for one in expressions() if one.startswith("sum by (instance, domain)"))
     states = list(LEGAL_CHANGES)
     number = int(re.findall(r'state="backoff"} \* (\d+)', expression)[0])

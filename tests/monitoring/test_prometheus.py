@@ -31,7 +31,7 @@ def at_once(folder: Path) -> Path:
     return found
 
 
-def test_the_alerts_fire_on_the_faults_that_they_are_for(tmp_path: Path) -> None:
+def test_each_alert_fires_on_its_fault(tmp_path: Path) -> None:
     port = free_port()
     with Scene([{"kind": "v100", "virtual_number": 4}, {"kind": "tesla-p40"}]) as scene:
         scene.daemon.configure(metrics_listen=f"127.0.0.1:{port}")
@@ -75,7 +75,7 @@ def test_the_alerts_fire_on_the_faults_that_they_are_for(tmp_path: Path) -> None
             prometheus.wait_for("YunionMpsGatewayAbsent", perhaps=lately)
 
 
-def test_a_stopped_control_daemon_is_no_lost_gpu(tmp_path: Path) -> None:
+def test_a_stopped_control_daemon_does_not_alert_a_lost_gpu(tmp_path: Path) -> None:
     port = free_port()
     with Scene([{"kind": "v100", "count": 2}]) as scene:
         scene.daemon.configure(metrics_listen=f"127.0.0.1:{port}")
@@ -95,7 +95,7 @@ def test_a_stopped_control_daemon_is_no_lost_gpu(tmp_path: Path) -> None:
             assert prometheus.value('sum(yunion_mps_gpu_state{state="unavailable"})') == 2
 
 
-def test_promtool_finds_nothing_amiss_in_the_metrics(tmp_path: Path) -> None:
+def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
     with Scene([{"kind": "v100", "virtual_number": 4}]) as scene:
         scene.serve()
         scene.daemon.get("/v1/status")

@@ -17,11 +17,11 @@ ALERTS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][0]["r
 NAMES = [alert["alert"] for alert in ALERTS]
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", RULES)
 
 
-def test_each_alert_waits_and_fires_as_its_tests_say() -> None:
+def test_the_alerts_pass_their_rule_tests() -> None:
     assert "SUCCESS" in promtool("test", "rules", TESTS)
 
 
@@ -31,14 +31,14 @@ def test_each_alert_is_tested(name: str) -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=NAMES)
-def test_each_alert_says_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
+def test_every_alert_has_a_summary_and_an_action(alert: dict[str, Any]) -> None:
     assert set(alert) == {"alert", "expr", "for", "labels", "annotations"}
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
     assert set(alert["annotations"]) == {"summary", "action"}
     assert alert["annotations"]["summary"].rstrip().endswith(".")
 
 
-def test_the_rules_ask_only_for_metrics_that_there_are() -> None:
+def test_the_rules_use_only_metrics_that_are_served() -> None:
     asked = {name for alert in ALERTS for name in re.findall(r"yunion_mps_\w+", alert["expr"])}
     assert asked <= {metric.name for metric in CATALOGUE}
     assert len(asked) >= 8

@@ -36,7 +36,7 @@ def their(family: Family, operator: Operator, theirs: Packages) -> int:
 
 
 @on_both
-def test_our_package_replaces_the_one_that_runs_and_its_jobs_go_on(
+def test_our_package_replaces_cloudpods_without_ending_jobs(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
@@ -72,7 +72,7 @@ def test_our_package_replaces_the_one_that_runs_and_its_jobs_go_on(
 
 
 @on_deb
-def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
+def test_jobs_of_a_crashed_daemon_keep_their_limits(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
@@ -93,7 +93,7 @@ def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
 
 
 @on_deb
-def test_one_that_cannot_be_adopted_is_asked_to_end_once_its_jobs_have(
+def test_a_control_daemon_that_cannot_be_adopted_ends_after_its_jobs(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
@@ -106,7 +106,7 @@ def test_one_that_cannot_be_adopted_is_asked_to_end_once_its_jobs_have(
 
 
 @on_both
-def test_back_to_theirs_no_job_is_ended_before_the_restart(
+def test_returning_to_cloudpods_package_ends_no_job_before_a_restart(
     family: Family, operator: Operator, theirs: Packages, current: Packages
 ) -> None:
     """As docs/cloudpods.md says it."""

@@ -140,7 +140,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, doc
     docker.remove("trainer")
 
 
-def test_run_gives_the_same_and_the_lease_ends_with_the_container(operator: Operator, plain: Docker) -> None:
+def test_run_docker_gives_the_same_environment_and_a_lease(operator: Operator, plain: Docker) -> None:
     machine = operator.machine
     refused = plain.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
     assert 'could not select device driver "cdi"' in refused.stderr, "as docs/containers.md has it"
@@ -174,9 +174,7 @@ def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(operator: Ope
     assert done.stdout.splitlines()[:2] == ["/run/mps:1,a", "25.0"], done.stderr
 
 
-def test_an_env_file_is_what_docker_takes_and_fails_without_a_device(
-    operator: Operator, plain: Docker
-) -> None:
+def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operator, plain: Docker) -> None:
     """An empty file would be taken for none, and the container run without limits."""
 
     def printed(device: str) -> Done:

@@ -46,7 +46,7 @@ def host(family: Family, operator: Operator, current: Packages) -> Operator:
 class TestJobs:
     """One machine, one job after another."""
 
-    def test_a_job_by_the_template_is_served_and_its_lease_ends_with_it(self, host: Operator) -> None:
+    def test_a_template_job_has_a_lease_that_ends_with_it(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, f"python3 -IS {CLIENT}")
         machine.wait_until("it is attached", lambda: "attached" in machine.journal(JOB))
@@ -57,7 +57,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_what_a_job_leaves_behind_ends_with_its_unit(self, host: Operator) -> None:
+    def test_leftover_processes_end_with_the_job_unit(self, host: Operator) -> None:
         machine = host.machine
         machine.write("/srv/leaves.sh", "#!/bin/sh\nsetsid sleep 4711 &\n")
         machine.run("chmod", "+x", "/srv/leaves.sh")
@@ -66,7 +66,7 @@ class TestJobs:
         assert machine.shell("pgrep -f 'sleep 471[1]' || true") == ""
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_a_unit_that_is_killed_gives_its_device_back(self, host: Operator) -> None:
+    def test_a_killed_unit_releases_its_device(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4712")
         machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
@@ -88,7 +88,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_a_restarted_unit_has_one_device_and_the_former_is_free(self, host: Operator) -> None:
+    def test_a_restarted_unit_releases_its_previous_device(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4713")
         machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
@@ -103,7 +103,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_words_of_the_command_are_quoted_as_the_template_says(self, host: Operator) -> None:
+    def test_the_template_passes_quoted_words_of_the_command(self, host: Operator) -> None:
         machine = host.machine
         machine.write("/srv/my words.sh", '#!/bin/sh\nprintf "<%s>" "$@"\necho\n')
         machine.run("chmod", "+x", "/srv/my words.sh")
@@ -111,7 +111,7 @@ class TestJobs:
         machine.wait_until("it has ended", lambda: machine.show("ActiveState", JOB) == "inactive")
         assert "<two words><100%n><%i><$HOME><${OPTIONS}><;><>" in machine.journal(JOB)
 
-    def test_an_infeasible_request_fails_the_unit_with_a_word_of_why(self, host: Operator) -> None:
+    def test_an_infeasible_request_fails_the_unit_with_a_reason(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4714", "--device 00:06.0-9")
         machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")
@@ -119,7 +119,7 @@ class TestJobs:
         assert host.ask("devices?unused=true")["total"] == 4
         machine.run("systemctl", "reset-failed", JOB)
 
-    def test_a_job_that_waits_is_stopped_without_a_trace(self, host: Operator) -> None:
+    def test_stopping_a_queued_job_leaves_nothing_behind(self, host: Operator) -> None:
         machine = host.machine
         taken = [host.ask("devices")["isolated_devices"][0]["addr"]]
         assert taken == ["00:06.0-0"]
@@ -143,7 +143,7 @@ class TestJobs:
         machine.run("systemctl", "stop", "holder")
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_a_unit_with_a_private_tmp_is_told_that_it_cannot_be_served(self, host: Operator) -> None:
+    def test_a_unit_with_a_private_tmp_gets_an_error_that_says_so(self, host: Operator) -> None:
         command = ["systemd-run", "--wait", "--pipe", "--property=PrivateTmp=yes"]
         done = host.machine.run(*command, "yunion-mps", "run", OPTIONS, "true", check=False)
         said = done.stdout + done.stderr
@@ -152,7 +152,7 @@ class TestJobs:
         assert "PrivateTmp" in said
         assert host.ask("devices?unused=true")["total"] == 4
 
-    def test_a_removal_stops_and_disables_jobs_that_were_no_clients_too(
+    def test_a_removal_stops_and_disables_jobs_that_do_not_use_mps(
         self, family: Family, host: Operator
     ) -> None:
         machine = host.machine

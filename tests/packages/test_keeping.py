@@ -14,7 +14,7 @@ def journals() -> list[str]:
     return sorted(path.name for path in JOURNALS.glob("kept-*"))
 
 
-def test_the_journal_is_kept_only_of_a_machine_whose_test_fails(
+def test_the_journal_is_kept_only_if_the_machines_test_fails(
     new_machine: NewMachine,
 ) -> None:
     def fail() -> None:
@@ -38,7 +38,7 @@ def test_the_journal_is_kept_only_of_a_machine_whose_test_fails(
     assert journals() == []
 
 
-def test_an_image_is_made_once(versions: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_created_only_once(versions: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where mmdebstrap cannot be found, what was made before is there, and nothing else can be had."""
     before = image("trixie")
     made_s = before.stat().st_mtime

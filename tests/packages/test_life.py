@@ -68,7 +68,7 @@ class TestLife:
         assert operator.machine.run("systemctl", "is-system-running").stdout.strip() == "running"
 
     @of_the_package
-    def test_systemd_reads_the_unit_without_a_word_and_rates_it(self, machine: Machine) -> None:
+    def test_systemd_accepts_the_unit_silently_and_rates_it(self, machine: Machine) -> None:
         assert machine.show("LoadState") == "loaded"
         verify = ["systemd-analyze", "verify", "--man=no", machine.show("FragmentPath")]
         verified = machine.run("systemd-run", "--quiet", "--pipe", "--wait", *verify)
@@ -86,33 +86,33 @@ class TestLife:
         assert machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip() == "disabled"
 
     @of_the_release
-    def test_before_it_is_configured_status_says_what_to_do(self, machine: Machine) -> None:
+    def test_status_has_a_hint_before_the_host_is_configured(self, machine: Machine) -> None:
         done = machine.run("yunion-mps", "status", check=False)
         assert done.returncode == 3
         assert "systemctl" in done.stderr
         assert "Traceback" not in done.stderr
 
     @of_the_package
-    def test_it_is_configured_and_checked(self, operator: Operator, machine: Machine) -> None:
+    def test_the_configuration_can_be_checked(self, operator: Operator, machine: Machine) -> None:
         operator.configure()
         machine.run("yunion-mps", "config", "check")
         operator.see_it_rests()
 
     @of_the_package
-    def test_enabled_and_started_it_serves(self, operator: Operator, machine: Machine) -> None:
+    def test_the_enabled_service_is_ready(self, operator: Operator, machine: Machine) -> None:
         operator.start()
         operator.see_it_serves()
         assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
 
     @of_the_release
-    def test_it_lists_its_devices(self, machine: Machine) -> None:
+    def test_the_devices_are_listed(self, machine: Machine) -> None:
         listed = machine.run("yunion-mps", "isolated-device-list", "--output", "csv").stdout
         assert [f"00:06.0-{slot}" in listed for slot in range(5)] == [True] * 4 + [False]
         table = machine.run("yunion-mps", "isolated-device-list").stdout
         assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in table
 
     @of_the_package
-    def test_members_of_its_group_may_ask_and_nobody_else(self, machine: Machine) -> None:
+    def test_only_members_of_the_group_can_use_the_socket(self, machine: Machine) -> None:
         machine.shell("useradd --system --groups yunion-mps friend; useradd --system stranger")
         assert machine.shell("runuser -u friend -- yunion-mps list").count(" free ") == 4
         done = machine.run("runuser", "-u", "stranger", "--", "yunion-mps", "list", check=False)
@@ -121,7 +121,7 @@ class TestLife:
         machine.shell("userdel friend; userdel stranger")
 
     @of_the_release
-    def test_container_engines_find_the_devices_and_a_hook_that_takes_them(self, machine: Machine) -> None:
+    def test_container_engines_find_the_devices_and_the_hook(self, machine: Machine) -> None:
         edits = "['devices'][2]['containerEdits']"
         look = f"import json; print(*json.load(open('/run/cdi/yunion-mps.json')){edits}['hooks'][0]['args'])"
         machine.shell("for i in $(seq 100); do [ -e /run/cdi/yunion-mps.json ] || sleep 0.1; done")
@@ -133,7 +133,7 @@ class TestLife:
         assert "sleep 60" in taken
 
     @of_the_package
-    def test_its_environment_is_in_the_familys_file(self, family: Family, operator: Operator) -> None:
+    def test_the_environment_file_is_the_distributions(self, family: Family, operator: Operator) -> None:
         machine = operator.machine
         before = machine.run("cat", family.environment).stdout
         machine.write(family.environment, f"{before}YUNION_MPS_LOG_LEVEL=debug\n")
@@ -145,7 +145,7 @@ class TestLife:
         machine.run("systemctl", "restart", UNIT)
 
     @of_the_release
-    def test_the_sandbox_holds_the_control_daemon_too(self, operator: Operator, machine: Machine) -> None:
+    def test_the_sandbox_includes_the_control_daemon(self, operator: Operator, machine: Machine) -> None:
         for pid in (operator.daemon(), operator.control_daemon()):
             status = machine.shell(f"cat /proc/{pid}/status")
             assert "NoNewPrivs:\t1" in status
@@ -182,7 +182,7 @@ class TestLife:
         operator.configure()
 
     @of_the_release
-    def test_cleaning_by_age_leaves_the_pipe_directory_alone(
+    def test_tmpfiles_cleanup_does_not_touch_the_pipe_directory(
         self, operator: Operator, machine: Machine
     ) -> None:
         machine.write("/etc/tmpfiles.d/aged.conf", "e /tmp 1777 root root 0\n")
@@ -202,7 +202,7 @@ class TestLife:
         operator.end_job("job", pid)
 
     @of_the_release
-    def test_a_daemon_that_is_killed_comes_back_to_its_control_daemon_and_jobs(
+    def test_a_killed_daemon_adopts_its_control_daemon_and_jobs(
         self, operator: Operator, machine: Machine
     ) -> None:
         pid, control = operator.begin_job("work"), operator.control_daemon()
@@ -216,7 +216,7 @@ class TestLife:
         operator.end_job("work", pid)
 
     @of_the_release
-    def test_a_daemon_that_hangs_is_replaced_and_its_jobs_go_on(
+    def test_a_hung_daemon_is_restarted_without_ending_jobs(
         self, operator: Operator, machine: Machine
     ) -> None:
         assert machine.show("WatchdogUSec") == "30s"
@@ -233,7 +233,7 @@ class TestLife:
             operator.end_job("hung", pid)
 
     @of_the_release
-    def test_a_server_that_is_killed_takes_only_its_jobs(self, operator: Operator, machine: Machine) -> None:
+    def test_a_killed_server_ends_only_its_own_jobs(self, operator: Operator, machine: Machine) -> None:
         pid, control = operator.begin_job("unlucky"), operator.control_daemon()
         operator.kill(operator.servers()[0])
         machine.wait_until("its job has ended", lambda: not operator.is_at_work("unlucky"))
@@ -243,16 +243,14 @@ class TestLife:
         assert operator.control_daemon() == control
 
     @of_the_release
-    def test_a_control_daemon_that_is_killed_is_started_again(
-        self, operator: Operator, machine: Machine
-    ) -> None:
+    def test_a_killed_control_daemon_is_restarted(self, operator: Operator, machine: Machine) -> None:
         before = operator.control_daemon()
         operator.kill(before)
         machine.wait_until("another", lambda: operator.control_daemon() not in (0, before))
         operator.see_it_serves()
 
     @of_the_release
-    def test_a_stop_puts_everything_back_and_a_start_brings_it_again(
+    def test_a_stop_restores_the_host_and_a_start_serves_again(
         self, operator: Operator, machine: Machine
     ) -> None:
         machine.run("systemctl", "stop", UNIT)
@@ -262,7 +260,7 @@ class TestLife:
         operator.see_it_serves()
 
     @of_the_release
-    def test_the_metrics_are_served_over_tcp_by_a_process_without_rights(
+    def test_an_unprivileged_process_serves_the_metrics_over_tcp(
         self, operator: Operator, machine: Machine
     ) -> None:
         assert machine.show("ActiveState", GATEWAY) == "inactive"
@@ -333,7 +331,7 @@ class TestLife:
         operator.end_job("steady", pid)
 
     @of_the_package
-    def test_with_a_broken_configuration_the_former_daemon_goes_on(
+    def test_an_upgrade_with_invalid_configuration_keeps_the_old_daemon(
         self, family: Family, operator: Operator, previous: Packages, current: Packages
     ) -> None:
         control = operator.control_daemon()
@@ -357,7 +355,7 @@ class TestLife:
         operator.see_it_serves()
 
     @of_the_package
-    def test_removed_it_leaves_the_configuration_and_nothing_that_runs(
+    def test_a_removal_keeps_the_configuration_and_stops_everything(
         self, family: Family, operator: Operator, machine: Machine, traces: Traces
     ) -> None:
         family.remove()
@@ -368,7 +366,7 @@ class TestLife:
         assert traces.programs() == []
 
     @of_the_package
-    def test_purged_while_it_serves_it_leaves_nothing_of_its_own(
+    def test_a_purge_of_a_running_service_leaves_nothing(
         self, family: Family, operator: Operator, machine: Machine, current: Packages, traces: Traces
     ) -> None:
         for path in (HOST_CONF, DEVICES):  # the operator's own

@@ -42,9 +42,7 @@ class TestInstallation:
         assert traces.left() == []
         assert machine.show("LoadState") == "not-found"
 
-    def test_without_a_python_that_is_new_enough_it_is_not_installed(
-        self, family: Family, current: Packages
-    ) -> None:
+    def test_installation_fails_without_a_recent_python(self, family: Family, current: Packages) -> None:
         machine = family.machine
         machine.shell("mkdir /root/kept; mv /usr/bin/python3* /root/kept")
         machine.write("/usr/bin/python3", "#!/bin/sh\nexit 1\n")  # what an old one says to our question
@@ -57,7 +55,7 @@ class TestInstallation:
         assert "3.9 or later" in done.stdout + done.stderr
         assert family.version() == ""
 
-    def test_where_little_room_is_left_it_is_not_installed(self, family: Family, current: Packages) -> None:
+    def test_installation_fails_if_disk_space_is_short(self, family: Family, current: Packages) -> None:
         machine = family.machine
         machine.shell(
             "mount -t tmpfs -o size=7m room /mnt; mkdir /mnt/upper /mnt/work\n"
@@ -71,7 +69,7 @@ class TestInstallation:
         assert "/usr has " in done.stdout + done.stderr
         assert family.version() == ""
 
-    def test_where_the_disk_is_full_in_the_middle_of_it_it_is_as_before(
+    def test_a_disk_that_fills_up_during_installation_changes_nothing(
         self, family: Family, current: Packages
     ) -> None:
         machine = family.machine
@@ -97,7 +95,7 @@ class TestStart:
         configured.machine.run("systemctl", "reset-failed", UNIT, check=False)  # it may not have failed
         configured.see_it_rests()
 
-    def test_a_foreign_control_daemon_is_named_and_left_alone(self, operator: Operator) -> None:
+    def test_another_programs_control_daemon_is_reported_and_not_touched(self, operator: Operator) -> None:
         machine = operator.machine
         machine.shell(
             f"mkdir -p {PIPE}\n"
@@ -116,7 +114,7 @@ class TestStart:
         machine.wait_until("active", lambda: machine.show("ActiveState") == "active")
         operator.see_it_serves()
 
-    def test_a_bad_configuration_ends_the_start_for_good(self, operator: Operator) -> None:
+    def test_an_invalid_configuration_is_not_retried(self, operator: Operator) -> None:
         machine = operator.machine
         operator.configure('"many"')
         assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
@@ -126,7 +124,7 @@ class TestStart:
         assert operator.modes() == ["Default"]
         operator.configure()
 
-    def test_a_place_that_the_unit_may_not_write_to_is_no_bad_disk(self, operator: Operator) -> None:
+    def test_a_path_that_the_unit_cannot_write_has_its_own_hint(self, operator: Operator) -> None:
         machine = operator.machine
         operator.configure(more="cuda_mps_pipe_directory: /home/mps/pipe")
         assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
@@ -139,7 +137,7 @@ class TestStart:
         assert operator.modes() == ["Default"]
         operator.configure()
 
-    def test_without_a_driver_it_tries_on_and_neither_gives_up_nor_spins(self, operator: Operator) -> None:
+    def test_without_a_driver_the_start_is_retried_slowly_forever(self, operator: Operator) -> None:
         machine = operator.machine
         machine.driver.host.hide_library()
         with operator.restarted_at_once():
@@ -160,7 +158,7 @@ class TestStart:
 
 
 @pytest.mark.parametrize("release", ["bookworm", "trixie"])
-def test_where_systemd_does_not_run_it_is_installed_and_started_later(
+def test_the_package_installs_without_a_running_systemd(
     release: str, new_machine: NewMachine, current: Packages
 ) -> None:
     with new_machine(release, f"{release}-chroot") as machine:

@@ -16,7 +16,7 @@ on_both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indi
 
 @on_both
 @pytest.mark.parametrize("number", ["4", '"many"'], ids=["right", "broken"])
-def test_removed_after_its_daemon_was_killed_it_restores_what_that_left(
+def test_a_removal_restores_what_a_killed_daemon_left(
     family: Family, operator: Operator, current: Packages, number: str
 ) -> None:
     """Also where its files are broken since, so that no daemon could start any more."""
@@ -37,7 +37,7 @@ def test_removed_after_its_daemon_was_killed_it_restores_what_that_left(
 
 
 @on_deb
-def test_a_removal_names_the_jobs_it_ends_and_spares_others_files(
+def test_a_removal_names_the_jobs_it_ends_and_keeps_foreign_files(
     family: Family, operator: Operator, current: Packages
 ) -> None:
     machine = family.machine

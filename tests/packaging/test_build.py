@@ -34,7 +34,7 @@ def pins(name: str) -> dict[str, tuple[str, list[str]]]:
     return {package: (version, re.findall(r"sha256:(\w+)", rest)) for package, version, rest in entries}
 
 
-def test_two_builds_are_equal_byte_for_byte(built: Built, tmp_path: Path) -> None:
+def test_two_builds_are_identical(built: Built, tmp_path: Path) -> None:
     """The second is of a copy in another place, by another user's habits, at another time of its files."""
     copy, again, scratch = (tmp_path / name for name in ("another place", "dist", "scratch"))
     copy_checkout(copy)
@@ -67,7 +67,7 @@ def test_the_lock_file_names_one_file_of_each_dependency() -> None:
         assert digests[0] in runtime[name][1]
 
 
-def test_the_list_of_what_is_bundled_agrees_with_the_lock_file(sbom: Any) -> None:
+def test_the_list_of_bundled_libraries_matches_the_lock_file(sbom: Any) -> None:
     listed = {one["name"]: (one["version"], [one["hashes"][0]["content"]]) for one in sbom["components"]}
     assert listed == pins("package.lock")
     assert sbom["metadata"]["component"]["version"] == __version__
@@ -86,13 +86,13 @@ def test_every_bundled_file_is_listed_with_its_hash(sbom: Any, unpacked: Path) -
     assert listed == installed
 
 
-def test_the_list_is_installed_as_it_is_published(built: Built, unpacked: Path) -> None:
+def test_the_installed_list_is_the_published_one(built: Built, unpacked: Path) -> None:
     assert (
         unpacked / "usr/share/doc/yunion-mps-daemon/sbom.cdx.json"
     ).read_bytes() == built.sbom.read_bytes()
 
 
-def test_the_list_has_what_cyclonedx_demands(sbom: Any) -> None:
+def test_the_list_has_the_fields_that_cyclonedx_requires(sbom: Any) -> None:
     assert (sbom["bomFormat"], sbom["specVersion"], sbom["version"]) == ("CycloneDX", "1.5", 1)
     assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", sbom["serialNumber"])
     references = [one["bom-ref"] for one in sbom["components"]]
@@ -109,7 +109,7 @@ def test_the_licence_of_every_bundled_module_is_installed(unpacked: Path) -> Non
         assert f"Files: vendor/{path.name}{'/*' if path.is_dir() else ''}\n" in told
 
 
-def test_the_version_and_the_revision_are_told(built: Built, tmp_path: Path) -> None:
+def test_the_packages_show_version_and_revision(built: Built, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     # Without --ignore-installed, pip removes what is installed elsewhere: the checkout itself.
     run(*pip, "--no-index", "--ignore-installed", "--prefix", str(tmp_path), str(built.wheel))
@@ -136,7 +136,7 @@ def test_the_sdist_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:
     assert wheel.read_bytes() == built.wheel.read_bytes()
 
 
-def test_outside_a_checkout_one_line_says_so(tmp_path: Path) -> None:
+def test_building_outside_a_checkout_fails_with_one_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "scripts/lib", tmp_path / "scripts/lib")
     above = {"PYTHONPATH": str(tmp_path / "scripts/lib"), "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     done = subprocess.run(

@@ -26,7 +26,7 @@ def systemctl_and_ours(host: Host) -> list[str]:
     return [call for call in host.calls() if call.split()[0] not in ("yunion-mps", "nsenter")]
 
 
-def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: Host) -> None:
+def test_our_daemon_is_enabled_and_started_if_cloudpods_was(cloudpods: Host) -> None:
     """Its control daemon goes on, and its own daemon gets no chance to tell it to end."""
     note = cloudpods.root / "run/yunion-mps/adopted.json"
     take = f'mkdir -p {note.parent}; echo \'{{"pid": 5, "started_ticks": 77, "x": 0}}\' >{note}'
@@ -53,7 +53,7 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
     assert "5 another's" in cloudpods.call("control_daemons").stdout
 
 
-def test_a_control_daemon_that_cannot_be_adopted_is_asked_to_end(
+def test_a_control_daemon_that_cannot_be_adopted_is_told_to_quit(
     cloudpods: Host,
 ) -> None:
     refused = "<3>the control daemon (PID 5) cannot be adopted: cuda_mps_scope is gpu\n<3>it goes on"
@@ -85,19 +85,19 @@ def test_the_control_daemon_is_adopted_before_cloudpods_rpm_stops_it(
     assert not [call for call in cloudpods.calls() if " stop " in call or " start " in call]
 
 
-def test_where_nothing_was_noted_of_cloudpods_nothing_is_done(cloudpods: Host) -> None:
+def test_without_a_record_of_cloudpods_nothing_is_done(cloudpods: Host) -> None:
     (cloudpods.root / "run/cloudpods").unlink()
     cloudpods.good("systemd_runs() { :; }; before_cloudpods_goes")
     assert cloudpods.calls() == []
 
 
-def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:
+def test_our_daemon_is_not_started_if_cloudpods_was_stopped(host: Host) -> None:
     (host.root / "run/cloudpods").write_text("noted\n")
     assert host.good("go_on") == []
     assert host.calls() == []
 
 
-def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
+def test_cloudpods_daemon_keeps_running_if_its_files_are_rejected(host: Host) -> None:
     (host.root / "run/cloudpods").write_text("wanted\nnoted\n")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
@@ -105,7 +105,7 @@ def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> N
     assert host.calls() == ["yunion-mps-daemon --check"]
 
 
-def test_a_package_of_cloudpods_that_takes_our_place_ends_no_job(host: Host) -> None:
+def test_replacing_our_package_by_cloudpods_ends_no_job(host: Host) -> None:
     (said,) = host.good("systemd_runs() { :; }; replaced")
     assert said.endswith("to switch over when they have ended: systemctl restart yunion-mps-daemon.service")
     assert host.calls() == ["systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service"]

@@ -52,17 +52,17 @@ def test_both_packages_install_the_same_files(built: Built, unpacked: Path) -> N
     assert same == built.rpm_files()
 
 
-def test_there_is_nothing_for_an_app_store(built: Built) -> None:
+def test_the_package_contains_no_appstream_metadata(built: Built) -> None:
     """AppStream's files would have software centres show a daemon."""
     places = ("/usr/share/metainfo", "/usr/share/appdata", "/usr/share/applications")
     assert [name for name in built.rpm_files() if name.startswith(places)] == []
 
 
-def test_what_an_operator_looks_for_is_there(built: Built) -> None:
+def test_the_packages_have_units_manuals_and_examples(built: Built) -> None:
     assert set(built.rpm_files()) >= EXPECTED | PROGRAMS | set(ELSEWHERE.values())
 
 
-def test_only_the_programs_can_be_run_and_only_root_can_write(built: Built, unpacked: Path) -> None:
+def test_only_programs_are_executable_and_only_root_can_write(built: Built, unpacked: Path) -> None:
     for name, file in built.deb_files(unpacked).items():
         assert file.owner == "root/root"
         assert file.mode == ("-rwxr-xr-x" if name in PROGRAMS else "-rw-r--r--")
@@ -71,7 +71,7 @@ def test_only_the_programs_can_be_run_and_only_root_can_write(built: Built, unpa
             assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
-def test_nothing_lies_in_etc_but_the_environment_of_the_daemon(built: Built) -> None:
+def test_the_environment_file_is_the_only_file_in_etc(built: Built) -> None:
     """Those in /etc/yunion are made where there are none: packaged, a removal would take Cloudpods' away."""
     assert [name for name in built.rpm_files() if name.startswith("/etc/")] == [
         "/etc/sysconfig/yunion-mps-daemon"
@@ -81,14 +81,14 @@ def test_nothing_lies_in_etc_but_the_environment_of_the_daemon(built: Built) -> 
     assert run("dpkg-deb", "-I", built.deb, "conffiles") == "/etc/default/yunion-mps-daemon\n"
 
 
-def test_it_is_small_with_its_bytecode(unpacked: Path, tmp_path: Path) -> None:
+def test_the_installed_size_with_bytecode_is_small(unpacked: Path, tmp_path: Path) -> None:
     run("cp", "-a", f"{unpacked}/.", tmp_path)
     run(sys.executable, "-IS", "-m", "compileall", "-q", tmp_path / "usr/lib/yunion-mps")
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert size <= MAX_MIB * 1024 * 1024
 
 
-def test_the_programs_need_nothing_of_the_systems_packages(unpacked: Path) -> None:
+def test_the_programs_need_no_python_packages_of_the_system(unpacked: Path) -> None:
     library = unpacked / "usr/lib/yunion-mps"
     modules = [
         str(path.relative_to(library).with_suffix("")).replace("/", ".")
@@ -114,7 +114,7 @@ def test_nothing_is_compiled_for_one_python_or_processor(unpacked: Path) -> None
     ] == []
 
 
-def test_both_packages_are_newer_than_any_of_cloudpods(built: Built) -> None:
+def test_both_packages_have_a_higher_version_than_cloudpods(built: Built) -> None:
     """Its package has the same name and versions such as 3.11: only an epoch makes ours an upgrade."""
     version = run("dpkg-deb", "-f", built.deb, "Version").strip()
     assert version == f"1:{__version__}"
@@ -138,7 +138,7 @@ def test_both_packages_are_newer_than_any_of_cloudpods(built: Built) -> None:
         ("Recommends", "systemd"),
     ],
 )
-def test_the_deb_says_what_it_needs_and_replaces(built: Built, field: str, value: str) -> None:
+def test_the_deb_declares_its_dependencies_and_replacements(built: Built, field: str, value: str) -> None:
     assert run("dpkg-deb", "-f", built.deb, field).strip() == value
 
 

@@ -53,7 +53,7 @@ def installed(tmp_path: Path, unpacked: Path) -> Installed:
     return Installed(tmp_path, unpacked / "usr/lib/yunion-mps")
 
 
-def test_a_python_that_is_too_old_can_read_it() -> None:
+def test_an_old_python_can_parse_the_launcher() -> None:
     ast.parse(LAUNCHER.read_text(), feature_version=(3, 6))
 
 
@@ -63,14 +63,14 @@ def test_each_name_starts_its_own_program(installed: Installed, program: str) ->
     assert program in installed.run(program, "--help").stdout
 
 
-def test_a_link_of_another_name_starts_what_it_leads_to(installed: Installed) -> None:
+def test_a_link_with_another_name_starts_its_target(installed: Installed) -> None:
     (installed.root / "mpsd").symlink_to(installed.root / "yunion-mps-daemon")
     (installed.root / "yunion-mps-daemon-too").symlink_to(installed.root / "yunion-mps")
     assert installed.run("mpsd", "--version").stdout.startswith("yunion-mps-daemon ")
     assert installed.run("yunion-mps-daemon-too", "--version").stdout.startswith("yunion-mps 0")
 
 
-def test_neither_environment_nor_directory_changes_what_is_run(installed: Installed, tmp_path: Path) -> None:
+def test_environment_and_directory_do_not_change_the_program(installed: Installed, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for module in ("click", "yunion_mps", "json"):
@@ -81,7 +81,7 @@ def test_neither_environment_nor_directory_changes_what_is_run(installed: Instal
     assert done.returncode == 0, done.stderr
 
 
-def test_with_an_old_python_the_first_that_is_new_enough_is_taken(installed: Installed) -> None:
+def test_the_launcher_finds_a_newer_python(installed: Installed) -> None:
     installed.python(8)
     installed.python(12)
     installed.python(11)
@@ -90,7 +90,7 @@ def test_with_an_old_python_the_first_that_is_new_enough_is_taken(installed: Ins
     assert "yunion-mps config check" in done.stdout
 
 
-def test_where_every_python_is_too_old_that_is_said(installed: Installed) -> None:
+def test_the_launcher_reports_that_every_python_is_too_old(installed: Installed) -> None:
     done = installed.run("yunion-mps-daemon", "--check", old=True)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

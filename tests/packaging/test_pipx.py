@@ -73,7 +73,7 @@ def pipx(tmp_path: Path, built: Built) -> Pipx:
     return made
 
 
-def test_the_wheel_gives_both_programs_and_nothing_else(pipx: Pipx) -> None:
+def test_the_wheel_installs_both_programs_and_nothing_else(pipx: Pipx) -> None:
     assert sorted(path.name for path in (pipx.home / "bin").iterdir()) == ["yunion-mps", "yunion-mps-daemon"]
     with SimHost.create() as host:
         for name in ("host.conf", "host_container_device.yml"):

@@ -12,7 +12,7 @@ from .test_scriptlets import CLOUDPODS, NAMES, configuration, examples, files
 __all__ = ["examples"]
 
 
-def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host) -> None:
+def test_a_purge_removes_created_files_even_if_they_were_edited(host: Host) -> None:
     host.good("make_configuration")
     (host.root / "etc/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: gpu\n")
     assert host.good("purge") == []
@@ -28,7 +28,7 @@ def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host
         ("host_container_device.yml", "- path: /dev/dri/renderD129\n  type: NVIDIA_GPU_SHARE\n"),
     ],
 )
-def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name: str, added: str) -> None:
+def test_a_purge_keeps_a_file_that_other_software_uses(host: Host, name: str, added: str) -> None:
     host.good("make_configuration")
     path = host.root / "etc" / name
     path.write_text(path.read_text() + added)
@@ -36,14 +36,14 @@ def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name:
     assert list(configuration(host)) == [name]
 
 
-def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
+def test_a_purge_keeps_a_file_that_another_package_owns(host: Host) -> None:
     host.program("dpkg-query", "exit 0")
     host.good("make_configuration")
     host.good("purge")
     assert set(configuration(host)) == set(NAMES)
 
 
-def test_a_purge_takes_our_devices_of_containers_and_nobody_else_s(host: Host) -> None:
+def test_a_purge_removes_our_cdi_files_only(host: Host) -> None:
     devices = host.root / "run/cdi"
     files(devices, "yunion-mps.json", "yunion-mps-lease-7c1f0e7a.json", "nvidia.yaml", "yunion-mps.json.bak")
     assert host.good("purge") == []
@@ -55,7 +55,7 @@ def recorded(host: Host, *lines: str) -> None:
     (host.root / "state/directories").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_a_purge_removes_files_of_mps_by_name_from_recorded_places(host: Host) -> None:
+def test_a_purge_removes_mps_files_by_name_in_recorded_directories(host: Host) -> None:
     mps = host.root / "mps"
     recorded(
         host,
@@ -73,7 +73,7 @@ def test_a_purge_removes_files_of_mps_by_name_from_recorded_places(host: Host) -
     assert left == ["log", "log/mine", "old"]
 
 
-def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: Host) -> None:
+def test_a_purge_keeps_foreign_logs_in_a_shared_directory(host: Host) -> None:
     logs = host.root / "srv/logs"
     recorded(host, f"theirs {logs}/server.log", f"used {logs}")
     files(logs, "server.log", "control.log")
@@ -83,7 +83,7 @@ def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: 
     assert (logs / "kafka/server.log").exists()
 
 
-def test_a_purge_spares_a_directory_that_only_host_conf_names(host: Host) -> None:
+def test_a_purge_keeps_a_directory_that_was_never_used(host: Host) -> None:
     logs = host.root / "srv/logs"
     (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
     files(logs, "server.log")
@@ -94,9 +94,7 @@ def test_a_purge_spares_a_directory_that_only_host_conf_names(host: Host) -> Non
 
 
 @pytest.mark.parametrize("mark", [{}, {"YUNION_MPS_DOMAIN": "host"}])
-def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
-    host: Host, mark: dict[str, str]
-) -> None:
+def test_a_purge_keeps_directories_of_running_control_daemons(host: Host, mark: dict[str, str]) -> None:
     pipe = host.root / "pipe"
     host.control_daemon(5, "-f", CUDA_MPS_PIPE_DIRECTORY=str(pipe), **mark)
     recorded(host, f"made {pipe}")
@@ -106,7 +104,7 @@ def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
     assert (host.root / "state").exists() is bool(mark)
 
 
-def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> None:
+def test_a_purge_keeps_the_record_of_unrestored_compute_modes(host: Host) -> None:
     running = host.root / "run/yunion-mps"
     files(running, "daemon.lock")
     note = running / "former-compute-modes.json"
@@ -120,7 +118,7 @@ def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> No
 
 
 @pytest.mark.parametrize("place", ["link", "link/below"])
-def test_a_purge_follows_no_link(host: Host, tmp_path: Path, place: str) -> None:
+def test_a_purge_follows_no_symlink(host: Host, tmp_path: Path, place: str) -> None:
     for directory in (tmp_path / "precious", tmp_path / "precious/below"):
         files(directory, "log")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
@@ -137,7 +135,7 @@ def test_a_purge_follows_no_link(host: Host, tmp_path: Path, place: str) -> None
         ("host_container_device.yml", "  # its type: NVIDIA_GPU_SHARE would be Cloudpods'\n"),
     ],
 )
-def test_a_purge_takes_a_file_with_comments_and_broken_lines(host: Host, name: str, added: str) -> None:
+def test_a_purge_removes_a_file_with_comments_and_invalid_lines(host: Host, name: str, added: str) -> None:
     host.good("make_configuration")
     with (host.root / "etc" / name).open("a") as file:
         file.write(added)

@@ -42,7 +42,7 @@ def files(directory: Path, *names: str) -> None:
 # -- the two files
 
 
-def test_without_a_configuration_the_examples_are_taken(host: Host) -> None:
+def test_missing_configuration_is_created_from_the_examples(host: Host) -> None:
     said = host.good("make_configuration")
     assert [line.split(" was created")[0] for line in said] == [
         f"yunion-mps-daemon: {host.root}/etc/{name}" for name in NAMES
@@ -50,13 +50,13 @@ def test_without_a_configuration_the_examples_are_taken(host: Host) -> None:
     assert configuration(host) == {name: (ROOT / "etc/yunion" / name).read_text() for name in NAMES}
 
 
-def test_beside_somebody_elses_host_conf_no_device_file_is_made(host: Host) -> None:
+def test_no_device_file_is_created_beside_an_existing_host_conf(host: Host) -> None:
     (host.root / "etc/host.conf").write_text(CLOUDPODS)
     assert host.good("make_configuration") == []
     assert configuration(host) == {"host.conf": CLOUDPODS}
 
 
-def test_only_the_first_installation_makes_files() -> None:
+def test_only_the_first_installation_creates_files() -> None:
     """An upgrade does not bring back what an operator has taken away."""
     postinst = (ROOT / "packaging/debian/postinst").read_text()
     assert '[ -n "$2" ] || /usr/lib/yunion-mps/maintain first' in postinst
@@ -67,7 +67,7 @@ def test_only_the_first_installation_makes_files() -> None:
     assert re.search(r'%post\nif \[ "\$1" = 1 \].*\n.*maintain first', SPEC.read_text())
 
 
-def test_what_is_there_stays_also_through_a_purge(host: Host) -> None:
+def test_existing_files_survive_installation_and_purge(host: Host) -> None:
     (host.root / "etc/host.conf").write_text(CLOUDPODS)
     (host.root / "etc/host_container_device.yml").symlink_to("elsewhere.yml")  # and dangles
     host.good("make_configuration")
@@ -90,7 +90,7 @@ def test_a_disk_that_is_nearly_full_is_refused(host: Host) -> None:
 
 
 @pytest.mark.parametrize("directory", ["/usr", "/etc"])
-def test_a_directory_that_cannot_be_written_is_refused(host: Host, directory: str) -> None:
+def test_an_unwritable_directory_is_refused(host: Host, directory: str) -> None:
     host.program("mktemp", f'case $2 in {directory}/*) exit 1 ;; esac; exec /usr/bin/mktemp "$@"')
     done = host.call("check_host")
     assert done.returncode == 1
@@ -99,7 +99,7 @@ def test_a_directory_that_cannot_be_written_is_refused(host: Host, directory: st
     )
 
 
-def test_a_host_as_it_should_be_is_accepted_without_a_word(host: Host) -> None:
+def test_a_valid_host_passes_silently(host: Host) -> None:
     assert host.good("check_host") == []
 
 
@@ -126,7 +126,7 @@ def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
     ]
 
 
-def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) -> None:
+def test_programs_of_a_wheel_on_path_are_not_used(host: Host) -> None:
     yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed as PID 7")
     wheel = host.root / "local"
     files(wheel, "yunion-mps", "yunion-mps-daemon")
@@ -138,7 +138,7 @@ def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) 
     ]
 
 
-def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
+def test_an_upgrade_shows_pending_configuration_changes_first(host: Host) -> None:
     yunion_mps(
         host, plan="Nothing was changed; a reload would:\n| limit | 00:06.0 |", daemon_reexec="It runs"
     )
@@ -147,7 +147,7 @@ def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
     assert said[1:] == ["| limit | 00:06.0 |", "yunion-mps-daemon: It runs"]
 
 
-def test_a_broken_configuration_is_told_if_the_enabled_service_rests(host: Host) -> None:
+def test_an_upgrade_of_a_stopped_service_reports_invalid_files(host: Host) -> None:
     host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
@@ -155,14 +155,14 @@ def test_a_broken_configuration_is_told_if_the_enabled_service_rests(host: Host)
     assert not [call for call in host.calls() if " start" in call or " restart" in call]
 
 
-def test_where_it_is_not_the_configuration_that_is_wrong_that_is_not_said(host: Host) -> None:
+def test_a_missing_driver_is_not_reported_as_invalid_configuration(host: Host) -> None:
     host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
     host.program("yunion-mps-daemon", "echo '<3>no NVIDIA driver: it is not installed' >&2; exit 1")
     (said,) = host.good("go_on")
     assert "version cannot start on this host (no NVIDIA driver: it is not installed); correct it" in said
 
 
-def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host) -> None:
+def test_the_old_daemon_continues_if_the_files_are_rejected(host: Host) -> None:
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert (
@@ -183,7 +183,7 @@ def test_no_job_is_ended_if_the_daemon_cannot_reexecute(host: Host) -> None:
     assert not [call for call in host.calls() if "restart" in call or "stop" in call]
 
 
-def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
+def test_an_upgrade_starts_no_stopped_daemon(host: Host) -> None:
     host.program("systemctl", "exit 3")
     assert host.good("go_on") == []
     assert host.calls() == [
@@ -192,7 +192,7 @@ def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
     ]
 
 
-def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) -> None:
+def test_foreign_control_daemons_are_reported_and_not_touched(host: Host) -> None:
     host.program("systemctl", "exit 3")
     host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")
     host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe", YUNION_MPS_DOMAIN="host")
@@ -238,7 +238,7 @@ def test_our_mark_inside_another_variable_does_not_count(host: Host) -> None:
 
 
 @pytest.mark.parametrize("said", [WORST, "a\\nb", "a\\033[2Jb", "\\c"])
-def test_what_is_said_is_one_line_that_steers_no_terminal(host: Host, said: str) -> None:
+def test_messages_are_one_line_without_control_characters(host: Host, said: str) -> None:
     """In Debian's sh, echo turns a backslash and digits into ESC."""
     host.program("systemctl", "exit 3")
     quoted = said.replace("\ud800", "")
@@ -256,7 +256,7 @@ def test_what_is_said_is_one_line_that_steers_no_terminal(host: Host, said: str)
 # -- the end
 
 
-def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
+def test_a_removal_first_names_the_jobs_that_it_ends(host: Host) -> None:
     yunion_mps(
         host,
         who="pid,user,command\n4711,alice,a,b\n4712,bob,c",
@@ -274,7 +274,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
 
 
 @pytest.mark.parametrize("left", ["modes", "control daemon"])
-def test_what_a_killed_daemon_left_is_restored_at_a_removal(host: Host, left: str) -> None:
+def test_a_removal_restores_the_modes_of_a_killed_daemon(host: Host, left: str) -> None:
     host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps-daemon", "exit 1")
     if left == "modes":
@@ -291,7 +291,7 @@ def test_what_a_killed_daemon_left_is_restored_at_a_removal(host: Host, left: st
     assert f"nsenter --mount --target 1 {host.bin}/yunion-mps-daemon --restore" in calls
 
 
-def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
+def test_without_systemd_no_mount_namespace_is_entered(host: Host) -> None:
     """In a chroot the process with PID 1 is another system's."""
     files(host.root / "run/yunion-mps", "former-compute-modes.json")
     assert host.good("systemd_runs() { return 1; }; going") == []
@@ -300,7 +300,7 @@ def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Ho
     assert not [call for call in calls if call.startswith("nsenter")]
 
 
-def test_jobs_by_the_template_are_stopped_after_the_service(host: Host) -> None:
+def test_template_jobs_are_stopped_after_the_service(host: Host) -> None:
     units = (
         "echo yunion-mps-job@train.service loaded active running Job; echo yunion-mps-job@b.service loaded"
     )
@@ -323,7 +323,7 @@ def test_jobs_by_the_template_are_stopped_after_the_service(host: Host) -> None:
     ]
 
 
-def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
+def test_a_removal_with_nothing_to_restore_is_silent(host: Host) -> None:
     assert host.good("systemd_runs() { :; }; going") == []
     assert "yunion-mps-daemon --restore" not in host.calls()
 
@@ -331,7 +331,7 @@ def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
 # -- bytecode
 
 
-def test_on_a_full_disk_no_bytecode_stays_and_that_is_said(host: Host) -> None:
+def test_a_full_disk_leaves_no_bytecode_and_is_reported(host: Host) -> None:
     (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
     (host.root / "usr/good.py").write_text("")
     (said,) = host.good("compile_bytecode")

@@ -88,7 +88,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_without_a_driver_it_says_what_it_looked_for_and_exits_0(tmp_path: Path) -> None:
+def test_without_a_driver_gpu_check_says_what_it_searched_and_exits_0(tmp_path: Path) -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -102,7 +102,7 @@ def test_without_a_driver_it_says_what_it_looked_for_and_exits_0(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_with_a_driver_but_no_gpu_it_says_so_and_exits_0(host: SimHost, tmp_path: Path) -> None:
+def test_with_a_driver_but_no_gpu_gpu_check_says_so_and_exits_0(host: SimHost, tmp_path: Path) -> None:
     host.env["STANDIN_NO_DEVICE"] = "1"
     result = check(host, tmp_path)
     assert result.returncode == 0
@@ -111,20 +111,20 @@ def test_with_a_driver_but_no_gpu_it_says_so_and_exits_0(host: SimHost, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_help_says_what_it_leaves_alone() -> None:
+def test_the_help_says_what_gpu_check_does_not_touch() -> None:
     result = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     assert "changes no setting" in " ".join(result.stdout.split())
     assert "--minutes" in result.stdout
 
 
-def test_a_step_that_is_not_there_is_wrong_usage() -> None:
+def test_an_unknown_step_is_a_usage_error() -> None:
     result = subprocess.run([PROGRAM, "--only", "looks"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "unknown step: looks (choose from: look, memory_default," in result.stderr
 
 
-def test_steps_run_from_their_start_to_their_end_and_leave_nothing(host: SimHost, tmp_path: Path) -> None:
+def test_steps_run_to_their_end_and_leave_nothing_behind(host: SimHost, tmp_path: Path) -> None:
     steps = "memory_default,memory_client,end_shutdown_f,users_multi,recovery,outside"
     result = check(host, tmp_path, "--only", steps)
     assert result.returncode == 0, result.stderr
@@ -148,7 +148,7 @@ def test_steps_run_from_their_start_to_their_end_and_leave_nothing(host: SimHost
     assert "CUDA_ERROR_MPS_RPC_FAILURE (806)" in by_name["end_shutdown_f"]["answers"]["clients"]
 
 
-def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_path: Path) -> None:
+def test_no_step_affects_the_next_or_leaves_a_process(host: SimHost, tmp_path: Path) -> None:
     program = tmp_path / "steps.py"
     program.write_text(STEPS.format(scripts=str(SCRIPTS)))
     result = host.run([sys.executable, program, "--output", tmp_path / "out"], timeout=120)
@@ -180,7 +180,7 @@ def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_p
     assert "**Skipped: not here.**" in page
 
 
-def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
     run = host.popen([PROGRAM, "--output", tmp_path, "--only", "outside,end_sigstop,recovery"])
     # end_sigstop takes at least ten seconds, so the signal comes in its midst.
     eventually(
@@ -213,7 +213,7 @@ def _of_runs(host: SimHost) -> list[int]:
     return found
 
 
-def test_another_control_daemon_and_its_clients_are_left_alone(host: SimHost, tmp_path: Path) -> None:
+def test_another_control_daemon_is_not_touched(host: SimHost, tmp_path: Path) -> None:
     pipe = host.root / "tmp/other"
     pipe.mkdir(parents=True)
     variables = {**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
@@ -239,7 +239,7 @@ def test_another_control_daemon_and_its_clients_are_left_alone(host: SimHost, tm
         other.wait()
 
 
-def test_a_gpu_that_no_client_may_use_is_left_as_it_is(host: SimHost, tmp_path: Path) -> None:
+def test_a_prohibited_compute_mode_is_not_changed(host: SimHost, tmp_path: Path) -> None:
     host.gpus[0].compute_mode = "prohibited"
     assert check(host, tmp_path).returncode == 0
     found, page = written(tmp_path)
@@ -248,9 +248,7 @@ def test_a_gpu_that_no_client_may_use_is_left_as_it_is(host: SimHost, tmp_path: 
     assert host.gpus[0].compute_mode == "prohibited"
 
 
-def test_a_second_run_on_the_same_day_does_not_take_the_first_ones_place(
-    host: SimHost, tmp_path: Path
-) -> None:
+def test_a_second_run_on_the_same_day_has_its_own_files(host: SimHost, tmp_path: Path) -> None:
     for _ in range(2):
         assert check(host, tmp_path, "--only", "outside").returncode == 0
     assert len(list(tmp_path.glob("*.json"))) == len(list(tmp_path.glob("*.md"))) == 2

@@ -18,7 +18,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return lambda name: importlib.import_module(f"gpu_check.{name}")
 
 
-def test_without_nvidias_programs_only_steps_that_need_none_are_taken(module: Callable[[str], Any]) -> None:
+def test_without_nvidias_programs_only_steps_without_mps_run(module: Callable[[str], Any]) -> None:
     host = module("values").Host("libcuda.so.1", "", "", "", {}, 0, {"multiprocessors": 132}, {})
     steps = module("cli").STEPS
     missing_for = module("runner").missing_for
@@ -28,7 +28,7 @@ def test_without_nvidias_programs_only_steps_that_need_none_are_taken(module: Ca
     assert why == {"nvidia-cuda-mps-control and nvidia-cuda-mps-server not found"}
 
 
-def test_libraries_are_looked_for_in_folders_of_the_own_architecture(module: Callable[[str], Any]) -> None:
+def test_libraries_are_searched_for_this_architecture_only(module: Callable[[str], Any]) -> None:
     folders = module("host").library_folders
     on_arm = folders("aarch64")
     assert [folder for folder in on_arm if "x86_64" in folder] == []
@@ -36,7 +36,7 @@ def test_libraries_are_looked_for_in_folders_of_the_own_architecture(module: Cal
     assert sum("/aarch64-linux-gnu" in folder for folder in on_arm) == 3
 
 
-def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Callable[[str], Any]) -> None:
+def test_the_page_has_every_answer_and_every_reason_for_a_gap(module: Callable[[str], Any]) -> None:
     def step(name: str, status: str, reason: str, answers: dict[str, str], **more: Any) -> dict[str, Any]:
         empty = {"tables": [], "verbatim": [], "raw": {}, "left_behind": [], "seconds": 1.25}
         return {"name": name, "status": status, "reason": reason, "answers": answers, **empty, **more}
@@ -101,7 +101,7 @@ def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Call
         ({"5G": 4800, "5760M": None, "6G": 5824}, "5760M was not enforced at all."),
     ],
 )
-def test_what_an_odd_limit_is_enforced_as_shows_between_its_neighbours(
+def test_a_fractional_limit_is_judged_by_its_neighbours(
     module: Callable[[str], Any], taken: dict[str, int | None], sentence: str
 ) -> None:
     memory = module("steps_memory")
@@ -109,7 +109,7 @@ def test_what_an_odd_limit_is_enforced_as_shows_between_its_neighbours(
     assert memory.enforced_as(memory.Sizes(143156), found).startswith(sentence)
 
 
-def test_fairness_is_1_for_all_alike_and_1_in_n_where_one_has_all(module: Callable[[str], Any]) -> None:
+def test_fairness_is_1_for_equal_rates_and_1_in_n_for_a_single_one(module: Callable[[str], Any]) -> None:
     fairness = module("steps_sharing").fairness
     assert fairness([5.0, 5.0, 5.0]) == pytest.approx(1)
     assert fairness([9.0, 0.0, 0.0]) == pytest.approx(1 / 3)

@@ -59,28 +59,28 @@ def test_the_files_describe_the_sources_beside_the_script(tmp_path: Path) -> Non
     assert "Count the NVIDIA GPUs" in (tmp_path / "made/man/yunion-mps.1").read_text()
 
 
-def test_without_a_directory_it_says_how_to_call_it() -> None:
+def test_a_missing_argument_prints_the_usage() -> None:
     for arguments in ([], ["--help"], ["one", "two"], [""]):
         done = run(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "usage: scripts/generate DIRECTORY\n"
 
 
-def test_a_date_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_date_is_reported(tmp_path: Path) -> None:
     done = run(str(tmp_path), epoch="yesterday")
     assert done.returncode == 2
     assert done.stderr == "generate: SOURCE_DATE_EPOCH is 'yesterday': write seconds since 1970\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "man").write_text("a file\n")
     done = run(str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == f"generate: {tmp_path}/man cannot be written: File exists\n"
 
 
-def test_the_programs_load_nothing_of_it() -> None:
+def test_the_programs_do_not_import_the_generator() -> None:
     """What explains the keys costs no start anything: it is not even in the package."""
     for path in CHECKOUT.glob("yunion_mps/**/*.py"):
         assert not re.search(r"^\s*(from|import) manual", path.read_text(), re.MULTILINE), path

@@ -129,7 +129,7 @@ def right_and_wrong(kind: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_the_parser_takes_what_the_example_says_and_nothing_else(name: str, generated: Path) -> None:
+def test_the_parser_accepts_exactly_the_documented_values(name: str, generated: Path) -> None:
     kind = told(generated)[name].type
     right, wrong = right_and_wrong(kind)
     for value in right:
@@ -140,7 +140,7 @@ def test_the_parser_takes_what_the_example_says_and_nothing_else(name: str, gene
         assert problems_of(name, value)[0].what.startswith(f"{name} is "), value
 
 
-def test_the_example_has_all_words_of_a_key_with_a_few(generated: Path) -> None:
+def test_the_example_lists_all_values_of_an_enumerated_key(generated: Path) -> None:
     checked = 0
     for name, key in told(generated).items():
         said = [problem.what for problem in problems_of(name, "another")]

@@ -114,7 +114,7 @@ def test_the_daemons_page_has_every_file_of_ours(manual: Manual) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_neither_man_nor_mandoc_has_anything_to_say(name: str, manual: Manual) -> None:
+def test_man_and_mandoc_report_no_problems(name: str, manual: Manual) -> None:
     assert run("mandoc", "-Tlint", manual.path(name)).stdout == ""
     assert "yunion-mps 0." in run("man", "--warnings", "-Tutf8", "-l", manual.path(name)).stdout
 

@@ -44,7 +44,7 @@ ENGINES = (
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_page_begins_with_what_its_reader_can_do_after_it(task: str) -> None:
+def test_a_task_page_begins_with_what_its_reader_can_do(task: str) -> None:
     title, blank, promise = (DOCS / f"{task}.md").read_text().splitlines()[:3]
     assert title.startswith("# ")
     assert not blank
@@ -91,7 +91,7 @@ def test_each_message_of_the_containers_page_is_one_of_the_programs() -> None:
     assert [message for message in ours if message not in SOURCES] == []
 
 
-def test_the_page_names_the_control_program_s_places_and_defaults() -> None:
+def test_the_install_page_has_the_program_directories_and_defaults() -> None:
     for directory in PROGRAM_DIRECTORIES:
         assert f"`{directory}`" in INSTALL, directory
     assert f"`cuda_mps_stop_timeout_s` ({KEYS['cuda_mps_stop_timeout_s'].default})" in INSTALL
