@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from simhost.environment import CHECKOUT
@@ -93,10 +92,10 @@ def render(rows: Iterable[Row]) -> str:
     return text
 
 
-def write(rows: Iterable[Row], page: Path = PAGE) -> None:
+def write(rows: Iterable[Row]) -> None:
     """Put the rows in the place of the page's."""
-    before, _, rest = page.read_text().partition(_BEGIN)
-    page.write_text(f"{before}{_BEGIN}\n{render(rows)}{_END}{rest.partition(_END)[2]}")
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(f"{before}{_BEGIN}\n{render(rows)}{_END}{rest.partition(_END)[2]}")
 
 
 def fixed(text: str) -> list[Sequence[str]]:
@@ -106,5 +105,5 @@ def fixed(text: str) -> list[Sequence[str]]:
     return [(fault, lost, saw) for fault, lost, _, saw in cells]
 
 
-def on_page(page: Path = PAGE) -> str:
-    return page.read_text().partition(_BEGIN)[2].partition(_END)[0]
+def on_page() -> str:
+    return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0]

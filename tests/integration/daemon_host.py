@@ -19,7 +19,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,13 +66,12 @@ def is_running(pid: int) -> bool:
 class Daemon(Closes):
     """One yunion-mps-daemon on a host; it can be started again after its end. A context manager."""
 
-    def __init__(self, host: SimHost, *, arguments: Sequence[str] = (), notify: bool = True) -> None:
+    def __init__(self, host: SimHost, *, notify: bool = True) -> None:
         """`notify`: with a NOTIFY_SOCKET, as systemd's Type=notify has it."""
         self.host = host
         self.env = dict(host.env)
         for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "INVOCATION_ID", "YUNION_MPS_LOG_LEVEL"):
             self.env.pop(name, None)
-        self.arguments = tuple(arguments)
         #: Every datagram since the last start, in order, e.g. "READY=1\nSTATUS=4 of 4 devices ...".
         self.messages: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,7 +101,7 @@ class Daemon(Closes):
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [program, *self.arguments, *arguments],
+                [program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

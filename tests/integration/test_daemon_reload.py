@@ -10,8 +10,6 @@ import sqlite3
 import threading
 from pathlib import Path
 
-import pytest
-
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import needs_root, stranger
@@ -115,35 +113,6 @@ def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
             assert nobody.ask("POST", target)[0] == 403
 
 
-def test_a_gpu_taken_out_of_the_file_takes_no_device_of_a_job(make_at_work: MakeAtWork) -> None:
-    daemon, _, client = make_at_work(gpus=2)
-    daemon.host.divide(2)
-    daemon.kill()
-    daemon.start().wait_ready()
-    status = daemon.status()
-    assert (status["state"], status["domains"][0]["state"]) == ("ready", "ready")
-    assert status["domains"][0]["pending"]
-    assert total(daemon) == 8
-    client.end()
-    assert daemon.stop() == 0
-
-
-def test_a_changed_scope_waits_for_jobs_through_a_reexec(at_work: AtWork) -> None:
-    daemon, _, client = at_work
-    control = daemon.control_pid()
-    daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
-    daemon.reexec()
-    domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
-    assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
-    assert domains["00:06.0"]["state"] == "stopped"
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
-    assert client.says() == "server gone"
-    eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
-    assert daemon.status()["domains"][0]["name"] == "00:06.0"
-    assert daemon.stop() == 0
-
-
 def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) -> None:
     daemon, jobs, late = at_work
     host = daemon.host
@@ -167,25 +136,6 @@ def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) ->
     assert not is_running(late.pid)
     assert jobs.servers() == [server]
     current.end()
-    assert daemon.stop() == 0
-
-
-@pytest.mark.parametrize("reexec", [False, True])
-def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(at_work: AtWork, reexec: bool) -> None:
-    """An open front-end keeps a new program from answering no more than the order from its end."""
-    daemon, _, client = at_work
-    with daemon.open_front_end():
-        if reexec:
-            daemon.reexec()
-            (domain,) = daemon.status()["domains"]
-            assert domain["state"] == "applying"
-            assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
-        daemon.host.divide(2)
-        status, answer = daemon.ask("POST", "/v1/reload", "mode=now")
-        assert status == 200
-        assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
-    assert client.says() == "server gone"
-    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
     assert daemon.stop() == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from integration.conftest import MakeDaemon
 from integration.daemon_host import Daemon, is_running
-from integration.test_cli_host import printed, rows
+from integration.test_cli_host import printed
 from integration.test_screens import TOP
 from integration.tmux import Tmux
 from simhost import SimHost
@@ -57,30 +57,6 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         screen.wait(r"2 devices: 0 used, 2 free; 0 leases; 0 processes")
         assert not any("Problem" in line for line in screen.lines())
         assert daemon.stop() == 0
-
-
-def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(busy: tuple[Daemon, StandIns]) -> None:
-    daemon, _ = busy
-    host = daemon.host
-    with Tmux(host.env, 100, 30) as screen:
-        screen.type(TOP, "Enter")
-        screen.wait("2 devices: 0 used, 2 free; 0 leases")
-        command = host.popen(["yunion-mps", "run", "--", "sleep", "600"])
-        try:
-            screen.wait("2 devices: 1 used, 1 free; 1 lease;")
-            screen.wait(rf"^00:06\.0-0 .* 0\.0 +8\.0 +50 +root +{command.pid} +\d+[sm] sleep 600")
-            header, row = rows(printed(host, "who", "-o", "csv"))
-            shown = dict(zip(header, row))
-            assert (shown["devices"], shown["user"], shown["pid"]) == ("00:06.0-0", "root", str(command.pid))
-            assert (shown["command"], shown["state"]) == ("sleep 600", "idle")
-            (lease,) = daemon.get("/v1/leases")[1]["leases"]
-            assert shown["lease"] == lease["id"]
-            assert "Devices:  2 of 2 available, 1 used, 1 free\nLeases:   1; " in printed(host, "status")
-        finally:
-            command.kill()
-            command.communicate()
-        screen.wait("2 devices: 0 used, 2 free; 0 leases")
-        assert printed(host, "who") == "No devices are in use.\n"
 
 
 def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> None:

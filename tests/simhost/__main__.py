@@ -5,7 +5,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from simhost.runner import end_as
+    from simhost.cli import end_as
 
     if sys.argv[1:2] == ["--ctl"]:
         from simhost.ctl import main

@@ -26,7 +26,7 @@ enum {
 };
 
 enum command {
-    NEW_CLIENT = 2, SHUT_DOWN = 5, CLIENT_LIST = 6, DEVICE_CLIENT_LIST = 7,
+    NEW_CLIENT = 2, SHUT_DOWN = 5, CLIENT_LIST = 6,
     TELL_PERCENTAGE = 8, SET_PERCENTAGE = 9, TELL_LIMIT = 11, SET_LIMIT = 12,
     TERMINATE = 13, PROCESSES = 14, SET_PRIORITY = 15, TELL_STATUS = 17,
 };
@@ -38,9 +38,7 @@ struct entry {
     int32_t id, priority;
 };
 
-struct device { int32_t bus, number; char name[64]; int32_t function; };
-
-_Static_assert(sizeof(struct entry) == 40 && sizeof(struct device) == 76, "as the control daemon reads them");
+_Static_assert(sizeof(struct entry) == 40, "as the control daemon reads it");
 
 static struct {
     int connection;
@@ -199,17 +197,6 @@ static void say_entries(void)
         say(&clients[index].entry, sizeof clients[index].entry);
 }
 
-static void say_devices(void)
-{
-    static const struct device device = {.bus = 6, .name = "Stand-in GPU"};
-    say_number(client_count > 0);
-    if (client_count == 0)
-        return;
-    say(uuid, sizeof uuid);
-    say(&device, sizeof device);
-    say_entries();
-}
-
 static void shut_down(void)
 {
     if (!behaves("asked")) {
@@ -229,7 +216,6 @@ static void obey(enum command command)
     case NEW_CLIENT: take_client(); break;
     case SHUT_DOWN: shut_down(); break;
     case CLIENT_LIST: say_clients(); break;
-    case DEVICE_CLIENT_LIST: say_devices(); break;
     case TELL_PERCENTAGE: say(&percentage, sizeof percentage); break;
     case SET_PERCENTAGE: hear(&percentage, sizeof percentage); break;
     case TELL_LIMIT:
