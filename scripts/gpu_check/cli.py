@@ -99,8 +99,12 @@ def _parse(arguments: Sequence[str], steps: Sequence[Step]) -> argparse.Namespac
         default=os.path.join(_CHECKOUT, "docs/gpu"),
         help="directory for the results (default: docs/gpu)",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of the whole run (default: 8)")
-    parser.add_argument("--device", type=int, default=0, help="index of the GPU in PCI order (default: 0)")
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, default=8.0, help="time limit of the whole run (default: 8)"
+    )
+    parser.add_argument(
+        "--device", metavar="N", type=int, default=0, help="index of the GPU in PCI order (default: 0)"
+    )
     parser.add_argument(
         "--programs", metavar="DIR", default="", help="directory to search first for NVIDIA's programs"
     )

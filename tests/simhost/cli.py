@@ -29,7 +29,7 @@ The host has the GPUs that FILE describes (YAML; tests/simhost/README.md has all
   - {kind: h100, count: 8, numa_node: 1}
   - {kind: tesla-p40, pci: "10000:e1:00.0", virtual_number: 2}
 
-Programs find it under $YUNION_MPS_ROOT. On it, simhost-ctl changes it while programs run. Examples:
+Its root directory is $YUNION_MPS_ROOT. simhost-ctl changes the host while programs run. Examples:
 
   scripts/simhost -- nvidia-smi -L
   scripts/simhost --gpus eight.yml -- sh -c 'simhost-ctl lose 3; nvidia-smi -L'
@@ -38,7 +38,7 @@ Programs find it under $YUNION_MPS_ROOT. On it, simhost-ctl changes it while pro
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit status; 2 for a wrong use, 126 and 127 as in a shell."""
+    """Run the command and return its exit status; 2 for wrong usage, 126 and 127 as in a shell."""
     parser = argparse.ArgumentParser(
         prog="simhost",
         usage="simhost [--gpus FILE] [--jobs] [--root DIR] -- COMMAND...",
@@ -46,11 +46,13 @@ def main(arguments: list[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=Path, metavar="FILE", help="the GPUs (default: one Tesla P40)")
+    parser.add_argument(
+        "--gpus", type=Path, metavar="FILE", help="description of the GPUs (default: one Tesla P40)"
+    )
     parser.add_argument(
         "--jobs", action="store_true",
-        help="with stand-ins for libcuda and the MPS server, so that CUDA programs run, "
-        "and a driver of the release of NVIDIA's programs here",
+        help="add stand-ins for libcuda and the MPS server, so that CUDA programs run, "
+        "and simulate the driver version of the installed NVIDIA programs",
     )  # fmt: skip
     parser.add_argument(
         "--root", type=Path, metavar="DIR", help="keep the host's files here and use them again"
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:
-        parser.error("no COMMAND")
+        parser.error("COMMAND is missing")
     try:
         mask = hold_signals()
         description = None if given.gpus is None else _read(given.gpus)
@@ -84,7 +86,7 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             return yaml.load(file, Loader=loader)
     except OSError as error:
-        raise DescriptionError(f"cannot be read ({error.strerror}): give a readable file") from error
+        raise DescriptionError(f"cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
         mark: Any | None = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""

@@ -37,38 +37,48 @@ def _parser() -> argparse.ArgumentParser:
 
     def add_gpu(name: str, text: str, act: Callable[[SimGpu, Any], object]) -> argparse.ArgumentParser:
         command = add(name, text, lambda host, given: act(_gpu(host, given.gpu), given))
-        command.add_argument("gpu", type=int, metavar="N", help="the GPU, from 0 by PCI address")
+        command.add_argument(
+            "gpu", type=int, metavar="N", help="index of the GPU in the order of PCI addresses"
+        )
         return command
 
-    add_gpu("lose", "The GPU is lost: every call on it fails.", lambda gpu, _: gpu.lose())
-    add_gpu("remove", "The GPU is gone from the bus.", lambda gpu, _: gpu.remove())
-    add_gpu("restore", "A lost or removed GPU is back.", lambda gpu, _: gpu.restore())
-    xid = add_gpu("xid", "The GPU reports an Xid error.", lambda gpu, given: gpu.xid(given.code))
+    add_gpu("lose", "Lose the GPU: every call on it fails.", lambda gpu, _: gpu.lose())
+    add_gpu("remove", "Remove the GPU from the bus.", lambda gpu, _: gpu.remove())
+    add_gpu("restore", "Bring back a lost or removed GPU.", lambda gpu, _: gpu.restore())
+    xid = add_gpu("xid", "Report an Xid error of the GPU.", lambda gpu, given: gpu.xid(given.code))
     xid.add_argument("code", type=int, metavar="CODE")
-    mode = add_gpu("compute-mode", "Set the compute mode from outside.", _set_compute_mode)
+    mode = add_gpu("compute-mode", "Set the compute mode, as another program would.", _set_compute_mode)
     mode.add_argument("mode", choices=COMPUTE_MODES)
-    mig = add_gpu("mig", "Switch MIG mode.", lambda gpu, given: setattr(gpu, "mig", given.mode == "on"))
+    mig = add_gpu(
+        "mig", "Enable or disable MIG mode.", lambda gpu, given: setattr(gpu, "mig", given.mode == "on")
+    )
     mig.add_argument("mode", choices=["on", "off"])
 
     process = add_gpu("process", "Add a process with its memory in MiB, or remove it.", _process)
     process.add_argument("what", choices=["add", "remove"])
     process.add_argument("pid", type=int, metavar="PID")
     process.add_argument("used_mib", type=int, nargs="?", metavar="MIB")
-    process.add_argument("--type", choices=PROCESS_TYPES, default="C", help="as nvidia-smi shows it (C)")
-    process.add_argument("--sm", type=int, metavar="PERCENT", help="its SM utilization (no sample of it)")
+    process.add_argument(
+        "--type", choices=PROCESS_TYPES, default="C", help="type, as in nvidia-smi (default: C)"
+    )
+    process.add_argument("--sm", type=int, metavar="PERCENT", help="its SM utilization (default: no sample)")
 
-    load = add_gpu("load", "Set what NVML measures of the GPU.", _load)
+    load = add_gpu("load", "Set the load that NVML reports for the GPU.", _load)
     load.add_argument("utilization", type=int, metavar="PERCENT")
     load.add_argument("--temperature", type=int, metavar="C")
     load.add_argument("--power", type=float, metavar="W")
 
-    fail = add("fail", "Let an NVML call fail.", _fail)
+    fail = add("fail", "Make an NVML call fail.", _fail)
     fail.add_argument("call", metavar="CALL", help="e.g. nvmlDeviceGetUUID, or a pattern with * and ?")
     fail.add_argument("error", choices=ERRORS, metavar="ERROR", help=", ".join(ERRORS))
     fail.add_argument("--gpu", type=int, metavar="N", help="for this GPU only")
-    fail.add_argument("--times", type=int, metavar="K", help="so many calls (until cleared)")
-    fail.add_argument("--delay-ms", type=int, default=0, metavar="D", help="after so many milliseconds (0)")
-    add("clear", "Take back all failures.", lambda host, _: host.clear())
+    fail.add_argument(
+        "--times", type=int, metavar="K", help="number of calls that fail (default: until cleared)"
+    )
+    fail.add_argument(
+        "--delay-ms", type=int, default=0, metavar="D", help="delay of the call in milliseconds (default: 0)"
+    )
+    add("clear", "Clear all failures.", lambda host, _: host.clear())
     add("show", "Print the host as JSON.", lambda host, _: json.dump(host.show(), sys.stdout, indent=2))
     return parser
 

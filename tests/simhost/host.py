@@ -98,7 +98,7 @@ class SimHost(Closes):
         host = cls.attach(root)
         if description is not None and parse_description(description) != host.description:
             raise StateError(
-                f"{root}: holds a host of another description: remove it, or give no description"
+                f"{root}: has a host with another description: remove it, or omit the description"
             )
         install(root, built_library())
         return host

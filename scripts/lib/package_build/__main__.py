@@ -20,7 +20,9 @@ _LOCK = "requirements/package.lock"
 
 def main() -> None:
     """Build, or rewrite the lock file."""
-    parser = argparse.ArgumentParser(prog="scripts/package", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/package", description="Build all files of a release.", allow_abbrev=False
+    )
     parser.add_argument(
         "--output", metavar="DIRECTORY", default="dist", help="output directory (default: %(default)s)"
     )

@@ -72,7 +72,7 @@ def test_daemons_end_with_the_host() -> None:
     [
         ("gpus: [{kind: h1000}]", "gpus[0].kind: must be one of: tesla-k80, "),
         ("gpus: [\n", "line 2: not YAML: "),
-        (None, "cannot be read (No such file or directory): give a readable file"),
+        (None, "cannot be read: No such file or directory"),
     ],
 )
 def test_bad_file_is_one_clear_line(tmp_path: Path, content: str | None, words: str) -> None:

@@ -84,7 +84,7 @@ def test_named_root_keeps_its_state_and_edits(tmp_path: Path) -> None:
         assert again.gpus[0].compute_mode == "prohibited"
         assert again.gpus[0].description.name == "Tesla T4"
     assert configuration.read_text() == "enable_cuda_mps: false\n"
-    with pytest.raises(StateError, match="holds a host of another description"):
+    with pytest.raises(StateError, match="has a host with another description"):
         SimHost.create([{"kind": "l4"}], root)
 
 
