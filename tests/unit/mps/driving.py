@@ -115,6 +115,12 @@ class DomainRun:
         self.domain.change(plan, self.now_s)
         return self.until(READY)
 
+    def serve(self, jobs: Jobs) -> int:
+        """Begin a job, and have its server noticed; the server's PID."""
+        jobs.begin()
+        self.turn(1)
+        return self.server
+
     def kill(self) -> DomainRun:
         """Kill its control daemon, and have it noticed."""
         os.kill(self.pid, signal.SIGKILL)

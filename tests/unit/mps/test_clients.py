@@ -77,15 +77,13 @@ def test_a_client_is_terminated_by_its_server(run: DomainRun, jobs: Jobs, plan: 
 
 
 def test_a_client_that_is_none_cannot_be_terminated(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(jobs)
     with pytest.raises(ControlError, match=f"PID {server}.* refused to disconnect it .*answered: 1"):
         terminate(jobs.program, plan, server, os.getpid())
 
 
 def test_a_servers_state_is_known_if_the_release_tells_it(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(bench.jobs)
     assert server_state(bench.jobs.program, bench.plan, server) == (
         "ACTIVE" if bench.jobs.stand_ins.asked else None
     )
@@ -93,8 +91,7 @@ def test_a_servers_state_is_known_if_the_release_tells_it(run: DomainRun, bench:
 
 def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
     """It would keep the control daemon from all others."""
-    jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(jobs)
     stop_process(server)
     with pytest.raises(ControlError) as caught:
         clients_of(jobs.program, plan, run.pid)

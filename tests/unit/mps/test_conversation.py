@@ -129,20 +129,13 @@ def percentage(got: str) -> str:
     [
         ("", percentage("nothing")),
         ("25.0", memory(0, 5760, "nothing")),
-        ("25.0 25.0 25.0", memory(0, 5760, "nothing")),
-        ("25.0 25.0 512M 25.0", memory(0, 5760, "nothing")),
         ("25.0 4G 25.0 512M 25.0", memory(0, 5760, "'4G'")),
-        ("25.0 512M 25.0 5G 25.0", memory(0, 5760, "'512M'")),
         ("5G 25.0 512M 25.0", percentage("'5G'")),
-        ("25.0 5G 25.0 25.0", memory(1, 512, "nothing")),
         ("25.0 5G 25.0 512M", percentage("nothing")),
         ("25.0 5G 25.0 513M 25.0", memory(1, 512, "'513M'")),
-        ("100.0 5G 100.0 512M 100.0", percentage("'100.0'")),
         ("25.0 5G 25.0 512M 30.0", percentage("'30.0'")),
         ("refused 5G 25.0 512M 25.0", percentage("'refused'")),
         ("25.0 5G 25.0 512M 25.0 refused", MORE + "'refused'"),
-        ("25.0 4G 5G 25.0 512M 25.0", memory(0, 5760, "'4G'")),
-        ("25.0 5G 25.0 512M 25.0 4G", MORE + "'4G'"),
     ],
 )
 def test_every_wrong_answer_is_refused_and_names_the_limit(

@@ -116,8 +116,7 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    (server,) = bench.jobs.servers()
+    server = run.serve(bench.jobs)
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
     after = bench.serving().turn(1)
@@ -182,8 +181,7 @@ def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: J
 
 
 def test_orphans_are_ended_even_if_nothing_can_be_started(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    run.turn(1)
+    run.serve(bench.jobs)
     bench.block_log_directory()
     run.kill().until(FAILED).stop()
     assert run.state == STOPPING
@@ -250,8 +248,7 @@ def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run
 
 def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: Jobs) -> None:
     """Its limits would be taken for those of the next one."""
-    jobs.begin()
-    run.turn(1)
+    run.serve(jobs)
     (server,) = jobs.servers()
     with no_descriptor_left():
         assert run.domain.server_pids() == [server]

@@ -270,8 +270,7 @@ def test_a_server_of_another_user_is_ours(bench: Bench) -> None:
 
 def test_a_server_that_outlives_its_control_daemon_is_still_ours(bench: Bench) -> None:
     run = bench.serving()
-    bench.jobs.begin()
-    (server,) = bench.jobs.servers()
+    server = run.serve(bench.jobs)
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
     left = [one for one in our_processes() if one.pipe_directory == bench.plan.pipe_directory]

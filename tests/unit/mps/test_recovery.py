@@ -130,8 +130,7 @@ def test_one_whose_servers_have_no_jobs_is_replaced_with_them(run: DomainRun, be
 
 @as_root
 def test_with_jobs_the_hint_is_to_end_who_fills_its_queue(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    run.tick()
+    run.serve(bench.jobs)
     with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
         find_out(run).turn(2)
         assert f"PID {user_s} (" in run.domain.reason
@@ -180,8 +179,7 @@ def test_a_new_one_waits_for_another_front_end_without_end(bench: Bench, plan: D
 
 @as_root
 def test_why_is_found_out_again(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    run.tick()
+    run.serve(bench.jobs)
     with silent_connection(bench.plan):
         with full_queue(bench.plan.pipe_directory, STRANGER):
             find_out(run)
@@ -191,9 +189,7 @@ def test_why_is_found_out_again(run: DomainRun, bench: Bench) -> None:
 
 
 def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
-    run.tick()
-    (server,) = run.domain.server_pids()
+    server = run.serve(bench.jobs)
     stop_process(server)
     env = {"CUDA_MPS_PIPE_DIRECTORY": bench.plan.pipe_directory}
     with subprocess.Popen([bench.program], env=env, stdin=-1, stdout=-1) as asking:

@@ -65,8 +65,7 @@ def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other:
     run.change(other)
     run.domain.drain(run.now_s, force=False)
     run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
-    bench.jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(bench.jobs)
     assert bench.ask(f"get_active_thread_percentage {server}") == ["12.5"]
 
 
@@ -143,8 +142,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
     run: DomainRun, bench: Bench, other: DomainPlan, when: str
 ) -> None:
     """Later, it would come as a surprise; what waits for the jobs goes on waiting."""
-    bench.jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(bench.jobs)
     leave = held(run, bench, other, when)
     run.domain.drain(run.now_s, force=True)
     run.turns(9, 10)

@@ -44,8 +44,7 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control daemon's own clock gives us a second to stop it, before it is told to end."""
-    bench.jobs.begin()
-    (server,) = run.domain.server_pids()
+    server = run.serve(bench.jobs)
     end_of(run, 1)
     stop_process(server)
     run.turn(3).until_in_time(STOPPED)
@@ -125,8 +124,7 @@ def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
 
 
 def test_a_server_orphaned_during_a_stop_has_its_time_too(run: DomainRun, jobs: Jobs) -> None:
-    jobs.begin()
-    run.turn(1)
+    run.serve(jobs)
     pid = run.pid
     run.stop()
     os.kill(pid, signal.SIGKILL)

@@ -117,13 +117,6 @@ def test_cuda_mps_replicas_divides_every_gpu_if_the_file_divides_none() -> None:
     ]
 
 
-def test_a_gpu_that_the_file_does_not_name_stays_as_it_is() -> None:
-    plan = planned(config(entry("01:00.0", 3)), inventory(gpu(1), gpu(2)))
-    assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
-    assert plan.compute_modes == {gpu(1).uuid: "Exclusive_Process"}
-    assert plan.unavailable == {}
-
-
 def test_no_compute_mode_is_planned_if_the_operator_keeps_them() -> None:
     plan = planned(config(entry("01:00.0", 3), cuda_mps_compute_mode="keep"), inventory(gpu(1)))
     assert plan.compute_modes == {}

@@ -252,11 +252,6 @@ def test_threads_of_a_pool_s_device_go_with_its_memory(
     assert pool_device("", pool, 2, 0, (V100,)).thread_percentage == percentage
 
 
-def test_the_smallest_device_of_a_large_gpu_has_a_tenth_of_a_percent() -> None:
-    large = gpu(1, memory_mib=196608)
-    assert pool_device("", pool_of(large, units(128)), 1, 0, (large,)).thread_percentage == 0.1
-
-
 @pytest.mark.parametrize("wrong", [-1, 0, 17])
 def test_a_device_that_the_pool_never_has_is_not_made(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"{wrong} units of 1024 MiB out of a pool of 16384 MiB"):
@@ -281,12 +276,6 @@ def test_each_gpu_s_pool_is_served_by_its_own_domain_in_scope_gpu() -> None:
         (other.uuid, "02:00.0"),
     ]
     assert [pools_of(domain, (V100,)) for domain in plan.domains] == [[plan.pools[0]], []]
-
-
-def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
-    plan = planned(config(units()), inventory(V100._replace(mig_enabled=True)))
-    assert (plan.pools, plan.domains) == ((), ())
-    assert set(plan.unavailable) == {V100.pci_address}
 
 
 @pytest.mark.parametrize(

@@ -223,17 +223,6 @@ def test_one_without_a_record_that_is_in_the_way_ends_the_start(begin: Begin, su
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
 
 
-def test_a_survivor_is_adopted_for_the_gpus_that_are_left(begin: Begin) -> None:
-    host, first = begin(TWO)
-    pid = killed(first)
-    host.gpus[1].lose()
-    made = first.again()
-    assert made.snapshot.domains[0].pid == pid
-    assert made.available == 4
-    made.stop()
-    assert modes(host)[0] == "default"
-
-
 def test_a_stranger_on_the_directory_is_reported_before_any_change(
     begin: Begin, supervise: Supervise
 ) -> None:
