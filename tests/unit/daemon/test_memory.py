@@ -1,11 +1,16 @@
-"""Memory that was needed for a moment goes back to the system."""
+"""Memory that was needed for a moment goes back to the system, and a stop goes on although it is short."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
+from yunion_mps.daemon.run import _Daemon
+from yunion_mps.host.systemd import Notifier
+from yunion_mps.paths import Paths
 
 #: Large pieces, with small ones between them that stay; MiB resident that the large ones have left.
 LEFT_MIB = """
@@ -35,3 +40,28 @@ def test_large_memory_is_given_back_although_small_pieces_lie_behind_it(
     code = f"import resource\n{prepare}\n{LEFT_MIB}"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert (float(done.stdout) < 10) is is_given_back  # of 59 MiB, and 6 that stay
+
+
+class Short:
+    """Stands for a supervisor that cannot be used, because that needs memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MemoryError
+
+
+def _serve(stop: str) -> None:
+    signals: Any = types.SimpleNamespace(stop=stop)
+    supervisor: Any = Short()
+    listener: Any = None
+    daemon = _Daemon(Paths.from_environment(), signals, Notifier(), supervisor, 0, None)
+    daemon.serve(listener)
+
+
+def test_a_stop_goes_on_without_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+    _serve("SIGTERM")
+    assert "stopping without the event loop" in caplog.text
+
+
+def test_a_daemon_that_is_not_stopping_ends_as_by_any_fault() -> None:
+    with pytest.raises(MemoryError):
+        _serve("")

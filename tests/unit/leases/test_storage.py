@@ -1,4 +1,4 @@
-"""Leases and queue positions in the state file: what one daemon wrote, the next one knows."""
+"""Leases, queue positions and peaks in the state file: what one daemon wrote, the next one knows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.leases.storage import REPEAT_TIMEOUT_S, LeaseStorage, QueuePositions
+from yunion_mps.leases.storage import REPEAT_TIMEOUT_S, LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
@@ -211,3 +212,46 @@ def test_a_request_waits_also_if_its_position_cannot_be_stored(store: Store) -> 
     assert place(positions, "c") == (3, 500.0)
     store.close()
     assert place(after(store), "a") == (1, 500.0)
+
+
+TWO = lease("a", device(0, 0), device(0, 1))
+ONE, OTHER = (one.addr for one in TWO.devices)
+
+
+def test_the_most_of_each_device_is_kept(store: Store) -> None:
+    peaks = MemoryPeaks(Ledger([TWO]), store)
+    assert peaks.of(TWO) == [None, None]
+    for used in ({ONE: 10}, {ONE: 300, OTHER: 5}, {ONE: 20}, {}):
+        peaks.note(used)
+    assert peaks.of(TWO) == [300, 5]
+    assert peaks.by_device() == {ONE: 300, OTHER: 5}
+
+
+def test_the_next_daemon_continues_with_it(store: Store) -> None:
+    ledger = Ledger([TWO])
+    MemoryPeaks(ledger, store).note({ONE: 300})
+    after = MemoryPeaks(ledger, store)
+    after.restore()
+    after.note({ONE: 20, OTHER: 7})
+    assert after.of(TWO) == [300, 7]
+
+
+def test_the_next_lease_of_a_device_has_a_peak_of_its_own(store: Store) -> None:
+    ledger = Ledger([TWO])
+    peaks = MemoryPeaks(ledger, store)
+    peaks.note({ONE: 300})
+    ledger.remove("a")
+    later = lease("b", device(0, 0))
+    ledger.add(later)
+    assert peaks.by_device() == {}
+    peaks.note({ONE: 40})
+    assert peaks.of(later) == [40]
+    assert store.read("SELECT lease, mib FROM memory_peak") == [("b", 40)]
+
+
+def test_a_state_file_that_fails_costs_no_peak_now(store: Store) -> None:
+    peaks = MemoryPeaks(Ledger([TWO]), store)
+    store.close()
+    peaks.restore()
+    peaks.note({ONE: 300})
+    assert peaks.of(TWO) == [300, None]

@@ -16,8 +16,7 @@ from yunion_mps.mps.conversation import connections, diagnose, front_end_at
 from integration.daemon_host import eventually
 
 from .driving import Bench
-from .front_ends import silent_process, stop_process
-from .kernel import SOCKET, refusing
+from .front_ends import SOCKET, refusing, silent_process, stop_process
 
 NLMSG_ERROR = 2
 

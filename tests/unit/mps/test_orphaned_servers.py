@@ -18,8 +18,7 @@ from integration.daemon_host import eventually
 from simhost.mps import Client
 
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import no_descriptor_left, silent_connection, stop_process
-from .kernel import PIDFD_SEND_SIGNAL, refusing
+from .front_ends import PIDFD_SEND_SIGNAL, no_descriptor_left, refusing, silent_connection, stop_process
 
 
 def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:

@@ -1,14 +1,17 @@
+"""The plan of a host: which GPUs the entries divide, into what, and what is wrong with them."""
+
 from __future__ import annotations
 
 from decimal import ROUND_FLOOR, Decimal
 from uuid import UUID
 
 import pytest
-from yunion_mps.models import DomainPlan, Plan, PlannedGpu
-from yunion_mps.planning.division import client_environment, decimal, thread_percentage
-from yunion_mps.planning.plan import make_plan, mode_changes
+from yunion_mps.models import Config, DomainPlan, Driver, Gpu, Plan, PlannedGpu
+from yunion_mps.planning.division import client_environment, decimal, max_clients, thread_percentage
+from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
+from yunion_mps.reasons import GPU_LOST, Reason
 
-from unit.builders import MACHINE_ID, P40, config, entry, gpu, inventory, planned
+from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
 
 
 def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None:
@@ -152,3 +155,226 @@ def test_the_modes_that_differ_from_the_plan_are_to_be_changed() -> None:
         (gpu(2).uuid, "Default", "Exclusive_Process"),
         (gpu(3).uuid, "Default", "Exclusive_Process"),
     )
+
+
+def reasons(found: Gpu, settings: Config) -> str:
+    plan = planned(settings, inventory(found))
+    assert (plan.devices, plan.domains, plan.compute_modes) == ((), (), {})
+    return plan.unavailable[found.pci_address]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/dev/dri/renderD128",
+        " /dev/dri/renderD128 ",
+        "/dev/dri/by-path/pci-0000:00:06.0-render",
+        "00:06.0",
+        "0000:00:06.0",
+        "00000000:00:06.0",
+        "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+        "gpu-76AEF7FF-372D-2432-B4B4-BECA4D8D3400",
+    ],
+)
+def test_a_gpu_is_found_by_render_node_pci_address_and_uuid(spelling: str) -> None:
+    assert find_gpu(spelling, [gpu(1), P40, gpu(2)]) is P40
+
+
+@pytest.mark.parametrize("spelling", ["10000:E1:00.0", "10000:e1:00.0", "00010000:e1:00.0"])
+def test_a_gpu_in_another_pci_domain_is_found_with_its_domain(spelling: str) -> None:
+    other = gpu(1, pci_address="10000:e1:00.0")
+    assert find_gpu(spelling, [gpu(2, pci_address="0000:e1:00.0"), other]) is other
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/dev/dri/renderD129",
+        "/dev/dri/card0",
+        "/dev/nvidia0",
+        "00:07.0",
+        "0001:00:06.0",
+        "1:00:06.0",
+        "00:06.1",
+        "00:06",
+        "6.0",
+        "GPU-76aef7ff",
+        "0",
+        "all",
+        ":",
+        "::",
+    ],
+)
+def test_nothing_else_names_a_gpu(spelling: str) -> None:
+    assert find_gpu(spelling, [P40]) is None
+
+
+def test_an_address_without_domain_is_in_domain_0000() -> None:
+    other = gpu(1, pci_address="0001:00:06.0")
+    assert find_gpu("00:06.0", [other]) is None
+    assert find_gpu("00:06.0", [other, P40]) is P40
+
+
+def test_a_gpu_without_render_node_and_uuid_is_found_by_its_address_alone() -> None:
+    bare = Gpu("0000:00:06.0")
+    assert find_gpu("00:06.0", [bare]) is bare
+    assert find_gpu("/dev/dri/by-path/pci-0000:00:06.0-render", [bare]) is None
+
+
+def test_a_path_that_is_no_gpu_is_named_with_those_that_are() -> None:
+    found = inventory(P40, gpu(1, render_node=None), gpu(2, render_node=None, uuid=None))
+    assert messages(config(entry("/dev/dri/renderD130", 4, 7)), found) == [
+        (
+            f"{DEVICES}:7: path /dev/dri/renderD130 is not a GPU of this host: use one of this host's GPUs:"
+            f" /dev/dri/renderD128, {gpu(1).uuid}, 02:00.0"
+        )
+    ]
+
+
+def test_a_path_on_a_host_without_gpus_is_named() -> None:
+    assert messages(config(entry("00:06.0", 4)), inventory()) == [
+        f"{DEVICES}:2: path 00:06.0 is not a GPU of this host: remove the entry: this host has no NVIDIA GPU"
+    ]
+
+
+def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
+    lost = Gpu("0000:02:00.0", reason=Reason("GPU is lost", GPU_LOST))
+    settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
+    plan = planned(settings, inventory(gpu(1), lost))
+    assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
+
+
+def test_a_gpu_named_twice_is_named_with_its_first_line_and_spelling() -> None:
+    path, uuid = "/dev/dri/renderD128", str(P40.uuid).upper()
+    settings = config(entry(path, 4), entry("0000:00:06.0", 2, 5), entry(uuid, 2, 8), entry(path, 2, 11))
+    already, hint = "is GPU 00:06.0, which is already divided on line 2", "remove one of the two entries"
+    assert messages(settings, inventory(P40)) == [
+        f"{DEVICES}:5: path 0000:00:06.0 {already} as {path}: {hint}",
+        f"{DEVICES}:8: path {uuid} {already} as {path}: {hint}",
+        f"{DEVICES}:11: path {path} {already}: {hint}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "clients"),
+    [
+        ((3, 5), "470.256.02", 16),
+        ((6, 1), "535.261.03", 16),
+        ((6, 1), "590.44.01", 16),
+        ((7, 0), "535.261.03", 48),
+        ((9, 0), "589.99", 48),
+        ((9, 0), "590.44.01", 60),
+        ((12, 0), "615.10", 60),
+        ((7, 5), "", 48),
+        ((7, 5), "unknown", 48),
+        ((3, 0), "535.261.03", 16),
+        (None, "615.10", 16),
+    ],
+)
+def test_how_many_clients_mps_serves_on_a_gpu(capability: tuple[int, int], driver: str, clients: int) -> None:
+    assert max_clients(gpu(compute_capability=capability), Driver(driver, None), None) == clients
+
+
+@pytest.mark.parametrize("override", [4, 128])
+def test_the_override_decides_from_volta_on(override: int) -> None:
+    driver = Driver("535", None)
+    assert max_clients(gpu(compute_capability=(7, 0)), driver, override) == override
+    assert max_clients(gpu(compute_capability=(9, 0)), driver, override) == override
+    for older in ((6, 2), (6, 1), (3, 5), None):
+        assert max_clients(gpu(compute_capability=older), driver, override) == 16
+
+
+P40_HAS_16 = "more than the 16 clients that MPS allows on GPU 00:06.0 (Tesla P40): write at most 16"
+RAISE = "or set cuda_mps_max_clients in host.conf if the driver allows more"
+
+
+def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
+    settings = config(entry("00:06.0", 17), entry("01:00.0", 64, 5), cuda_mps_max_clients=64)
+    found = inventory(P40, gpu(1))
+    assert messages(settings, found) == [f"{DEVICES}:4: virtual_number is 17, {P40_HAS_16}"]
+
+
+def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
+    settings = config(entry("00:06.0", 17), entry("01:00.0", 49, 5))
+    many = "virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
+    assert messages(settings, inventory(P40, gpu(1))) == [
+        f"{DEVICES}:4: virtual_number is 17, {P40_HAS_16}",
+        f"{DEVICES}:7: {many} (NVIDIA H100 80GB HBM3): write at most 48, {RAISE}",
+    ]
+    allowed = config(entry("00:06.0", 16), entry("01:00.0", 48, 5))
+    assert messages(allowed, inventory(P40, gpu(1))) == []
+    assert messages(config(entry("01:00.0", 60)), inventory(gpu(1), driver="590.44.01")) == []
+
+
+def test_too_many_replicas_are_named_at_their_line_of_host_conf() -> None:
+    what = f"{HOST}:9: cuda_mps_replicas is 20, {P40_HAS_16}"
+    assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [what]
+
+
+def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
+    many = "cuda_mps_replicas is 10, more than the 4 clients that MPS allows on GPU 01:00.0"
+    assert messages(config(cuda_mps_max_clients=4), inventory(P40, gpu(1))) == [
+        f"{HOST}:9: {many} (NVIDIA H100 80GB HBM3): write at most 4, {RAISE}"
+    ]
+
+
+def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
+    broken = gpu(1, compute_capability=None, reason=Reason("GPU is lost", GPU_LOST))
+    plan = planned(config(entry("01:00.0", 48)), inventory(broken))
+    assert plan.unavailable == {broken.pci_address: "GPU is lost"}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
+        ({"uuid": None}, "the driver does not report the GPU's UUID and memory"),
+        ({"memory_mib": None}, "the driver does not report the GPU's UUID and memory"),
+        (
+            {"mig_enabled": True},
+            "the GPU is in MIG mode, so MPS cannot serve it as a whole",
+        ),
+        ({"compute_capability": (3, 0)}, "MPS requires compute capability 3.5, but the GPU has 3.0"),
+        ({"compute_capability": (2, 1)}, "MPS requires compute capability 3.5, but the GPU has 2.1"),
+    ],
+)
+def test_a_gpu_that_cannot_serve_gets_a_reason_instead_of_devices(
+    given: dict[str, object], reason: str
+) -> None:
+    assert reasons(gpu(1, **given), config(entry("01:00.0", 2))) == reason
+
+
+def test_a_prohibited_gpu_cannot_serve_if_compute_modes_are_kept() -> None:
+    prohibited = gpu(1, compute_mode="Prohibited")
+    assert reasons(prohibited, config(entry("01:00.0", 2), cuda_mps_compute_mode="keep")) == (
+        "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
+    )
+    plan = planned(config(entry("01:00.0", 2)), inventory(prohibited))
+    assert (len(plan.devices), plan.compute_modes) == (2, {prohibited.uuid: "Exclusive_Process"})
+
+
+def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
+    plan = planned(config(entry("01:00.0", 2)), inventory(gpu(1, compute_capability=(3, 5))))
+    assert len(plan.devices) == 2
+
+
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
+    settings = config(cuda_mps_replicas=2, cuda_mps_scope=scope)
+    found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason=Reason("GPU is lost", GPU_LOST)))
+    plan = planned(settings, found)
+    assert {device.gpu_uuid for device in plan.devices} == {gpu(2).uuid}
+    assert [domain.gpu_uuids for domain in plan.domains] == [(gpu(2).uuid,)]
+    assert set(plan.unavailable) == {"0000:01:00.0", "0000:03:00.0"}
+
+
+def test_one_control_daemon_for_more_gpus_than_it_can_limit_is_named() -> None:
+    gpus = [gpu(slot) for slot in range(33)]
+    wrong = "cuda_mps_scope is host, and one control daemon cannot limit more than 32 GPUs"
+    assert messages(config(cuda_mps_scope="host"), inventory(*gpus)) == [
+        f"{HOST}:9: {wrong}: write cuda_mps_scope: gpu"
+    ]
+    assert messages(config(), inventory(*gpus)) == [f"{HOST}: {wrong}: write cuda_mps_scope: gpu"]
+    assert messages(config(), inventory(*gpus[1:])) == []
+    assert messages(config(), inventory(gpus[0]._replace(mig_enabled=True), *gpus[1:])) == []
+    assert messages(config(cuda_mps_scope="gpu"), inventory(*gpus)) == []
