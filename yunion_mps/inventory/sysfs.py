@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 
@@ -26,6 +27,7 @@ _VERSIONS = {
 _ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
 
 
+@functools.lru_cache(maxsize=256)
 def normalise_address(text: str) -> str | None:
     """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
 

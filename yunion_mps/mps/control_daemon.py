@@ -91,9 +91,11 @@ class ControlDaemon:
         """Whether another program started it, and the limits of its servers were never recorded."""
         return self.order is not None and not self._is_recorded
 
-    def servers(self) -> tuple[int, ...]:
-        """The PIDs of its servers; the last known ones if they cannot be read now."""
+    def servers(self, *, at_last_tick: bool = False) -> tuple[int, ...]:
+        """The PIDs of its servers; the last known ones if they cannot be read now, or if those suffice."""
         known = self._known_servers
+        if at_last_tick:
+            return known
         try:
             now = tuple(server_pids(self.pid)) if self.pid else ()
         except ShortageError as error:

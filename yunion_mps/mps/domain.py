@@ -122,9 +122,9 @@ class Domain(StateMachine):
         """Whether its limits cannot be set now, and this is retried."""
         return isinstance(self._task, LimitsSetter) and bool(self._task.note)
 
-    def server_pids(self) -> list[int]:
+    def server_pids(self, *, at_last_tick: bool = False) -> list[int]:
         """The PIDs of its MPS servers, orphans among them."""
-        return [*self.control.servers(), *self._rollover.orphans.pids]
+        return [*self.control.servers(at_last_tick=at_last_tick), *self._rollover.orphans.pids]
 
     @property
     def _ends_all_servers(self) -> bool:

@@ -18,7 +18,7 @@ from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, in_running_order
 from yunion_mps.mps.conversation import Conversation, OccupiedError, occupied_error
-from yunion_mps.mps.log_file import bound_logs
+from yunion_mps.mps.log_file import MAX_BYTES, bound_logs
 from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
 from yunion_mps.mps.tasks import COMMAND_RETRY_S, ControlTask
 from yunion_mps.planning.division import decimal
@@ -206,7 +206,8 @@ class HealthMonitor(ControlTask):
                 return self._probe_at_s
             self._probe_at_s = now_s + PROBE_S
             self._control.log.report()  # before it is truncated
-            bound_logs(self._plan)
+            if self._control.log.size > MAX_BYTES:
+                bound_logs(self._plan)
             try:
                 probe = self._connect(now_s, PROBE_TIMEOUT_S)
             except ShortageError as error:
@@ -223,6 +224,8 @@ class HealthMonitor(ControlTask):
         """Read back its limits, whose answer shows that it receives our commands, then send the orders."""
         self._sending = orders
         self._verify_at_s = now_s + VERIFY_S
+        self._control.log.report()
+        bound_logs(self._plan)  # the server's log too, however small the control daemon's is
         try:
             commands = ["get_server_list", *get_commands(self._plan), *self._sending]
             return self._converse(commands, now_s).deadline_s

@@ -157,7 +157,8 @@ class LogReader:
         self._emit = emit
         self._servers = servers
         self._path = os.path.join(plan.log_directory, LOG_NAME)
-        self._offset = 0
+        #: How large it was at the last call.
+        self.size = 0
         self._rest = b""
         self._is_end_expected = False
         self._user: int | None = None
@@ -172,18 +173,17 @@ class LogReader:
         try:
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self._offset:  # it was truncated
-                    self._offset, self._rest = 0, b""
-                start = max(self._offset, size - _MAX_BYTES)
+                if size < self.size:  # it was truncated
+                    self.size, self._rest = 0, b""
+                start = max(self.size, size - _MAX_BYTES)
                 file.seek(start)
                 text = self._rest + file.read(size - start)
         except (OSError, MemoryError):  # the next call reads it
             return []
-        self._offset = size
-        *lines, self._rest = text.split(b"\n")
-        return [
-            self._classified(entry) for line in lines if (entry := _parse_line(line.decode(errors="replace")))
-        ]
+        self.size = size
+        complete, _, self._rest = text.rpartition(b"\n")
+        lines = _without_chatter(complete).decode(errors="replace").split("\n")
+        return [self._classified(entry) for line in lines if (entry := _parse_line(line))]
 
     def _classified(self, entry: LogEntry) -> LogEntry:
         """The entry, with `crashed` as the kind of an unexpected exit."""

@@ -14,7 +14,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.models import Config, Inventory, Snapshot
+from yunion_mps.models import Config, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
@@ -60,6 +60,8 @@ class Supervisor:
         self._leftovers_notice = ""
         self._warnings: dict[str, Reason] = {}
         self._snapshot: Snapshot | None = None
+        #: What the last poll found, and for what: if nothing of it changes, neither does anything else.
+        self._polled: tuple[Inventory, Config, Plan, Inventory] | None = None
 
     # -- from start to stop
 
@@ -189,10 +191,13 @@ class Supervisor:
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
         """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
         before = self._gpus.inventory
+        if self._polled == (inventory, self.config, self.desired.plan, before):
+            return
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
         modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
         self._modes.record_external_changes(modes, self.desired.plan)
+        self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
         if self._gpus.inventory is before:
             return
         self._changed()

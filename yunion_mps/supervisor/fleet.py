@@ -94,12 +94,12 @@ class Fleet:
     def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
         """Do what is due in every domain; return when the next call is due at the latest."""
         find = functools.lru_cache(our_processes)
-        for domain in self.domains:
-            if readable is None or domain.is_due(now_s, readable):
-                domain.tick(now_s, find)
+        due = [domain for domain in self.domains if readable is None or domain.is_due(now_s, readable)]
+        for domain in due:
+            domain.tick(now_s, find)
+        self._records.write(due)
         if self._advance(now_s):
             return now_s
-        self._records.write(self.domains)
         return earliest(domain.due_s for domain in self.domains)
 
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
@@ -302,7 +302,8 @@ class Jobs:
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
             listed = {pid for uuid in domain.in_effect.gpu_uuids for pid in processes.get(uuid, {})}
-            servers = set(domain.server_pids())
+            is_quiet = domain.state == READY and not (listed or domain.server_pids(at_last_tick=True))
+            servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
             found |= jobs
             # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
