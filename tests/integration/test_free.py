@@ -122,8 +122,8 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     daemon.kill()
     daemon.start().wait_ready()
     line = "6 of 10 devices available, 4 pending, 1 of 1 control daemons serving"
-    assert f"is ready: {line}" in daemon.log
     eventually(lambda: leases_of(daemon) and counted(daemon)["pending"] == 4, "the leases")
+    assert f"is ready: {line}" in daemon.log
     for slot in (2, 3):
         assert daemon.ask("DELETE", f"/v1/leases/job-{slot}")[0] == 200
     assert counted(daemon) == {"total": 8, "available": 6, "pending": 2, "used": 2, "free": 6}

@@ -47,8 +47,29 @@ MAX_VALUES = 200_000
 #: YAML 1.1 has sexagesimal numbers (1:30), whose conversion takes quadratic time.
 _MAX_NUMBER = 64
 
+#: YAML 1.1's words for values, in three spellings each.
+_WORDS = {
+    spelled: f"tag:yaml.org,2002:{kind}"
+    for kind, words in (("bool", "yes no true false on off"), ("null", "null"))
+    for word in words.split()
+    for spelled in (word, word.capitalize(), word.upper())
+}
+
 #: The C parser if PyYAML was built with it (8 times as fast), otherwise the one in Python.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_ParserOfYaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_ParserOfYaml):  # type: ignore[misc]
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """As PyYAML does, but names, words and numbers without its regular expressions: 3 ms of a start."""
+        if kind is yaml.ScalarNode and implicit[0] and value.isascii():
+            if value.isidentifier():
+                return _WORDS.get(value, "tag:yaml.org,2002:str")
+            if value.isdigit() and value[0] != "0":
+                return "tag:yaml.org,2002:int"
+        return super().resolve(kind, value, implicit)
+
+
 #: Directory in which the packages install examples of both files.
 _EXAMPLES = "/usr/share/yunion-mps"
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
@@ -20,16 +20,16 @@ from yunion_mps.host.files import take_lock
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import FAILED
-from yunion_mps.service.queries import Queries
-from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.changes import warnings
 from yunion_mps.supervisor.preflight import run_preflight
+
+if TYPE_CHECKING:
+    from yunion_mps.service.queries import Queries
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -155,23 +155,18 @@ class _Daemon:
             log.error("stopping without the event loop: out of memory")
 
     def _serve(self, listener: Listener) -> None:
-        """Notify READY, because every limit was read back and the socket listens, then load the event loop.
+        """Notify READY, because every limit was read back and the socket listens, then load what answers.
 
-        Its imports (asyncio, h11) take about 20 ms, while the first connections wait in the backlog.
+        The imports (asyncio, h11, the use cases) take about 25 ms, while the first connections wait in the
+        backlog.
         """
         supervisor, notifier = self._supervisor, self._notifier
-        service = Queries(supervisor.snapshot, self._started_s, os.getpid())
-        service.ledger = recorded_ledger(supervisor.store(), self._paths.lease_copies)
-        line = one_line(service.service())
-        log.info("yunion-mps %s is ready: %s", __version__, line)
-        for warning, _ in warnings(supervisor.snapshot()):
-            log.warning("%s", warning)
-        self._record("info", f"ready, {__version__}", consequence=line)
         publish_addresses(self._paths, supervisor.config)
-        notifier.ready(line)
+        notifier.ready()
         try:
             serve = _load_event_loop()
-            while serve(self._paths, listener, supervisor, service, notifier, self._signals):
+            queries = self._queries()
+            while serve(self._paths, listener, supervisor, queries, notifier, self._signals):
                 self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
             supervisor.report_late_jobs()
             self._record("info", "stopped", self._signals.stop)
@@ -180,6 +175,22 @@ class _Daemon:
             raise ShortageError(f"the event loop cannot be loaded: {error}") from None
         finally:
             listener.close()
+
+    def _queries(self) -> Queries:
+        """What answers queries, with the recorded leases; logs and records what it says at the start."""
+        from yunion_mps.leases.storage import recorded_ledger
+        from yunion_mps.service.queries import Queries
+        from yunion_mps.service.state import one_line
+
+        queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
+        queries.ledger = recorded_ledger(self._supervisor.store(), self._paths.lease_copies)
+        line = one_line(queries.service())
+        log.info("yunion-mps %s is ready: %s", __version__, line)
+        for warning, _ in warnings(self._supervisor.snapshot()):
+            log.warning("%s", warning)
+        self._record("info", f"ready, {__version__}", consequence=line)
+        self._notifier.status(line)
+        return queries
 
     def stop(self, *, spare_adopted: bool = False) -> None:
         """Stop the control daemons and restore the compute modes.

@@ -17,9 +17,9 @@ from yunion_mps.escaping import printable
 from yunion_mps.host.proc import is_exiting
 
 #: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
-_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
+_JOB_UNIT = r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)"
 #: Below these, users' own service managers create groups with arbitrary names.
-_USERS = re.compile(r"/user(?:@|\.slice)")
+_USERS = r"/user(?:@|\.slice)"
 
 
 class Notifier:
@@ -37,9 +37,9 @@ class Notifier:
             except OSError:
                 connection.close()
 
-    def ready(self, status: str) -> None:
+    def ready(self, status: str = "") -> None:
         self._last_status = status
-        self._send("READY=1", f"STATUS={status}")
+        self._send("READY=1", *([f"STATUS={status}"] if status else []))
 
     def status(self, status: str) -> None:
         """Set the status line of `systemctl status`; repetitions are not sent."""
@@ -92,7 +92,7 @@ def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
         return None
     if pid and is_exiting(pid, proc):  # checked last, because it may exit at any time
         return None
-    found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
+    found = (re.search(_JOB_UNIT, group) for group in groups if not re.search(_USERS, group))
     return next((match[1] for match in found if match), "")
 
 

@@ -46,7 +46,7 @@ _OTHER_XIDS = {
 }
 
 #: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.
-_XID_RECORD = re.compile(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)")
+_XID_RECORD = rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)"
 #: The kernel keeps a ring of records, each read separately (dmesg(1)).
 _MAX_RECORDS = 20_000
 
@@ -164,7 +164,7 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
     """
     found = []
     for record in kernel_records(paths.kernel_log) or []:
-        for bus, xid, pid in _XID_RECORD.findall(record):
+        for bus, xid, pid in re.findall(_XID_RECORD, record):
             address = normalise_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
             if address:
                 found.append((address, int(xid), int(pid)))

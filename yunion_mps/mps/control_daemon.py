@@ -66,7 +66,8 @@ class ControlDaemon:
         self._emit = emit
         self._known_servers: tuple[int, ...] = ()
         self._process: Process | None = None
-        self.log = LogReader(plan, emit, self.servers)
+        #: Its log, from its start or adoption on.
+        self.log: LogReader
 
     @property
     def has_process(self) -> bool:

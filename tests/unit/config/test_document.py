@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from yunion_mps.config.document import read_document
 
 from unit.config.conftest import DEVICES, HOST, Files
@@ -48,6 +49,16 @@ def as_user(work: Callable[[], list[str]]) -> list[str]:
 
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which needs root")
+
+
+def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:
+    words = "yes No TRUE tRUE off y ~ null Null nan none _ _x a-b é 'no'"
+    numbers = "0 00 07 10 1_0 1e3 1:30 .5 -3 0x1f ١٢ '10'"
+    content = "".join(f"- {text}\n" for text in [*words.split(), *numbers.split()])
+    ours, theirs = read_document(str(files.write(content).host), "host.conf"), yaml.compose(content)
+    assert ours
+    assert theirs
+    assert [one.tag for one in ours.value] == [one.tag for one in theirs.value]
 
 
 @pytest.mark.parametrize(
