@@ -219,6 +219,7 @@ class Daemon(Closes):
 
     def reexec(self) -> Daemon:
         """Have it run its program again, and wait until that is ready."""
+        self.status()  # it answers, so it has logged that it is ready
         count = self.log.count(" is ready: ")
         assert self.ask("POST", "/v1/reexec")[0] == 200
         eventually(lambda: self.log.count(" is ready: ") > count, "the new program", trouble=lambda: self.log)

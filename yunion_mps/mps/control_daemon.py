@@ -121,7 +121,7 @@ class ControlDaemon:
             # First, because a running one does not need what a new one needs.
             running = find(desired, ours)
             self.target = with_recorded_limits(running.plan, before) if running else desired
-            self.log = LogReader(self.target, self._emit, self.servers)
+            self.log = LogReader(self.target, self._emit, self.servers, is_new=running is None)
             self.has_served = self.was_adopted = running is not None
             self.order = running.order if running else None
             self._process = running.process if running else start(self.program, desired)

@@ -151,9 +151,14 @@ class LogEntry(NamedTuple):
 
 class LogReader:
     def __init__(
-        self, plan: DomainPlan, emit: Callable[[Event], None], servers: Callable[[], Sequence[int]]
+        self,
+        plan: DomainPlan,
+        emit: Callable[[Event], None],
+        servers: Callable[[], Sequence[int]],
+        *,
+        is_new: bool = False,
     ) -> None:
-        """Start at the log's end: existing entries are from an earlier run."""
+        """Start at the log's end: existing entries are from before, and of another process if it `is_new`."""
         self._name = plan.name
         self._emit = emit
         self._servers = servers
@@ -163,7 +168,11 @@ class LogReader:
         self._rest = b""
         self._is_end_expected = False
         self._user: int | None = None
-        self.read()
+        if is_new:
+            with contextlib.suppress(OSError):  # there is none yet
+                self.size = os.stat(self._path).st_size
+        else:
+            self.read()
 
     def report(self) -> None:
         entries = self.read()
