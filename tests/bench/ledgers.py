@@ -28,35 +28,19 @@ def lines(settings: Settings) -> Iterator[Line]:
     candidates = Candidates([Candidate(device) for device in devices])
     ledger = Ledger(_lease(device) for device in devices[:-1])
     last = _lease(devices[-1])
-    if Allocator(ledger).choose(LeaseRequest(), candidates) != last.devices:
+    if _choose(ledger, candidates) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
     full = Ledger(_lease(device) for device in devices)
     queue = Queue(Allocator(full))
     queue.requests = [QueuedRequest(LeaseRequest(), _HOLDER, position=number) for number in range(WAITERS)]
     some = f"of {len(devices):,} devices"
-    steps = (
-        (
-            f"the free one {some}",
-            "ms",
-            _PASS,
-            lambda: Allocator(ledger).choose(LeaseRequest(), candidates),
-            lambda: _pass(candidates),
-        ),
-        (f"none {some}, and why", "ms", _PASS, lambda: _why_not(full, candidates), lambda: _pass(candidates)),
-        (
-            f"none {some}, {WAITERS} wait",
-            "ms",
-            _PASS,
-            lambda: queue.next(candidates),
-            lambda: _pass(candidates),
-        ),
-        (
-            f"a lease entered and struck {some}",
-            "us",
-            "a dict's entry made and deleted",
-            lambda: _enter(ledger, last),
-            lambda: _entry(ledger.lease_of),
-        ),
+    choose, walk = partial(_choose, ledger, candidates), partial(_pass, candidates)
+    enter, entry = partial(_enter, ledger, last), partial(_entry, ledger.lease_of)
+    steps: tuple[tuple[str, str, str, Callable[[], object], Callable[[], object]], ...] = (
+        (f"the free one {some}", "ms", _PASS, choose, walk),
+        (f"none {some}, and why", "ms", _PASS, partial(_why_not, full, candidates), walk),
+        (f"none {some}, {WAITERS} wait", "ms", _PASS, partial(queue.next, candidates), walk),
+        (f"a lease entered and struck {some}", "us", "a dict's entry made and deleted", enter, entry),
     )
     for what, unit, floor, work, least in steps:
         rounds = Rounds(unit)
@@ -79,9 +63,13 @@ def _pass(candidates: Candidates) -> None:
         pass
 
 
+def _choose(ledger: Ledger, candidates: Candidates) -> tuple[Device, ...]:
+    return Allocator(ledger).choose(LeaseRequest(), candidates)
+
+
 def _why_not(ledger: Ledger, candidates: Candidates) -> str:
     try:
-        Allocator(ledger).choose(LeaseRequest(), candidates)
+        _choose(ledger, candidates)
     except NothingFreeError as error:
         return error.message
     raise BenchError("the ledger gives a device that somebody has")

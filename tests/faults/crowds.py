@@ -16,7 +16,7 @@ from pathlib import Path
 
 from faults.rows import CONNECTIONS, fault
 from faults.scene import Scene, until
-from integration.process_limit import no_more_processes
+from integration.daemon_host import no_more_processes
 from unit.http.server_host import as_user
 from unit.mps.front_ends import silent_process
 from waiting import readable

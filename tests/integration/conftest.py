@@ -54,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def host(make_host: MakeHost, request: pytest.FixtureRequest) -> SimHost:
-    """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`."""
+    """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`.
+
+    Tests of leases mark a V100: `run` and the client take nothing of a GPU that enforces no budgets.
+    """
     mark = request.node.get_closest_marker("gpus")
     return make_host([*mark.args] if mark else None)
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from posting import posted
 from simhost import SimHost
 from simhost.host import Closes
@@ -50,7 +52,7 @@ def eventually(
 
 
 def control_daemons(root: Path) -> list[int]:
-    """The PIDs of all control daemons and front-ends whose pipe directory lies below `root`."""
+    """The PIDs of all processes, such as control daemons, whose pipe directory lies below `root`."""
     return [pid for pid in _all_pids() if b"CUDA_MPS_PIPE_DIRECTORY=" + bytes(root) in _environ(pid)]
 
 
@@ -330,3 +332,34 @@ def _environ(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
+
+
+@contextlib.contextmanager
+def no_more_processes(pid: int) -> Iterator[None]:
+    """Let the process start no other process and no thread; skips the test if there is no such controller."""
+    root = _controller()
+    group = root / f"yunion-mps-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the pids controller of control groups: {error}")
+    try:
+        (group / "pids.max").write_text("1")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            (root / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+def _controller() -> Path:
+    """Where control groups with a limit of processes can be made, in either version."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, options = line.split()[:4]
+        control = Path(place) / "cgroup.subtree_control"
+        if (kind == "cgroup" and "pids" in options.split(",")) or (
+            kind == "cgroup2" and "pids" in control.read_text().split()
+        ):
+            return Path(place)
+    pytest.skip("needs the pids controller of control groups")

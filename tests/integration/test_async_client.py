@@ -15,7 +15,6 @@ from integration.daemon_host import PATIENCE_S, Daemon
 from integration.lease_host import ADDRESSES, given
 from simhost import SimHost
 
-#: One GPU, divided by four: the client takes nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 

@@ -23,7 +23,6 @@ from simhost import SimHost
 from simhost.host import IN_UNITS
 from waiting import readable
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 FRONT_END = "nvidia-cuda-mps-control"

@@ -18,7 +18,6 @@ from integration.lease_host import ADDRESSES, given, leases_of, take
 from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
 from integration.test_containers import ASK
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 

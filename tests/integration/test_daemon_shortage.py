@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.conftest import MakeAtWork, MakeDaemon
-from integration.daemon_host import Daemon, control_daemons, eventually
-from integration.process_limit import no_more_processes
+from integration.daemon_host import Daemon, control_daemons, eventually, no_more_processes
 from integration.test_daemon_gpus import LOST, available
 
 

@@ -24,7 +24,6 @@ from integration.lease_host import (
     who_waits,
 )
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 

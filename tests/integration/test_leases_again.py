@@ -18,7 +18,6 @@ from yunion_mps.paths import Paths
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, Connection, given, queued, restart, take, take_all, who_waits
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: What a request may be called.

@@ -18,7 +18,6 @@ from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, end, given, holders, start, wait_until_wait, who_waits
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: More jobs at a time than there are devices, each a process of its own, over and over.
@@ -131,17 +130,8 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     while begun < _RUNS or running:
         order.look(daemon)
         while begun < _RUNS and len(running) < _AT_A_TIME:
-            command = [
-                "yunion-mps",
-                "run",
-                "--wait=200",
-                "--",
-                sys.executable,
-                "-IS",
-                job,
-                tmp_path,
-                str(begun),
-            ]
+            job_words = [sys.executable, "-IS", job, tmp_path, str(begun)]
+            command = ["yunion-mps", "run", "--wait=200", "--", *job_words]
             running[begun] = host.popen(command, stderr=subprocess.DEVNULL)
             order.begin(running[begun].pid)
             begun += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,20 +70,6 @@ def check_devices(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
     assert len({device["id"] for device in devices}) == len(expected)
 
 
-def check_listing(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
-    """The command's own table has them too, and its footer counts them by pages."""
-    total = sum(gpu.description.virtual_number for gpu in gpus)
-    done = daemon.host.run(["yunion-mps", "isolated-device-list", "--output", "csv"], check=True)
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
-    assert [row["Addr"] for row in rows] == [
-        f"{address(gpu)}-{slot}" for gpu in gpus for slot in range(gpu.description.virtual_number)
-    ]
-    footer = daemon.host.run(
-        ["yunion-mps", "isolated-device-list", "--offset", "20"], check=True
-    ).stdout.splitlines()[-1]
-    assert footer == f"*** Total: {total} Pages: {-(-total // 20)} Limit: 20 Offset: 20 Page: 2 ***"
-
-
 def check_modes(daemon: Daemon, gpus: Sequence[SimGpu], mode: str) -> None:
     query = ["nvidia-smi", "--query-gpu=gpu_uuid,compute_mode", "--format=csv,noheader"]
     lines = daemon.host.run(query, check=True).stdout.splitlines()
@@ -109,7 +93,6 @@ def test_one_domain_serves_32_gpus_with_each_ones_own_memory_limit(
     daemon = make_daemon(host).start().wait_ready()
     gpus = in_pci_order(host.gpus)
     check_devices(daemon, gpus)
-    check_listing(daemon, gpus)
     check_modes(daemon, gpus, "Exclusive_Process")
     memory = [gpu.description.memory_mib // gpu.description.virtual_number for gpu in gpus]
     largest = max(tenths(gpu.description.virtual_number) for gpu in gpus)
@@ -130,7 +113,6 @@ def test_with_a_domain_for_each_of_64_gpus_each_has_its_own_limits(
     daemon.start().wait_ready()
     gpus = in_pci_order(host.gpus)
     check_devices(daemon, gpus)
-    check_listing(daemon, gpus)
     check_modes(daemon, gpus, "Exclusive_Process")
     domains = daemon.status()["domains"]
     assert [domain["name"] for domain in domains] == [address(gpu) for gpu in gpus]

@@ -139,24 +139,18 @@ def _newer(found: Samples, asked: tuple[str, tuple[tuple[str, str], ...]]) -> Sa
     return found if found.get(asked) else {}
 
 
-def test_the_file_is_whole_for_all_to_read_and_gone_at_a_stop(daemon: Daemon, textfile: Path) -> None:
+def test_the_file_is_whole_and_goes_where_a_reload_says_until_a_stop(daemon: Daemon, textfile: Path) -> None:
     daemon.start().wait_ready()
     eventually(textfile.exists, "the file", trouble=lambda: daemon.log)
     assert samples(textfile.read_text())["yunion_mps_up", ()] == 1
     assert stat.S_IMODE(textfile.stat().st_mode) == 0o644
-    assert os.listdir(textfile.parent) == [textfile.name]
-    assert daemon.stop() == 0
-    assert os.listdir(textfile.parent) == []
-
-
-def test_a_reload_moves_the_file(daemon: Daemon, textfile: Path) -> None:
-    daemon.start().wait_ready()
-    eventually(textfile.exists, "the file")
     daemon.configure(metrics_textfile="/srv/metrics/other.prom")
     daemon.signal(signal.SIGHUP)
     other = textfile.with_name("other.prom")
     eventually(other.exists, "the other file", 10, lambda: daemon.log)  # and not in 15 s
-    assert not textfile.exists()
+    eventually(lambda: os.listdir(textfile.parent) == [other.name], "the end of the first file")
+    assert daemon.stop() == 0
+    assert os.listdir(textfile.parent) == []
 
 
 def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemon, textfile: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given
 
-#: One GPU, divided by four: the client takes nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"

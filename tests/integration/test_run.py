@@ -15,7 +15,6 @@ from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given, run, start
 from integration.tmux import Tmux
 
-#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
