@@ -13,9 +13,9 @@ RELOAD_MODES = ("drain", "now")
 
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
-#: The states of a device. A pending one is added or removed once the leases of a former division have ended.
-FREE, LEASED, NO_ROOM, PENDING = "free", "leased", "no room", "pending"
-DEVICE_STATES = (FREE, LEASED, NO_ROOM, PENDING, UNAVAILABLE)
+#: The states of a device. A pending one is added or removed once leases of a previous division have ended.
+FREE, LEASED, NO_MEMORY, PENDING = "free", "leased", "no memory", "pending"
+DEVICE_STATES = (FREE, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
 #: The states of a lease. It has the first of those that its devices have.
 IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)

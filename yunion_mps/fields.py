@@ -38,11 +38,14 @@ UtilizationByMinute = Annotated[
     list[Optional[Utilization]], Field("The highest value of each minute; null: not reported.", **_HOUR)
 ]
 PolledByMinute = Annotated[
-    list[bool], Field("False: not read, because the daemon was not running or the driver hung.", **_HOUR)
+    list[bool],
+    Field(
+        "False if the minute was not polled, because the daemon was not running or the driver hung.", **_HOUR
+    ),
 ]
 Pid = Annotated[int, Field(minimum=1)]
 Time = Annotated[str, Field("RFC 3339, in UTC with milliseconds.", format="date-time", pattern="Z$")]
-NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
+NumaNode = Annotated[int, Field("-1 if there is none.", minimum=-1)]
 Uuid = Annotated[str, Field(format="uuid")]
 ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
 GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is omitted.", pattern=f"^{_PCI}$")]

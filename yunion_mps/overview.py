@@ -80,7 +80,7 @@ def page(host: HostOverview) -> dict[str, object]:
         "parts": [_part(holding) for holding in host.holdings],
         "waiting": [
             {
-                **{field: request[field] for field in ("user", "wants", "since")},
+                **{field: request[field] for field in ("user", "requested", "since")},
                 "command": _cut(
                     in_container(request["name"] or request["container"], request["command"] or "")
                 ),

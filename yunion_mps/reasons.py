@@ -220,7 +220,7 @@ LIMITS_PENDING = _code(
 
 LEASES_PENDING = _code(
     "leases_pending",
-    "A device is added or removed once the leases of the former division have ended.",
+    "A device is added or removed once the leases of the previous division have ended.",
     "wait for the leases to end; see who holds them: yunion-mps who",
 )
 LEASE_OUTDATED = _code(
@@ -236,7 +236,7 @@ CLIENT_WAITING = _code(
 CLIENT_TERMINATED = _code("client_terminated", "A job was ended by its owner or by root.", _EVENTS)
 CLIENT_KILLED = _code("client_killed", "A job did not end in time when the daemon stopped.", _EVENTS)
 PROCESS_OUTSIDE_MPS = _code(
-    "process_outside_mps", "A process uses the GPU without MPS, so no budget limits it.", _END_JOB
+    "process_outside_mps", "A process uses the GPU outside MPS, so no budget limits it.", _END_JOB
 )
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 ENVIRONMENT = _code(

@@ -44,7 +44,7 @@ def test_the_page_shows_leases_taken_used_and_released_at_once(scene: Scene, bro
     scene.jobs.end(job)
     scene.jobs.end(other)
     page.wait_text("1 idle GPU, 4 devices free", "#idle")
-    page.wait_text("released by", "#list")
+    page.wait_text("ended, held by", "#list")
     assert page.errors() == []
 
 
@@ -114,7 +114,7 @@ def test_the_page_shows_its_age_while_the_daemon_is_down(scene: Scene, browser: 
     job = scene.jobs.start("again.py", device="00:06.0-3")
     page.wait_text("again.py", "#rows")
     scene.jobs.end(job)
-    page.wait_text("released by", "#list")
+    page.wait_text("ended, held by", "#list")
 
 
 def test_ages_are_computed_with_the_hosts_clock(scene: Scene, browser: Chromium) -> None:
@@ -151,7 +151,7 @@ def test_a_hung_daemon_is_distinguished_from_a_stopped_one(scene: Scene, browser
     scene.daemon.signal(signal.SIGSTOP)
     try:
         page.wait("!document.querySelector('#gone').hidden")
-        assert "the daemon does not answer within 10 s" in page.ask(
+        assert "the daemon did not answer within 10 s" in page.ask(
             "document.querySelector('#gone').innerText"
         )
     finally:

@@ -53,7 +53,7 @@ def test_what_a_killed_daemon_left_is_restored_with_it(
     ("keys", "why"),
     [
         ({"cuda_mps_scope": "gpu"}, "cannot be adopted: cuda_mps_scope is gpu"),
-        ({"cuda_mps_pipe_directory": "/run/mps/pipe"}, "none serves there"),
+        ({"cuda_mps_pipe_directory": "/run/mps/pipe"}, "no control daemon serves it"),
     ],
 )
 def test_where_the_configuration_asks_for_another_it_is_left_alone(
@@ -71,7 +71,7 @@ def test_only_the_one_that_serves_our_directory_can_be_named(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
     assert daemon.run("--adopt", str(os.getpid())) == 1
-    assert f"PID {stranger.pid} serves there" in daemon.log
+    assert f"PID {stranger.pid} serves it" in daemon.log
     assert daemon.run("--adopt", "all") == 2
 
 
@@ -120,7 +120,7 @@ def test_its_control_daemon_is_ended_and_the_compute_mode_restored(daemon: Daemo
     assert daemon.run("--restore") == 0, daemon.log
     assert not is_running(killed)
     assert daemon.host.gpus[0].compute_mode == "default"
-    assert f"ending the control daemon (PID {killed})" in daemon.log
+    assert f"stopping the control daemon (PID {killed})" in daemon.log
     assert "everything is restored" in daemon.log
     assert not daemon.socket_path.exists()
     assert "Traceback" not in daemon.log

@@ -106,7 +106,7 @@ def test_a_task_that_waits_goes_on_past_a_restart_of_the_daemon(ready_daemon: Da
         await until(client.queue, "that it waits again")
         await leases[2].release()
         await until(lambda: _has(client, ADDRESSES), "its lease")
-        assert said[-1] == "the daemon answers again"
+        assert said[-1] == "the daemon is responding again"
         waiting.cancel()
         await asyncio.wait({waiting})
 

@@ -265,7 +265,7 @@ def test_a_client_that_waits_for_another_users_server_is_listed(
     said = printed(ready.host, "who", "--clients")
     assert f"Waiting: PID {other.pid} of nobody (" in said
     assert f"for the MPS server (PID {server}) of root, domain host\n" in said
-    assert f"waits for the MPS server (PID {server}) of root" in printed(ready.host, "status")
+    assert f"is waiting for the MPS server of root (PID {server}, domain" in printed(ready.host, "status")
     third = stand_ins.client(ready.pipe_directory, STRANGER)
     assert third.says() == "asking"
     out = printed(ready.host, "terminate", str(third.pid), "--yes")
@@ -306,7 +306,7 @@ def test_a_new_program_that_would_not_start_is_refused_in_its_own_words(ready: D
     ready.host.divide("many")
     code, words = failed(ready.host, "daemon-reexec")
     assert code == 1
-    assert words.startswith("yunion-mps: the new program would not start: ")
+    assert words.startswith("yunion-mps: the new program cannot start: ")
     assert "virtual_number" in words
     assert ready.running
     assert limits(ready) == [5760]

@@ -91,7 +91,7 @@ LIMITS = (
 
 
 def warned(daemon: Daemon) -> bool:
-    return any("the GPUs cannot be read" in words for words in daemon.warnings())
+    return any("cannot poll the GPUs" in words for words in daemon.warnings())
 
 
 def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Daemon) -> None:

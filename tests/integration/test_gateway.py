@@ -171,7 +171,7 @@ def test_a_daemon_that_hangs_is_told_before_prometheus_gives_up(
     open_daemon.signal(signal.SIGSTOP)
     try:
         assert gateway.get(port) == (200, _DOWN)
-        assert "yunion_mps_up is 0: the daemon does not answer within 7 s" in gateway.log
+        assert "yunion_mps_up is 0: the daemon did not answer within 7 s" in gateway.log
     finally:
         open_daemon.signal(signal.SIGCONT)
     gateway.serves(port)

@@ -38,7 +38,7 @@ def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> 
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 4
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]]
-    assert [what.partition(" ")[0] for what in told] == ["granted", "released"]
+    assert [what.partition(" ")[0] for what in told] == ["granted", "ended,"]
 
 
 def test_a_command_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon) -> None:
@@ -102,9 +102,9 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
     first, last = f"sh -c 'echo begun; exec cat' (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
     assert [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]] == [
         f"granted to {first}",
-        f"released by {first}",
+        f"ended, held by {first}",
         f"granted to sh -c exit\\n{'x' * 88} {last}",
-        f"released by sh -c exit\\n{'x' * 88} {last}",
+        f"ended, held by sh -c exit\\n{'x' * 88} {last}",
     ]
 
 

@@ -149,7 +149,7 @@ def test_a_client_that_waits_goes_on_while_the_daemon_is_busy(ready_daemon: Daem
             Client().lease()
         with Client(said.append).lease(wait_s=60):
             assert len(between.questions) == 4
-    assert said == ["too many connections are open; waiting up to 60 s for it"]
+    assert said == ["too many connections are open; retrying for up to 60 s"]
 
 
 def test_a_lease_is_also_given_back_where_the_daemon_cannot_just_now(
@@ -161,7 +161,10 @@ def test_a_lease_is_also_given_back_where_the_daemon_cannot_just_now(
         lease.release()
         assert len(between.questions) == 4
         assert Client().leases() == []
-    assert said == ["too many connections are open; waiting up to 60 s for it", "the daemon answers again"]
+    assert said == [
+        "too many connections are open; retrying for up to 60 s",
+        "the daemon is responding again",
+    ]
 
 
 def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon, said: list[str]) -> None:

@@ -167,11 +167,12 @@ def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
 ) -> None:
     first = client.lease(devices=[ADDRESSES[0]])
     second = background.submit(client.lease, devices=[ADDRESSES[0]], wait_s=600)
+    again = "the daemon is responding again"
     for number in (1, 2):
         eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
         ready_daemon.kill()
         ready_daemon.start().wait_ready()
-        eventually(lambda number=number: said.count("the daemon answers again") == number, "that it knows")  # type: ignore[misc]
+        eventually(lambda number=number: said.count(again) == number, "that it knows")  # type: ignore[misc]
     eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
     first.release()
     lease = second.result(PATIENCE_S)

@@ -31,7 +31,7 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
   hint: ask its owner, or terminate it: yunion-mps terminate 4260
-Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
+Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS…
 1 more; show all: yunion-mps status
 GPU                   USED GiB  TOTAL TEMP C UTIL % IN USE     PROCS NAME
 00:06.0    ██▊░░░░░░░      6.2   22.5               3 of 4         2 Tesla P40

@@ -127,13 +127,13 @@ def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Serv
     ("target", "detail"),
     [
         ("/v1/events?kind=gpu", "unknown parameter 'kind'"),
-        ("/v1/events?wait_s=26", "wait_s is '26'"),
-        ("/v1/events?limit=1000", "limit is '1000'"),
-        ("/v1/events?after=1%0d%0aX:y", "after is '1\\r\\nX:y'"),
-        ("/v1/usage?gpu=%20HTTP", "gpu is ' HTTP'"),
-        ("/v1/usage?devices=maybe", "devices is 'maybe'"),
+        ("/v1/events?wait_s=26", "invalid value for wait_s: '26'"),
+        ("/v1/events?limit=1000", "invalid value for limit: '1000'"),
+        ("/v1/events?after=1%0d%0aX:y", "invalid value for after: '1\\r\\nX:y'"),
+        ("/v1/usage?gpu=%20HTTP", "invalid value for gpu: ' HTTP'"),
+        ("/v1/usage?devices=maybe", "invalid value for devices: 'maybe'"),
         ("/overview.json?after=1", "unknown parameter 'after'"),
-        ("/overview.json?event=x", "event is 'x'"),
+        ("/overview.json?event=x", "invalid value for event: 'x'"),
         ("/v1/events?after", "the query cannot be parsed"),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_hanging_daemon_is_reported_to_all_pages_at_the_same_time(
             ready_daemon.signal(signal.SIGCONT)
     answers = [page.result() for page in pages]
     assert [(one.status, one.json["detail"]) for one in answers] == [
-        (503, "the daemon does not answer within 10 s")
+        (503, "the daemon did not answer within 10 s")
     ] * 5
     eventually(lambda: ask(served, "/overview.json").status == 200, "the next picture")
 

@@ -60,7 +60,7 @@ class Device(TypedDict):
     state: Annotated[
         str,
         Field(
-            "`free`: it can be leased now; `no room`: other leases of its GPU have its memory.",
+            "`free`: it can be leased now; `no memory`: other leases of its GPU have its memory.",
             enum=enums.DEVICE_STATES,
         ),
     ]
@@ -75,7 +75,7 @@ class DeviceDetails(Device):
     """One MPS device, and how to use it."""
 
     slot: Annotated[Count, Field("The number of the share on its GPU, from 0.")]
-    domain: Annotated[str, Field("The control daemon that serves it.")]
+    domain: Annotated[str, Field("The domain that serves it.")]
     client_environment: Annotated[
         dict[str, str],
         Field("The variables of a process that uses the device; empty if no control daemon serves it."),
@@ -143,7 +143,7 @@ class ProcessFields(TypedDict):
 class MpsServer(ProcessFields):
     """One MPS server."""
 
-    domain: Annotated[str, Field("The control daemon that it belongs to.")]
+    domain: Annotated[str, Field("The domain that it belongs to.")]
     state: Annotated[
         str | None, Field("Null if the control daemon does not list it (before 550). FAULT: its jobs failed.")
     ]
@@ -161,8 +161,8 @@ class MpsClient(ProcessFields, ContainerFields):
 
     mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
     server: Annotated[Pid | None, Field("The PID of its MPS server.")]
-    domain: Annotated[str, Field("The control daemon that serves it.")]
-    device: Annotated[str | None, Field("Its device, by YUNION_MPS_DEVICE in its environment.")]
+    domain: Annotated[str, Field("The domain that serves it.")]
+    device: Annotated[str | None, Field("Its device, according to YUNION_MPS_DEVICE in its environment.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
     memory_by_gpu_mib: Annotated[list[Mib | None], Field("Its memory on each of these.")]
     memory_used_mib: Annotated[Mib | None, Field("Its memory on all GPUs of its domain.")]
@@ -175,7 +175,7 @@ class WaitingClient(ProcessFields):
     since: Annotated[Time, Field("When it asked for a server.")]
     server: Annotated[Pid, Field("The PID of the MPS server that it waits for.")]
     server_user: Annotated[str, Field("That server's user: a name, or the id if there is none.")]
-    domain: Annotated[str, Field("The control daemon that keeps it waiting.")]
+    domain: Annotated[str, Field("The domain in which it is waiting.")]
 
 
 class ClientList(TypedDict):
@@ -184,7 +184,7 @@ class ClientList(TypedDict):
     servers: list[MpsServer]
     clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
     waiting: Annotated[list[WaitingClient], Field("In order of arrival.")]
-    errors: Annotated[list[str], Field("What could not be found out, and why.")]
+    errors: Annotated[list[str], Field("What could not be determined, and why.")]
     total: Annotated[Count, Field("The number of clients.")]
 
 
@@ -197,7 +197,7 @@ class Termination(TypedDict):
 
 
 class HolderFields(ContainerFields):
-    """Who holds or waits for devices."""
+    """The holder of a lease, or the requester of a queued request."""
 
     pid: Annotated[Pid | None, Field("Its process; null if it is bound to a name.")]
     uid: Count
@@ -219,7 +219,7 @@ class LeaseRecord(HolderFields):
     thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]
-    binding: Annotated[str, Field("What ends it.", enum=enums.BINDINGS)]
+    binding: Annotated[str, Field("What the lease is bound to, and ends with.", enum=enums.BINDINGS)]
     expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
@@ -238,7 +238,7 @@ class LeaseDetails(LeaseRecord):
 class QueuedRequest(HolderFields):
     """A request that waits for devices."""
 
-    wants: Annotated[str, Field("What it requests.")]
+    requested: Annotated[str, Field("The requested devices.")]
 
 
 class LeaseList(TypedDict):
@@ -246,5 +246,5 @@ class LeaseList(TypedDict):
 
     leases: list[LeaseDetails]
     waiting: Annotated[list[QueuedRequest], Field("In order of arrival.")]
-    errors: Annotated[list[str], Field("What could not be found out about their use, and why.")]
+    errors: Annotated[list[str], Field("What could not be determined about their use, and why.")]
     total: Annotated[Count, Field("The number of leases.")]

@@ -28,7 +28,7 @@ class Domain(TypedDict):
     reason: Annotated[str, Field("Why it is not ready; empty if it is.")]
     reason_code: ReasonCode
     pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
-    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this change waits for.")]
+    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that the pending change waits for.")]
     pid: Annotated[Pid | None, Field("The control daemon's PID.")]
     restarts: Annotated[Count, Field("How often it had to be restarted.")]
     pipe_directory: str
@@ -116,7 +116,7 @@ class Status(ServiceFields):
     leases: LeaseCounts
     clients: Annotated[Count, Field("The number of processes that use GPUs through MPS.")]
     outside_mps: Annotated[Count, Field("The number of processes that use GPUs outside MPS.")]
-    errors: Annotated[list[str], Field("What could not be found out, and why.")]
+    errors: Annotated[list[str], Field("What could not be determined, and why.")]
 
 
 class Event(TypedDict):
@@ -125,8 +125,8 @@ class Event(TypedDict):
     id: Annotated[int, Field("Increasing, and never reused.", minimum=1)]
     time: Time
     severity: Annotated[str, Field(enum=enums.SEVERITIES)]
-    kind: Annotated[str, Field("What it is about.", enum=enums.EVENT_KINDS)]
-    subject: Annotated[str, Field("The name of what changed.")]
+    kind: Annotated[str, Field("The category of the event.", enum=enums.EVENT_KINDS)]
+    subject: Annotated[str, Field("The name of the object that changed.")]
     what: str
     cause: Annotated[str, Field("Empty if unknown.")]
     consequence: Annotated[str, Field("Empty if there is none.")]
@@ -141,7 +141,7 @@ class EventList(TypedDict):
 
 
 class MinuteUse(TypedDict):
-    """The usage of a GPU or a device; the devices of one lease are filled in turn."""
+    """The usage of a GPU or a device; a lease's memory counts for its devices in order."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
     memory_used_mib: MibByMinute
@@ -152,21 +152,23 @@ class Usage(TypedDict):
     """The usage by minute; the last value is the current minute. What is not listed was not used."""
 
     begin: Annotated[Time, Field("When the first minute began.")]
-    step_s: Annotated[int, Field("Seconds from one number to the next.", const=60)]
+    step_s: Annotated[int, Field("Seconds between values.", const=60)]
     polled: PolledByMinute
     gpus: list[MinuteUse]
-    devices: Annotated[list[MinuteUse], Field("By their processes' YUNION_MPS_DEVICE or leases.")]
+    devices: Annotated[
+        list[MinuteUse], Field("Attributed by each process's YUNION_MPS_DEVICE, or else by its lease.")
+    ]
 
 
 class Change(TypedDict):
-    """One difference between the configuration in effect and another one."""
+    """One difference between the state in effect and the desired state."""
 
     kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "setting"])]
     subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
     before: Annotated[str, Field("Empty if it is new.")]
     after: Annotated[str, Field("Empty if it is removed.")]
     effect: Annotated[str, Field("When it takes effect, and for which devices.")]
-    at_once: Annotated[bool, Field("False: it waits, at least for some devices.")]
+    at_once: Annotated[bool, Field("False if it is delayed for at least some devices.")]
 
 
 class Pending(TypedDict):
@@ -178,7 +180,7 @@ class Pending(TypedDict):
 
 
 class ChangeList(TypedDict):
-    """What a configuration would change, and when."""
+    """What a reload changes, and when it takes effect."""
 
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]

@@ -67,7 +67,7 @@ def status(exit_code: bool, output: str) -> None:
     (enable_cuda_mps is false). Warnings do not change it. Jobs over budget or outside MPS are problems.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
-    it can be leased; and pending if it waits for leases of an earlier division of its GPU to end. Free
+    it can be leased; and pending if it waits for leases of a previous division of its GPU to end. Free
     devices of a GPU that does not enforce budgets are leased only with --allow-unlimited.
 
     \b

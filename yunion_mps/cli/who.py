@@ -209,7 +209,7 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
     text = ""
     for request in waiting:
         user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
-        text += wrapped(f"Waiting: {user} requested {request['wants']} {age_of(request['since'])} ago")
+        text += wrapped(f"Waiting: {user} requested {request['requested']} {age_of(request['since'])} ago")
     return text
 
 

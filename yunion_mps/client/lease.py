@@ -101,7 +101,7 @@ def _refuse_out_of_bounds(argument: str, value: object) -> None:
     try:
         _PARAMETERS[argument].member(value, argument)
     except BadRequestError as error:
-        raise _invalid(f"{argument}: {value!r} cannot be used: {error.hint}", error.hint) from None
+        raise _invalid(f"invalid value for {argument}: {value!r}", error.hint) from None
 
 
 def _memory(amount: str) -> int:

@@ -134,8 +134,8 @@ class Retrier:
             raise error
         if not self._deadline_s:
             self._deadline_s = now_s + self._timeout_s
-            how_long = f" up to {self._timeout_s:.0f} s" if self._timeout_s <= _A_DAY_S else ""
-            self._on_message(f"{error.message}; waiting{how_long} for it")
+            how_long = f" for up to {self._timeout_s:.0f} s" if self._timeout_s <= _A_DAY_S else ""
+            self._on_message(f"{error.message}; retrying{how_long}")
         elif now_s > self._deadline_s:
             raise error
         await self._transport.sleep(_RETRY_INTERVAL_S)
@@ -143,7 +143,7 @@ class Retrier:
     def reset(self) -> None:
         """Start over with a full timeout, because the daemon has answered."""
         if self._deadline_s:
-            self._on_message("the daemon answers again")
+            self._on_message("the daemon is responding again")
         self._deadline_s = 0.0
 
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:

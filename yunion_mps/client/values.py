@@ -3,7 +3,7 @@
 An attribute has the name of its member. Lists are tuples, and times are datetimes in UTC. Unknown members of
 a newer daemon are ignored; a member that an older daemon lacks raises VersionError.
 """
-# Without `from __future__ import annotations`, because the types of the fields on_message how they are made.
+# Without `from __future__ import annotations`, because the types of the fields determine how they are made.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -298,4 +298,4 @@ class LeaseDetails(LeaseRecord):
 class QueuedRequest(HolderFields):
     """A request that waits for devices."""
 
-    wants: str
+    requested: str

@@ -309,7 +309,7 @@ class Watchdog:
         try:
             answer = await asyncio.wait_for(_request_health(self._paths.socket), _ANSWER_S)
         except asyncio.TimeoutError:
-            return f"the daemon's own socket does not answer within {_ANSWER_S:g} s"
+            return f"the daemon's own socket did not answer within {_ANSWER_S:g} s"
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return ""  # this passes when clients disconnect, and a restart would not help

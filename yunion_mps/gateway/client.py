@@ -40,7 +40,7 @@ async def get_from_daemon(
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
         return await asyncio.wait_for(answer_on(paths.socket, exchange), timeout_s)
     except asyncio.TimeoutError:
-        what = f"the daemon does not answer within {timeout_s:g} s"
+        what = f"the daemon did not answer within {timeout_s:g} s"
     except NotAllowedError:
         what = "the gateway's user has no access to the daemon's socket"
         raise UnreachableError(what, "run it as root or as a member of the group yunion-mps") from None

@@ -86,8 +86,8 @@ _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     ),
 }
 _OVERVIEW = (
-    Parameter("mark", "That of the picture that the page has."),
-    Parameter("event", "The picture is taken after it.", "integer", 0, 0, MAX_NUMBER),
+    Parameter("mark", "The mark of the overview that the page already has."),
+    Parameter("event", "Return an overview that is newer than this event.", "integer", 0, 0, MAX_NUMBER),
 )
 
 

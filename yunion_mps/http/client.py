@@ -233,8 +233,9 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
 
 def timeout_error(path: str, timeout_s: float) -> UnreachableError:
     return UnreachableError(
-        f"the daemon does not answer on {path} within {timeout_s:g} s",
-        f"see what it is doing: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
+        f"the daemon did not answer on {path} within {timeout_s:g} s",
+        f"see what it is doing: journalctl -u {_UNIT}; a restart kills jobs that are still running after "
+        "cuda_mps_stop_timeout_s",
     )
 
 

@@ -20,7 +20,7 @@ with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf
 
 _PROBLEMS = {
     400: "The request, or one of its parameters or members, is invalid; `detail` names it.",
-    403: "The caller's user may not do this.",
+    403: "The caller is not permitted to do this.",
     404: "The object does not exist, or the name is ambiguous.",
     405: "The path does not support this method; `Allow` lists those that it does.",
     408: "The request did not arrive in time.",
@@ -28,8 +28,8 @@ _PROBLEMS = {
     413: "The request's body is too large.",
     415: "The request's body is not declared as `application/json`.",
     422: "The configuration is invalid, and nothing was changed; `detail` has one problem per line.",
-    410: "It could not be satisfied even if everything were free (`code`: `infeasible`): do not wait.",
-    423: "No suitable device is free; `detail` says what there is.",
+    410: "The request could not be satisfied even if everything were free, so waiting is pointless.",
+    423: "No suitable device is free; `detail` lists what exists.",
     431: "The request's header is too large.",
     501: "The request's body has a transfer coding other than `chunked`.",
     503: "Too many connections are open, or the daemon cannot do this right now; try again.",
@@ -52,9 +52,10 @@ in the query string, and POST takes a JSON object whose members are all optional
 detail (RFC 9457) with a reason `code`, and with a `hint` if something can be done about it. Unknown paths are
 answered with 404, unsupported methods with 405, and unknown parameters or members with 400.
 
-All of these users may read everything and lease devices. Only root may change the daemon, and only root and
-its owner may end a client or a lease. A change of the daemon that has begun is completed even if the caller
-disconnects; a request for devices is cancelled when its connection is closed."""
+Every user with access to the socket may read everything and lease devices. Only root may reload or
+re-execute the daemon. A client or lease may be ended only by its owner and root. A reload or re-exec that has
+begun is completed even if the caller disconnects; a request for devices is cancelled when its connection is
+closed."""
 
 
 def document() -> dict[str, object]:
@@ -70,8 +71,8 @@ def document() -> dict[str, object]:
         answer: dict[str, Any] = {"description": f"{operation.summary}.", "content": content}
         answers = {"200": answer}
         if operation.creates:
-            answers["201"] = {**answer, "description": "It is new.", "headers": _LOCATION}
-            answer["description"] = "It exists already, from the same request, or was only to be shown."
+            answers["201"] = {**answer, "description": "Created.", "headers": _LOCATION}
+            answer["description"] = "The lease already exists from the same request, or `dry_run` is set."
         if operation.watchable:
             answer["headers"] = _ETAG
             answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}

@@ -86,7 +86,8 @@ class Parameter(NamedTuple):
                 item = self._replace(type="string")
                 return tuple(str(item.member(entry, f"{path}[{index}]")) for index, entry in enumerate(value))
             raise BadRequestError(
-                f"{path} is {_shown(value)}", f"write a list of {self.minimum} to {self.maximum} strings"
+                f"invalid value for {path}: {_shown(value)}",
+                f"write a list of {self.minimum} to {self.maximum} strings",
             )
         if isinstance(value, float) and value % 1 == 0:
             value = int(value)  # in JSON, 2.0 is an integer
@@ -116,7 +117,7 @@ class Parameter(NamedTuple):
             hint = f"write one of {', '.join(self.choices)}"
         elif isinstance(value, str) and re.fullmatch(self.pattern.strip("^$") or "(?s:.*)", value):
             return value
-        raise BadRequestError(f"{path} is {shown}", hint or "write a string")
+        raise BadRequestError(f"invalid value for {path}: {shown}", hint or "write a string")
 
     def schema(self) -> dict[str, object]:
         if self.type == "object":
@@ -154,9 +155,13 @@ def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Va
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)
     except ValueError:
         raise BadRequestError("the query cannot be parsed", "write it as name=value&name=value") from None
-    given = dict(pairs)
-    if len(given) != len(pairs):
-        raise BadRequestError("a parameter is given twice", "give each parameter once")
+    given: dict[str, str] = {}
+    for name, value in pairs:
+        if name in given:
+            raise BadRequestError(
+                f"parameter {name[:_SHOWN_LENGTH]!r} is given twice", "give each parameter once"
+            )
+        given[name] = value
     known = {parameter.name: parameter for parameter in parameters}
     for name in given:
         if name not in known:
@@ -179,7 +184,9 @@ def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter])
 def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict[str, Value]:
     """The value of every member of an object at this path of a body; raises BadRequestError."""
     if not isinstance(value, dict):
-        raise BadRequestError(f"{path or 'the body'} is {_shown(value)}", "write a JSON object: {…}")
+        raise BadRequestError(
+            f"{path or 'the body'} is not a JSON object: {_shown(value)}", "write a JSON object: {…}"
+        )
     by_name = {member.name: member for member in members}
     prefix = f"{path}." if path else ""
     for name in value:

@@ -65,7 +65,7 @@ _GIVE_ONE = "omit it, or name one"
 
 GET_DEVICES: Operation[answers.DeviceList] = Operation(
     "get_devices", "GET", "/v1/devices", "List one page of the MPS devices", "DeviceList",
-    _number("limit", "Maximum number of devices in a page; 0: all.", 0, MAX_LIMIT, DEFAULT_LIMIT),
+    _number("limit", "Maximum number of devices on a page; 0 returns all.", 0, MAX_LIMIT, DEFAULT_LIMIT),
     _number("offset", "Number of devices to skip.", 0, MAX_NUMBER, 0),
     Parameter("dev_type", "Only devices of this type."),
     Parameter("model", "Only devices of GPUs of this model."),
@@ -94,8 +94,8 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     Parameter("since", "Only the newest events since this RFC 3339 time.", "time", 0),
     _number("limit", "Maximum number of events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
-    _number("wait_s", "If there are none, wait this many seconds for one, unless `after` is beyond the last.",
-            0, MAX_EVENT_WAIT_S, 0),
+    _number("wait_s", "If no event matches, wait up to this many seconds for one. Ignored if `after` is "
+            "above the last id.", 0, MAX_EVENT_WAIT_S, 0),
     refusals=(409,),
 )  # fmt: skip
 GET_USAGE: Operation[answers.Usage] = Operation(
@@ -109,14 +109,15 @@ GET_PLAN: Operation[answers.ChangeList] = Operation(
 )  # fmt: skip
 GET_CLIENTS: Operation[answers.ClientList] = Operation(
     "get_clients", "GET", "/v1/clients", "List MPS clients and servers", "ClientList",
-    _flag("seen", "Only what the driver and the kernel report, without asking the control daemons."),
+    _flag("seen", "Whether to list only what the driver and the kernel report, without asking the control "
+          "daemons."),
     refusals=(409,), timeout_s=SLOW_S,
 )  # fmt: skip
 RELOAD: Operation[answers.ChangeList] = Operation(
     "reload", "POST", "/v1/reload", "Read the configuration again, and apply the differences",
     "ChangeList",
-    Parameter("mode", "What to do with MPS servers that still have old limits: `drain` gives them no new "
-              "clients, `now` ends them with their clients. By default, they run until they have no clients.",
+    Parameter("mode", "What to do with MPS servers that still have old limits: `drain` admits no new "
+              "clients; `now` ends them and their clients. By default, they run until they have no clients.",
               choices=RELOAD_MODES),
     access=ROOT, refusals=(409, 422), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
@@ -126,9 +127,9 @@ REEXEC: Operation[answers.Reexec] = Operation(
 )  # fmt: skip
 TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
     "terminate_client", "POST", "/v1/clients/{pid}/terminate",
-    "End a client, after its server has disconnected it", "Termination",
+    "Disconnect a client from its MPS server, then terminate it", "Termination",
     _CLIENT,
-    _flag("force", "Send SIGKILL if nothing else ends it."),
+    _flag("force", "Whether to send SIGKILL if nothing else ends it."),
     access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 GET_LEASES: Operation[answers.LeaseList] = Operation(
@@ -151,8 +152,8 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Lease devices to a process, a connection, a name or a container", "LeaseRecord",
     _number("count", "The number of devices.", 1, MAX_DEVICES_PER_LEASE, 1),
-    _flag("across", "Each device on a different GPU, instead of all on the same one."),
-    _number("memory_mib", "This much memory for each device, of GPUs that have `memory_unit` or `slices`.",
+    _flag("across", "Whether to take each device from a different GPU, instead of all from one GPU."),
+    _number("memory_mib", "The memory of each device, on a GPU that is divided by `memory_unit` or `slices`.",
             1, MAX_MIB),
     _number("memory_units", "Like `memory_mib`, in units of `gpu_memory_unit`.", 1, MAX_MIB),
     Parameter("devices", "Exactly these devices: ids, addresses, or unique prefixes of either; `all`: all "
@@ -162,16 +163,16 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "`binpack` takes from the GPU with the fewest free devices, `spread` from the one "
               "with the most.", default=PLACEMENTS[0], choices=PLACEMENTS),
-    _flag("allow_unlimited", "Also devices of GPUs that do not enforce budgets (older than Volta)."),
-    _number("wait_s", "If nothing is free, wait this many seconds: first come, first served.",
+    _flag("allow_unlimited", "Whether to allow GPUs that do not enforce budgets (older than Volta)."),
+    _number("wait_s", "If no suitable device is free, wait in the queue for up to this many seconds.",
             0, MAX_WAIT_S, 0),
-    _flag("cdi", "Make the lease available to container engines, as `yunion.io/mps=` and its id."),
-    _flag("dry_run", "Only show what would be leased now."),
+    _flag("cdi", "Publish the lease as the CDI device `yunion.io/mps=ID`."),
+    _flag("dry_run", "Whether to only show what would be leased now."),
     Parameter("holder", "Who holds the lease, and what ends it; by default, the calling process.",
               "object", members=HOLDER),
     headers=(
-        Parameter("Idempotency-Key", "A random string. A request that is repeated with it gets the lease "
-                  "that it was granted, or keeps its position in the queue.", pattern=IDEMPOTENCY_KEY,
+        Parameter("Idempotency-Key", "A random string that identifies the request: a repetition returns the "
+                  "same lease, or keeps the same position in the queue.", pattern=IDEMPOTENCY_KEY,
                   hint="write 16 to 64 random characters: letters, digits and -"),
     ),
     access=OWNER, refusals=(404, 409, 410, 423), creates=True,
@@ -182,7 +183,7 @@ END_LEASE: Operation[answers.LeaseRecord] = Operation(
 )  # fmt: skip
 RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
     "renew_lease", "POST", "/v1/leases/{lease}/renew",
-    "Restart the time to live of a lease that was taken by name", "LeaseRecord",
+    "Renew a lease that was taken by name", "LeaseRecord",
     _LEASE, access=OWNER, refusals=(404, 409),
 )  # fmt: skip
 BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
@@ -200,7 +201,7 @@ GET_METRICS: Operation[str] = Operation(
     media_types=("text/plain", OPENMETRICS),
 )  # fmt: skip
 GET_HEALTH: Operation[str] = Operation(
-    "get_health", "GET", "/healthz", "Check whether the daemon answers `ok`", "", media_types=("text/plain",)
+    "get_health", "GET", "/healthz", "Check that the daemon is alive", "", media_types=("text/plain",)
 )
 GET_READINESS: Operation[str] = Operation(
     "get_readiness", "GET", "/readyz",

@@ -116,7 +116,7 @@ class Router:
         match = _match(url.path)
         if match is None:
             hint = "see the paths: /v1/openapi.json"
-            return OTHER, problem(404, f"there is nothing at {url.path[:200]!r}", hint)
+            return OTHER, problem(404, f"no such path: {url.path[:200]!r}", hint)
         operation = match.methods.get(request.method)
         if operation is None:
             allowed = ", ".join(match.methods)
@@ -166,7 +166,7 @@ class Router:
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
         if operation.access == ROOT and request.uid not in (0, os.geteuid()):
-            raise NotAllowedError("only root may change the daemon", "use sudo")
+            raise NotAllowedError("only root may reload or re-execute the daemon", "run the command as root")
         arguments = operation.arguments(query, request.headers, request.body)
         if not operation.watchable:
             return self._handler_of[operation.name](request, **in_path, **arguments)

@@ -161,7 +161,7 @@ class Deadline:
             result, error = outcome.get(timeout=self._timeout_s)
         except Empty:
             self._hanging = outcome
-            what = f"the NVIDIA driver does not answer within {self._timeout_s:g} s"
+            what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
             raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG) from None
         if error:
             raise error

@@ -1,7 +1,7 @@
 """The ledger: the pure record of which lease has which device, and of what is free.
 
 A device is free if no lease holds it and its GPU has enough memory left for it beside all leases on that
-GPU. Leases of a former division, which keep their devices, count as well.
+GPU. Leases of a previous division, which keep their devices, count as well.
 """
 
 from __future__ import annotations

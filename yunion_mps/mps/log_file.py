@@ -244,7 +244,7 @@ def _event(entry: LogEntry, domain: str) -> Event | None:
         what = f"{server} ended unexpectedly"
         return _failure_event(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
-        consequence = "all jobs on that server fail; new ones start once those have ended"
+        consequence = "all jobs on that server fail; new jobs can start after the failed ones have ended"
         what = "an MPS server had a fatal exception"
         return _failure_event(domain, what, "a fault in one of its jobs", consequence)
     return None

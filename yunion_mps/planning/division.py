@@ -212,7 +212,7 @@ def units_for(pool: Pool, memory_mib: int) -> int:
 def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
     """Return how many units another client can get from the GPU; 0 if none fits.
 
-    `clients` already use `taken_mib` of it, including their reserves and devices of an earlier division.
+    `clients` already use `taken_mib` of it, including their reserves and devices of a previous division.
     """
     if clients >= pool.clients:
         return 0

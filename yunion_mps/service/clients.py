@@ -68,7 +68,7 @@ class ClientService:
         or not a job, and without `force` ControlError if its server does not disconnect it.
         """
         if self._supervisor.stopping:
-            what = "the daemon is stopping; running jobs have time to end"
+            what = "the daemon is stopping and waiting for running jobs to end"
             raise BusyError(what, f"end it directly: kill {pid}")
         began = started_ticks(pid)
         client = _find(await self.clients(), pid)
@@ -103,7 +103,7 @@ class ClientService:
             program = find_control_program()
             try:
                 disconnected = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
-                steps.append("its MPS server disconnected it" if disconnected else "no MPS server served it")
+                steps.append("its MPS server disconnected it" if disconnected else "it had no MPS server")
             except YunionError as error:
                 if not force:
                     raise
@@ -147,7 +147,7 @@ class XidAnalyzer:
             who = command_of(pid) or "a process that has ended"
             self._record(
                 address,
-                f"Xid {xid} came from PID {pid} ({who})",
+                f"Xid {xid} was caused by PID {pid} ({who})",
                 "according to the kernel log",
                 "",
                 reasons.XID,
@@ -159,7 +159,7 @@ class XidAnalyzer:
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",
                     cause,
-                    "its jobs on that GPU have failed; new ones start once those have ended",
+                    "its jobs on that GPU failed; new jobs can start after the failed ones have ended",
                     reasons.SERVER_FAILED,
                 )
 
@@ -179,7 +179,7 @@ def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.W
 def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:
     """Raise NotAllowedError for a process that is no job, although the driver may list it on a GPU."""
     if pid == 1:
-        what = "is the host's first process"
+        what = "is the init process"
     elif is_kernel_thread(pid):
         what = "is a kernel thread"
     elif pid == os.getpid():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, IDLE, IN_USE, LEASE_STATES, NO_ROOM, OVER_BUDGET, PENDING, UNAVAILABLE
+from yunion_mps.enums import FREE, IDLE, IN_USE, LEASE_STATES, NO_MEMORY, OVER_BUDGET, PENDING, UNAVAILABLE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
@@ -105,7 +105,7 @@ class Holding(NamedTuple):
             return OVER_BUDGET
         if self.in_use:
             return IN_USE if self.processes else IDLE
-        return FREE if self.free else NO_ROOM if self.pending else UNAVAILABLE
+        return FREE if self.free else NO_MEMORY if self.pending else UNAVAILABLE
 
     @property
     def over_mib(self) -> int:

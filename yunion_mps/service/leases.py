@@ -97,7 +97,7 @@ class LeaseService:
             if lease != stored:
                 self._store_expiry(lease)
             if lease.addresses in lost:
-                self._record(lease, "granted to", "it was requested just before the daemon ended")
+                self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self._holders.watch(lease):
                 self._end(lease.id, "its process ended while the daemon was not running")
         self._positions.restore(time.monotonic())
@@ -196,7 +196,10 @@ class LeaseService:
         """
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
-            raise HostError("this lease has no time to live", "it ends with its process or connection")
+            raise HostError(
+                "this lease cannot be renewed: it ends with its process or connection",
+                "to renew leases, take them by name: yunion-mps lease take NAME --ttl 1h",
+            )
         return self._json(self._renewed(lease))
 
     def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
@@ -373,14 +376,14 @@ class LeaseService:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon will notice that its holder has ended
             log.warning("cannot record the end of the lease of %s: %s", lease.addresses, error.message)
-        self._record(lease, "released by", cause)
+        self._record(lease, "ended, held by" if cause else "released by", cause)
         self.serve()
 
     def _end_connected(self, lease_id: str) -> None:
         """End a lease because its connection was closed, unless the daemon closes all connections."""
         lease = self.ledger.leases.get(lease_id)
         if lease and lease.holder.binding == "connection" and not self._is_closed:
-            self._end(lease_id, "its connection ended")
+            self._end(lease_id, "its connection was closed")
 
     def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
         """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""

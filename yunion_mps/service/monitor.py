@@ -91,7 +91,7 @@ class Monitor:
                 return
             except DriverError as error:
                 if error.message != self._last_error:
-                    log.error("the GPUs cannot be read: %s. %s", error.message, error.hint)
+                    log.error("cannot poll the GPUs: %s. %s", error.message, error.hint)
                 self._last_error = error.message
                 self._answering = frozenset()
                 self._usage.forget()
@@ -138,7 +138,7 @@ class Monitor:
 
     def _note_shortage(self, error: ShortageError) -> None:
         """Warn that the GPUs cannot be polled now; the next poll retries."""
-        what = f"the GPUs cannot be read, so their state may be out of date: {error.message}"
+        what = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
         if self._last_error != what:
             log.error("%s. %s", what, error.hint)
         self._last_error = what

@@ -108,7 +108,12 @@ class _Cleanup:
 
     def _end(self, process: MpsProcess, timeout_s: int, now_s: float) -> None:
         path = process.pipe_directory
-        log.info("ending the control daemon (PID %d) in %s; its jobs have %d s", process.pid, path, timeout_s)
+        log.info(
+            "stopping the control daemon (PID %d) in %s; giving its jobs %d s to end",
+            process.pid,
+            path,
+            timeout_s,
+        )
         plan = DomainPlan(path, path, path, tuple(map(PlannedGpu, process.gpu_uuids)), 100.0)
         domain = Domain(plan, program_of(process.pid), _ignore, lambda: None)
         domain.start(now_s, [process])  # which adopts it
@@ -159,20 +164,20 @@ def adopt(paths: Paths, pid: int) -> int:
 def _adoption_order(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
     config, plan = preflight.config, preflight.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
-        why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
-        hint = "only the one control daemon of all GPUs can be adopted"
+        why, hint = "the configuration divides no GPU", "see: yunion-mps config check"
+        if plan.domains:
+            why = "cuda_mps_scope is gpu"
+            hint = "set cuda_mps_scope: host; only a control daemon that serves all GPUs can be adopted"
         raise HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
     domain = plan.domains[0]._replace(pipe_directory=paths.under(plan.domains[0].pipe_directory))
     peer = peer_of(domain.pipe_directory)
     if peer is None or peer.pid != pid:
-        serves = f"PID {peer.pid} serves there" if peer else "none serves there"
+        serves = f"PID {peer.pid} serves it" if peer else "no control daemon serves it"
         hint = f"adopt the one that does; list them: pgrep -a {PROGRAM[:15]}"
-        raise HostError(
-            f"PID {pid} is not the control daemon that serves {domain.pipe_directory}: {serves}", hint
-        )
+        raise HostError(f"PID {pid} is not the control daemon of {domain.pipe_directory}: {serves}", hint)
     environment = environment_of(pid)
     if not could_be_ours(peer.pid) or not environment:
-        what = f"PID {pid} (uid {peer.uid}) is not NVIDIA's {PROGRAM}, or not root's"
+        what = f"PID {pid} (uid {peer.uid}) is not {PROGRAM}, or does not run as root"
         raise HostError(what, f"check it: ls -l /proc/{pid}/exe")
     if MARK in environment:
         raise HostError(

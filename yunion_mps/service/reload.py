@@ -112,8 +112,10 @@ class Reloader:
             self._supervisor.refuse_if_unsafe()
             await self._check_new_program()
             self._supervisor.event_log.flush()
-        consequence = "control daemons and jobs continue"
-        event = Event("info", "daemon", "yunion-mps-daemon", "re-exec", "requested by a client", consequence)
+        consequence = "control daemons and jobs keep running"
+        event = Event(
+            "info", "daemon", "yunion-mps-daemon", "re-executing", "requested by a client", consequence
+        )
         self._supervisor.event_log.record(event)
         asyncio.get_running_loop().call_later(0.02, self._reexec)  # after the answer was sent
         return {"pid": os.getpid()}
@@ -196,5 +198,5 @@ class Reloader:
             raise HostError(what, "see: nvidia-smi")
         if status:
             lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
-            what = "the new program would not start: " + "; ".join(lines[-4:])
+            what = "the new program cannot start: " + "; ".join(lines[-4:])
             raise HostError(what, "correct this; the running daemon continues unchanged")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
-from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_ROOM, NOT_USED, PENDING, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_MEMORY, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.nvml import GpuLoad
@@ -156,7 +156,7 @@ def devices_json(
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
         lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
-        state = FREE if device.id in free else LEASED if lease else NO_ROOM
+        state = FREE if device.id in free else LEASED if lease else NO_MEMORY
         state = UNAVAILABLE if reason else PENDING if device.id in pending else state
         why_not = reason or pending.get(device.id, NO_REASON)
         now = leased.get(device.id, device) if state == PENDING else device
@@ -298,7 +298,7 @@ def lease_json(
 
 def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
     """A queued request; its place in the list is its position."""
-    return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
+    return {**_holder_json(queued.holder, queued.since_s, containers), "requested": str(queued.request)}
 
 
 def holder_text(holder: Holder, containers: Containers) -> str:

@@ -169,7 +169,7 @@ def _service_problems(
 
 
 def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.StatusProblem]:
-    """Devices that wait for leases of a former division, or belong to one, by GPU."""
+    """Devices that wait for leases of a previous division, or belong to one, by GPU."""
     pending: dict[tuple[str, str], list[str]] = {}
     for device in devices:
         if device["state"] == PENDING:
@@ -190,14 +190,14 @@ def _use_problems(held: Iterable[Holding], clients: answers.ClientList) -> Itera
         client = _describe_process(
             ProcessUse(waiting["pid"], waiting["user"], waiting["command"], waiting["started"], None)
         )
-        whose = f"the MPS server (PID {waiting['server']}) of {waiting['server_user']}"
-        text = f"{client} waits for {whose}, domain {waiting['domain']}"
+        whose = f"{waiting['server_user']} (PID {waiting['server']}, domain {waiting['domain']})"
+        text = f"{client} is waiting for the MPS server of {whose} to exit"
         yield _problem(WARNING, reasons.CLIENT_WAITING, text, pid=waiting["pid"])
     for holding in held:
         if holding.outside_mps:
             for process in holding.processes:
                 memory = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
-                text = f"{_describe_process(process)} uses GPU {holding.gpu}{memory} without MPS"
+                text = f"{_describe_process(process)} uses GPU {holding.gpu}{memory} outside MPS"
                 text += ", so no budget limits it"
                 yield _problem(
                     PROBLEM, reasons.PROCESS_OUTSIDE_MPS, text, gpu=holding.gpu or None, pid=process.pid
@@ -234,7 +234,7 @@ def _lease_problems(
         if directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):
             name = lease["id"][:ID_LENGTH]
             whose = f"lease {name} of {lease['user']} ({', '.join(lease['devices'])})"
-            text = f"{whose}: its control daemon is gone; processes started with it have no limits"
+            text = f"{whose}: its control daemon is gone; processes started with this lease have no limits"
             hint = hint_of(reasons.LEASE_OUTDATED, lease=name)
             yield _problem(PROBLEM, reasons.LEASE_OUTDATED, text, hint, devices=lease["devices"])
 

@@ -59,7 +59,7 @@ _WAITS = Reason(
 
 
 class LeaseWait(NamedTuple):
-    """Devices of a GPU that wait for the end of leases of an earlier division.
+    """Devices of a GPU that wait for the end of leases of a previous division.
 
     `pending` has their ids, `total` counts all of the GPU's devices, and `description` names the leases.
     """

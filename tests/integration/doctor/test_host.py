@@ -118,7 +118,7 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
 def test_a_driver_that_hangs_is_one_problem_and_delays_no_other_check(ready: Scene) -> None:
     ready.host.fail("nvmlInit*", "success", delay_ms=600_000)
     seen = ready.look("--timeout", "5")
-    assert seen.one("driver", "problem")["what"] == "the NVIDIA driver does not answer within 4 s"
+    assert seen.one("driver", "problem")["what"] == "the NVIDIA driver did not answer within 4 s"
     assert "does not answer" in seen.one("compute mode", "skipped")["what"]
     assert seen.one("daemon", "ok")
 

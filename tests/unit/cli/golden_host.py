@@ -159,10 +159,10 @@ CLIENTS = [
             server=None),
 ]  # fmt: skip
 WAITING = [
-    {**by_hand.WAITER, "pid": 61200, "uid": 1006, "user": "frank", "wants": "4 devices on one GPU",
+    {**by_hand.WAITER, "pid": 61200, "uid": 1006, "user": "frank", "requested": "4 devices on one GPU",
      "command": "yunion-mps run --count 4 --wait", "since": _ago(12 * _MINUTE)},
     {**by_hand.WAITER, "pid": None, "uid": 1002, "user": "bob", "name": "job-18", "command": None,
-     "wants": "a device of GPU 17:00.0", "since": _ago(50)},
+     "requested": "a device of GPU 17:00.0", "since": _ago(50)},
 ]  # fmt: skip
 WAITING_CLIENT = {
     **by_hand.WAITING, "pid": 61310, "uid": 1007, "user": "grace", "command": "python eval.py",

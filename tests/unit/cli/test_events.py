@@ -247,12 +247,12 @@ def test_follow_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> Non
         host.listener = Listener(host.paths)
         host.server = Server(host.server.pool.application)
         host.call(host.server.open(host.listener.socket))
-        assert process.stderr.readline() == "yunion-mps: the daemon answers again\n"
+        assert process.stderr.readline() == "yunion-mps: the daemon is responding again\n"
         assert json.loads(lines_of(process, 1)[0])["id"] == 5
         host.record(GPU)
         assert json.loads(lines_of(process, 1)[0])["id"] == 6
     assert wrong.startswith(f"yunion-mps: the daemon's answer on {happened.host.paths.socket} was cut off: ")
-    assert wrong.endswith("; waiting up to 60 s for it\n")
+    assert wrong.endswith("; retrying for up to 60 s\n")
 
 
 def test_follow_goes_on_when_the_event_log_was_started_again(happened: Cli) -> None:

@@ -304,8 +304,8 @@ def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> No
 
 
 def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
-    own.host.reloader.error = HostError("the new program would not start: no", "correct that")
-    told = "yunion-mps: the new program would not start: no [host_error]\nyunion-mps: correct that\n"
+    own.host.reloader.error = HostError("the new program cannot start: no", "correct that")
+    told = "yunion-mps: the new program cannot start: no [host_error]\nyunion-mps: correct that\n"
     assert own("daemon-reexec") == (1, "", told)
 
 

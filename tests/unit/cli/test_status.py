@@ -46,7 +46,7 @@ BUSY = f"""\
 State:    degraded
 Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4260
-Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
+Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS, so no budget limits it
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
@@ -90,7 +90,7 @@ def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None
     own.host.clients.found = clients(waiting=(WAITING,))
     who = "PID 4262 of bob (python eval.py)"
     assert own.good("status").splitlines()[3:5] == [
-        f"Warning:  {who} waits for the MPS server (PID 4250) of alice, domain host",
+        f"Warning:  {who} is waiting for the MPS server of alice (PID 4250, domain host) to exit",
         "Hint:     wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
     ]
 

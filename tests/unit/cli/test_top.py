@@ -194,7 +194,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     assert "  hint: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
     assert re.search(r"\n00:06.0-0  ░+             5.6             25        free\n", out)
     assert re.search(r"00:06.0-1! .* 25     42 alice", out), "its budget, then what it uses of the SMs"
-    assert "without MPS, so no budget limits it\n" in out
+    assert "outside MPS, so no budget limits it\n" in out
     assert " quit " not in out
 
 

@@ -248,7 +248,8 @@ def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, 
 @pytest.mark.parametrize("command", [["reload"], ["daemon-reexec"]], ids=" ".join)
 def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: list[str]) -> None:
     os.chmod(own.host.paths.socket, 0o666)
-    told = "yunion-mps: only root may change the daemon [not_allowed]\nyunion-mps: use sudo\n"
+    told = "yunion-mps: only root may reload or re-execute the daemon [not_allowed]\n"
+    told += "yunion-mps: run the command as root\n"
     assert as_nobody(own, *command) == (4, told)
     assert own.host.reloader.asked == []
 

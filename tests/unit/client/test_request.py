@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -47,11 +46,11 @@ def test_a_negative_wait_is_refused() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "said"),
     [
-        ("count", 0, "count: 0 cannot be used: write a whole number from 1 to 64"),
-        ("count", 65, "count: 65 cannot be used: write a whole number from 1 to 64"),
-        ("name", "a b", "name: 'a b' cannot be used: write letters, digits and"),
-        ("ttl_s", 0, "ttl_s: 0 cannot be used: write a whole number from 1 to "),
-        ("placement", "pack", "placement: 'pack' cannot be used: write one of binpack, spread"),
+        ("count", 0, "invalid value for count: 0; write a whole number from 1 to 64"),
+        ("count", 65, "invalid value for count: 65; write a whole number from 1 to 64"),
+        ("name", "a b", "invalid value for name: 'a b'; write letters, digits and"),
+        ("ttl_s", 0, "invalid value for ttl_s: 0; write a whole number from 1 to "),
+        ("placement", "pack", "invalid value for placement: 'pack'; write one of binpack, spread"),
     ],
 )
 def test_an_argument_out_of_bounds_is_named_as_the_caller_wrote_it(
@@ -69,8 +68,9 @@ def test_an_argument_out_of_bounds_is_named_as_the_caller_wrote_it(
         "name": "job-17",
         "ttl_s": None,
     }
-    with pytest.raises(YunionError, match=f"^{re.escape(said)}") as raised:
+    with pytest.raises(YunionError) as raised:
         lease_request(**{**arguments, argument: value})
+    assert f"{raised.value.message}; {raised.value.hint}".startswith(said)
     assert raised.value.code == "invalid_request"
 
 

@@ -41,7 +41,7 @@ def test_only_changed_answers_are_yielded_also_across_a_restart() -> None:
     watched: Any = iterate_blocking(watch(transport, GET_DEVICES, messages.append, limit=0))
     assert [next(watched), next(watched)] == ["a", "b"]
     assert transport.requests == [(None, False), *[("1", True)] * 4]
-    assert messages == ["it is away; waiting up to 60 s for it", "the daemon answers again"]
+    assert messages == ["it is away; retrying for up to 60 s", "the daemon is responding again"]
 
 
 def test_a_daemon_that_never_answered_is_not_retried() -> None:

@@ -38,7 +38,7 @@ def test_an_outage_and_its_end_are_announced_once(
     retrier = Retrier(UnreachableTransport(2), 60.0, print_notice)
     for _ in range(2):
         run_blocking(retrier.call(GET_STATUS))
-    said = "yunion-mps: it is away; waiting up to 60 s for it\nyunion-mps: the daemon answers again\n"
+    said = "yunion-mps: it is away; retrying for up to 60 s\nyunion-mps: the daemon is responding again\n"
     assert capsys.readouterr() == ("", said)
 
 

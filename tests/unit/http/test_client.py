@@ -125,11 +125,9 @@ def test_a_member_of_the_group_may_ask(host: ServerHost) -> None:
 
 
 def silent(paths: Paths) -> tuple[int, str, str]:
-    return (
-        3,
-        f"the daemon does not answer on {paths.socket} within 0.2 s",
-        "see what it is doing: journalctl -u yunion-mps-daemon; a restart ends jobs that do not end in time",
-    )
+    hint = "see what it is doing: journalctl -u yunion-mps-daemon; "
+    hint += "a restart kills jobs that are still running after cuda_mps_stop_timeout_s"
+    return 3, f"the daemon did not answer on {paths.socket} within 0.2 s", hint
 
 
 def test_a_daemon_that_does_not_answer_is_given_up(paths: Paths) -> None:
@@ -308,6 +306,6 @@ def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -
 
 
 def test_until_closed_raises_a_refusal_at_once(host: ServerHost) -> None:
-    host.reloader.error = HostError("the new program would not start: no", "correct that")
-    with pytest.raises(YunionError, match="the new program would not start: no"):
+    host.reloader.error = HostError("the new program cannot start: no", "correct that")
+    with pytest.raises(YunionError, match="the new program cannot start: no"):
         DaemonClient(host.paths).call(REEXEC, until_closed=True)

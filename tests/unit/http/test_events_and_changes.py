@@ -188,7 +188,11 @@ def test_root_may_change_the_daemon(host: ServerHost, target: str, words: str, a
 @pytest.mark.parametrize("target", ["/v1/reload", "/v1/reload?x=1", "/v1/reexec"])
 def test_another_user_may_not_change_the_daemon(host: ServerHost, target: str) -> None:
     os.chmod(host.paths.socket, 0o666)
-    assert post(host, target, NOBODY).problem == (403, "only root may change the daemon", "use sudo")
+    assert post(host, target, NOBODY).problem == (
+        403,
+        "only root may reload or re-execute the daemon",
+        "run the command as root",
+    )
     assert host.reloader.asked == []
 
 

@@ -81,7 +81,7 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
             assert (status, detail, hint) == found
         else:
             assert (status, hint) == (404, "see the paths: /v1/openapi.json")
-            assert detail == f"there is nothing at {target[:200]!r}"
+            assert detail == f"no such path: {target[:200]!r}"
     assert set(router.request_counts().latencies) == {OTHER}
 
 
@@ -139,16 +139,18 @@ REQUEST = "write 16 to 64 random characters: letters, digits and -"
     ("method", "target", "detail", "hint"),
     [
         *(
-            ("GET", f"/v1/devices?limit={text}", f"limit is {shown!r}", whole(0, 100000))
+            ("GET", f"/v1/devices?limit={text}", f"invalid value for limit: {shown!r}", whole(0, 100000))
             for text, shown in zip(
                 ("x", "-1", "100001", "1.0", "", "%D9%A3"), ("x", "-1", "100001", "1.0", "", "٣")
             )
         ),
-        ("GET", "/v1/devices?offset=2147483648", "offset is '2147483648'", whole(0, 2147483647)),
-        ("GET", "/v1/devices?numa_node=none", "numa_node is 'none'", whole(-1, 2147483647)),
-        ("GET", "/v1/devices?numa_node=-2", "numa_node is '-2'", whole(-1, 2147483647)),
-        ("GET", "/v1/devices?unused=1", "unused is '1'", "write true or false"),
-        ("GET", "/v1/devices?limit=1&limit=2", "a parameter is given twice", "give each parameter once"),
+        ("GET", "/v1/devices?offset=2147483648", "invalid value for offset: '2147483648'",
+         whole(0, 2147483647)),
+        ("GET", "/v1/devices?numa_node=none", "invalid value for numa_node: 'none'", whole(-1, 2147483647)),
+        ("GET", "/v1/devices?numa_node=-2", "invalid value for numa_node: '-2'", whole(-1, 2147483647)),
+        ("GET", "/v1/devices?unused=1", "invalid value for unused: '1'", "write true or false"),
+        ("GET", "/v1/devices?limit=1&limit=2", "parameter 'limit' is given twice",
+         "give each parameter once"),
         ("GET", "/v1/devices?adress=00:06.0", ADRESS, f"use one of these parameters: {FILTERS}"),
         ("GET", "/v1/devices?limit", NO_QUERY, AS_PAIRS),
         ("GET", "/v1/devices?" + "&".join(f"x{n}=1" for n in range(33)), NO_QUERY, AS_PAIRS),
@@ -156,13 +158,13 @@ REQUEST = "write 16 to 64 random characters: letters, digits and -"
             ("GET", f"/v1/{path}?limit=1", "unknown parameter 'limit'", NO_PARAMETERS)
             for path in ("devices/00:06.0-1", "gpus", "status", "openapi.json", "plan")
         ),
-        ("GET", "/v1/events?wait_s=61", "wait_s is '61'", whole(0, 60)),
-        ("GET", "/v1/events?limit=0", "limit is '0'", whole(1, 1000)),
-        ("GET", "/v1/events?limit=1001", "limit is '1001'", whole(1, 1000)),
-        ("GET", "/v1/events?since=2026", "since is '2026'", A_TIME),
-        ("GET", "/v1/events?after=x", "after is 'x'", whole(0, 2147483647)),
-        ("GET", "/v1/events?kind=gpus", "kind is 'gpus'", KINDS),
-        ("GET", "/v1/events?kind=", "kind is ''", KINDS),
+        ("GET", "/v1/events?wait_s=61", "invalid value for wait_s: '61'", whole(0, 60)),
+        ("GET", "/v1/events?limit=0", "invalid value for limit: '0'", whole(1, 1000)),
+        ("GET", "/v1/events?limit=1001", "invalid value for limit: '1001'", whole(1, 1000)),
+        ("GET", "/v1/events?since=2026", "invalid value for since: '2026'", A_TIME),
+        ("GET", "/v1/events?after=x", "invalid value for after: 'x'", whole(0, 2147483647)),
+        ("GET", "/v1/events?kind=gpus", "invalid value for kind: 'gpus'", KINDS),
+        ("GET", "/v1/events?kind=", "invalid value for kind: ''", KINDS),
         ("POST", "/v1/reload?mode=now", "unknown parameter 'mode'", NO_PARAMETERS),
         ("POST", "/v1/reexec?x", NO_QUERY, AS_PAIRS),
     ],
@@ -193,27 +195,29 @@ INVALID = "the body is not valid JSON"
         ('{"count": ' + "[" * 100_000, "the body is nested too deeply", AN_OBJECT),
         ('{"count": 1, "count": 2}', "member 'count' is given twice", "give each member once"),
         ('{"holder": {"pid": 1, "pid": 1}}', "member 'pid' is given twice", "give each member once"),
-        ("[]", "the body is []", BRACES),
-        ("null", "the body is null", BRACES),
+        ("[]", "the body is not a JSON object: []", BRACES),
+        ("null", "the body is not a JSON object: null", BRACES),
         ('{"cuont": 2}', "unknown member 'cuont' (did you mean count?)", MEMBERS),
         ('{"ttl": 2}', "unknown member 'ttl'", MEMBERS),
         ('{"holder": {"ttl": 2}}', "unknown member 'holder.ttl' (did you mean holder.ttl_s?)", OF_HOLDER),
-        ('{"holder": 7}', "holder is 7", BRACES),
-        ('{"holder": {"ttl_s": "5"}}', 'holder.ttl_s is "5"', whole(1, operations.MAX_TTL_S)),
-        ('{"holder": {"kind": "hope"}}', 'holder.kind is "hope"',
+        ('{"holder": 7}', "holder is not a JSON object: 7", BRACES),
+        ('{"holder": {"ttl_s": "5"}}', 'invalid value for holder.ttl_s: "5"', whole(1, operations.MAX_TTL_S)),
+        ('{"holder": {"kind": "hope"}}', 'invalid value for holder.kind: "hope"',
          "write one of process, connection, name, container"),
-        ('{"holder": {"name": "a b", "ttl_s": 1}}', 'holder.name is "a b"', operations._NAME_HINT),
+        ('{"holder": {"name": "a b", "ttl_s": 1}}', 'invalid value for holder.name: "a b"',
+         operations._NAME_HINT),
         *(
-            (f'{{"count": {value}}}', f"count is {value}", whole(1, 64))
+            (f'{{"count": {value}}}', f"invalid value for count: {value}", whole(1, 64))
             for value in ("0", "65", "-1", "1.5", '"2"', "true", "null", "[2]")
         ),
-        ('{"count": 1e999}', "count is Infinity", whole(1, 64)),
-        ('{"across": 1}', "across is 1", "write true or false"),
-        ('{"placement": "best"}', 'placement is "best"', "write one of binpack, spread"),
-        ('{"devices": "00:06.0-1"}', 'devices is "00:06.0-1"', "write a list of 1 to 64 strings"),
-        ('{"devices": []}', "devices is []", "write a list of 1 to 64 strings"),
-        ('{"devices": ["00:06.0-1", 7]}', "devices[1] is 7", operations._GIVE_ONE),
-        ('{"gpu": ""}', 'gpu is ""', operations._GIVE_ONE),
+        ('{"count": 1e999}', "invalid value for count: Infinity", whole(1, 64)),
+        ('{"across": 1}', "invalid value for across: 1", "write true or false"),
+        ('{"placement": "best"}', 'invalid value for placement: "best"', "write one of binpack, spread"),
+        ('{"devices": "00:06.0-1"}', 'invalid value for devices: "00:06.0-1"',
+         "write a list of 1 to 64 strings"),
+        ('{"devices": []}', "invalid value for devices: []", "write a list of 1 to 64 strings"),
+        ('{"devices": ["00:06.0-1", 7]}', "invalid value for devices[1]: 7", operations._GIVE_ONE),
+        ('{"gpu": ""}', 'invalid value for gpu: ""', operations._GIVE_ONE),
     ],
 )  # fmt: skip
 def test_a_bad_body_is_refused_with_the_path_of_the_member(
@@ -253,9 +257,9 @@ def test_a_new_lease_is_created_at_its_own_address(shared: Router, body: str, ki
     ("target", "body", "detail"),
     [
         ("/v1/reexec", '{"force": true}', "unknown member 'force'"),
-        ("/v1/reload", '{"mode": "soon"}', 'mode is "soon"'),
-        ("/v1/clients/1/terminate", '{"force": "yes"}', 'force is "yes"'),
-        ("/v1/leases/a/bind", '{"pid": 0}', "pid is 0"),
+        ("/v1/reload", '{"mode": "soon"}', 'invalid value for mode: "soon"'),
+        ("/v1/clients/1/terminate", '{"force": "yes"}', 'invalid value for force: "yes"'),
+        ("/v1/leases/a/bind", '{"pid": 0}', "invalid value for pid: 0"),
     ],
 )
 def test_every_post_checks_its_body(shared: Router, target: str, body: str, detail: str) -> None:
@@ -268,7 +272,7 @@ def test_an_idempotency_key_has_a_form(shared: Router, key: str) -> None:
         later = shared.answer(Request("POST", "/v1/leases", 0, headers={"idempotency-key": key}))
         return later if isinstance(later, Response) else await later
 
-    assert problem(asyncio.run(answer())) == (400, f"Idempotency-Key is {key!r}", REQUEST)
+    assert problem(asyncio.run(answer())) == (400, f"invalid value for Idempotency-Key: {key!r}", REQUEST)
 
 
 NAMED = "devices cannot be combined with count or memory"

@@ -68,7 +68,7 @@ def test_after_a_head_the_connection_goes_on(host: ServerHost) -> None:
     [
         ("FETCH", "/v1/status", (405, "FETCH is not supported here", "use GET, HEAD"), "GET, HEAD"),
         ("GET", "/v1/reload", (405, "GET is not supported here", "use POST"), "POST"),
-        ("GET", "/no", (404, "there is nothing at '/no'", "see the paths: /v1/openapi.json"), None),
+        ("GET", "/no", (404, "no such path: '/no'", "see the paths: /v1/openapi.json"), None),
     ],
 )
 def test_a_refusal_is_problem_details_with_what_is_allowed(

@@ -84,7 +84,7 @@ def test_without_an_etag_nothing_is_waited_for(host: ServerHost) -> None:
 @pytest.mark.parametrize("wait_s", ["-1", "601", "x", ""])
 def test_a_wait_has_bounds(host: ServerHost, wait_s: str) -> None:
     answer = host.ask("GET", f"{DEVICES}&wait_s={wait_s}", known("*"))
-    assert answer.problem[:2] == (400, f"wait_s is {wait_s!r}")
+    assert answer.problem[:2] == (400, f"invalid value for wait_s: {wait_s!r}")
 
 
 def test_one_that_goes_away_waits_no_more(host: ServerHost) -> None:

@@ -23,7 +23,7 @@ def test_what_a_call_returns_or_raises_is_the_caller_s() -> None:
 
 def test_a_call_that_hangs_is_given_up_and_no_other_is_made_until_it_ends() -> None:
     deadline, gate = Deadline(timeout_s=0.05), threading.Event()
-    with pytest.raises(DriverError, match=r"^the NVIDIA driver does not answer within 0.05 s$"):
+    with pytest.raises(DriverError, match=r"^the NVIDIA driver did not answer within 0.05 s$"):
         deadline.call(gate.wait)
     with pytest.raises(DriverError, match=r"^the NVIDIA driver still does not answer an earlier call$"):
         deadline.call(lambda: 4711)
@@ -53,7 +53,7 @@ def test_a_driver_that_hangs_in_a_call_is_named(open_host: OpenHost, method: str
     host.nvml.deadline = Deadline(timeout_s=0.05)
     with pytest.raises(DriverError) as caught:
         host.nvml.gpus() if method == "gpus" else read(host)
-    assert caught.value.message == "the NVIDIA driver does not answer within 0.05 s"
+    assert caught.value.message == "the NVIDIA driver did not answer within 0.05 s"
     assert caught.value.hint == ("see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs")
     host.nvml.close()
     host.sim.clear()
@@ -62,7 +62,7 @@ def test_a_driver_that_hangs_in_a_call_is_named(open_host: OpenHost, method: str
 def test_a_driver_that_hangs_at_its_first_call_is_named(open_host: OpenHost) -> None:
     host = open_host()
     host.sim.fail("nvmlInit", "success", delay_ms=3_600_000)
-    with pytest.raises(DriverError, match=r"^the NVIDIA driver does not answer within 0.05 s$"):
+    with pytest.raises(DriverError, match=r"^the NVIDIA driver did not answer within 0.05 s$"):
         Nvml(timeout_s=0.05)
     host.sim.clear()
 

@@ -1,4 +1,4 @@
-"""The record of leases: one owner of each device, no request served twice, and former divisions."""
+"""The record of leases: one owner of each device, no request served twice, and previous divisions."""
 
 from __future__ import annotations
 

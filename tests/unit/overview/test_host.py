@@ -105,7 +105,7 @@ def test_problems_errors_and_counts_are_those_of_status() -> None:
 def test_the_hint_about_a_process_names_it() -> None:
     other = {**OUTSIDE_MPS, "pid": 4301}
     found = page_of(P40, clients=(OUTSIDE_MPS, other))["problems"]
-    hints = [one["hint"].rpartition(" ")[2] for one in found if "without MPS" in one["text"]]
+    hints = [one["hint"].rpartition(" ")[2] for one in found if "outside MPS" in one["text"]]
     assert sorted(hints) == sorted([str(OUTSIDE_MPS["pid"]), "4301"])
 
 

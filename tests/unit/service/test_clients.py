@@ -12,7 +12,7 @@ from yunion_mps.service.clients import _refuse_unless_job
 
 
 def test_the_first_process_and_the_daemon_are_not_jobs() -> None:
-    for pid, what in ((1, "the host's first process"), (os.getpid(), "this daemon")):
+    for pid, what in ((1, "the init process"), (os.getpid(), "this daemon")):
         with pytest.raises(NotAllowedError) as caught:
             _refuse_unless_job(pid, [])
         assert caught.value.message == f"PID {pid} is {what}, not a job"

@@ -82,7 +82,7 @@ function makeFigure(item, name) {
   return { element: make("div", "", {}, make("dt", "", {}, name), make("dd", "", {}, value, " ", more)), value, more };
 }
 
-function makeWaiting({ user, command, wants }) {
+function makeWaiting({ user, command, requested }) {
   const age = make("span", "dim");
-  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${command} `, make("span", "dim", {}, `requests ${wants}`), age), age };
+  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${command} `, make("span", "dim", {}, `requests ${requested}`), age), age };
 }
