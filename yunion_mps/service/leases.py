@@ -196,10 +196,8 @@ class LeaseService:
         """
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
-            raise HostError(
-                "this lease cannot be renewed: it ends with its process or connection",
-                "to renew leases, take them by name: yunion-mps lease take NAME --ttl 1h",
-            )
+            what = "this lease cannot be renewed: it ends with its process or connection"
+            raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
         return self._json(self._renewed(lease))
 
     def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
