@@ -1,4 +1,4 @@
-"""Lease requests, the candidates for them, and how the names in them are resolved. Pure."""
+"""Lease requests, the candidates for them, and how the names in them are resolved."""
 
 from __future__ import annotations
 

@@ -111,6 +111,12 @@ def test_a_request_outlives_the_hearing_of_an_earlier_one(plan: DomainPlan) -> N
     assert rollover.commands(0.0, every=False, in_use=None) == []
 
 
+def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
+    rollover = Rollover(LimitsInEffect(plan, (5, 6)), lambda: (5, 6), lambda _: None, lambda: None)
+    pending = "new limits take effect once the MPS servers (PIDs 5, 6) have ended"
+    assert rollover.pending(retiring=False, holds_modes=False) == pending
+
+
 def test_nothing_is_asked_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     run.domain.drain(run.now_s, force=True)
