@@ -156,7 +156,7 @@ def test_the_file_is_whole_and_goes_where_a_reload_says_until_a_stop(daemon: Dae
 def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemon, textfile: Path) -> None:
     textfile.parent.rmdir()
     daemon.start().wait_ready()
-    wrong = f"metrics_textfile is {textfile}, which cannot be written: No such file or directory"
+    wrong = f"cannot write metrics_textfile {textfile}: No such file or directory"
     daemon.wait_log(f"{wrong}; retrying every 15 s")
     assert daemon.warnings()[wrong] == "metrics_file_failed"
     assert daemon.status()["devices"]["available"] == 4
@@ -193,7 +193,7 @@ def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> 
     daemon.start().wait_ready()
     wrong = f"{theirs}/metrics is a symlink, which is not followed"
     warning = eventually(lambda: [one for one in daemon.warnings() if wrong in one], "the warning")
-    assert warning == [f"metrics_textfile is {theirs}/metrics/a.prom, which cannot be written: {wrong}"]
+    assert warning == [f"cannot write metrics_textfile {theirs}/metrics/a.prom: {wrong}"]
     assert daemon.stop() == 0
     assert (precious / "a.prom").read_text() == "mine\n"
     assert os.listdir(precious) == ["a.prom"]

@@ -47,7 +47,7 @@ from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import END_LEASE, GET_DEVICE, GET_LEASE, GET_LEASES, NAME, RENEW_LEASE
-from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
+from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ _COLUMNS = (
     Column("MEMORY", lambda record: mib(sum(record["memory_mib"])), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
-    Column("HOLDER", lambda record: holder_of(record), least=16),
+    Column("HOLDER", lambda record: holder_label(record), least=16),
     Column("STATE", "state"),
     Column("AGE", lambda record: age_of(record["since"]), drop=2),
     Column("EXPIRES", lambda record: _expires(record["expires"]), drop=4),
@@ -228,7 +228,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     command = in_container(lease["container"], lease["command"] or "")
     lines = {
         "Lease": lease["id"],
-        "Holder": holder_of(lease),
+        "Holder": holder_label(lease),
         **({"Command": command} if command else {}),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),

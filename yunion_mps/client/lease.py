@@ -192,7 +192,7 @@ class BaseLease:
             await retrier.call(END_LEASE, lease=self.id)
         self._is_released = True
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def _release_on_exit(self, error: BaseException | None) -> None:
         """Release it at the end of a `with` block, without masking an exception from the block."""
         if error is None:
             await self._release()
@@ -251,7 +251,7 @@ class Lease(BaseLease):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        run_blocking(self._leave(error))
+        run_blocking(self._release_on_exit(error))
 
 
 class AsyncLease(BaseLease):
@@ -269,7 +269,7 @@ class AsyncLease(BaseLease):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await self._leave(error)
+        await self._release_on_exit(error)
 
 
 async def acquire(

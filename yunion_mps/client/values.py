@@ -29,7 +29,7 @@ class AnswerValue(Generic[AnswerT]):
     def of(cls: type[ValueT], answer: AnswerT) -> ValueT:  # noqa: PYI019 - there is no Self before 3.11
         """The value of an answer; raises VersionError if a member is missing or of another type."""
         kind: Any = cls
-        made: ValueT = _maker(kind)(answer)
+        made: ValueT = _converter_for(kind)(answer)
         return made
 
 
@@ -39,24 +39,24 @@ def members(kind: Any) -> dict[str, Any]:
 
 
 @cache
-def _maker(kind: Any) -> Callable[[Any], Any]:
+def _converter_for(kind: Any) -> Callable[[Any], Any]:
     if get_origin(kind) is Union:  # Optional
-        make = _maker(get_args(kind)[0])
-        return lambda json: None if json is None else make(json)
+        convert = _converter_for(get_args(kind)[0])
+        return lambda json: None if json is None else convert(json)
     if get_origin(kind) is tuple:
-        make = _maker(get_args(kind)[0])
-        return lambda json: tuple(map(make, json))
+        convert = _converter_for(get_args(kind)[0])
+        return lambda json: tuple(map(convert, json))
     if kind is datetime:
         return lambda json: datetime.fromtimestamp(seconds(json), timezone.utc)
     if not issubclass(get_origin(kind) or kind, AnswerValue):
         return lambda json: json
-    makers = [(name, _maker(type_)) for name, type_ in members(kind).items()]
-    return lambda json: kind(**{name: _made(make, json, name) for name, make in makers})
+    converters = [(name, _converter_for(type_)) for name, type_ in members(kind).items()]
+    return lambda json: kind(**{name: _convert(convert, json, name) for name, convert in converters})
 
 
-def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) -> Any:
+def _convert(convert: Callable[[Any], Any], answer: Mapping[str, Any], member: str) -> Any:
     try:
-        return make(answer[member])
+        return convert(answer[member])
     except KeyError:
         what = f"the daemon's answer has no member {member}"
     except (TypeError, ValueError):

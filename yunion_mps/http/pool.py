@@ -63,7 +63,7 @@ class PooledConnection(Protocol):
     def begin(self) -> None:
         """Start to handle requests."""
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         """Close it in favour of a new connection."""
 
     def abort(self) -> None:
@@ -105,7 +105,7 @@ class ConnectionPool:
             if replaced is None:
                 return False
             self._remove(replaced)
-            replaced.make_room()
+            replaced.evict()
         self.connections[connection] = None
         self.by_client[connection.client] += 1
         connection.begin()

@@ -162,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
         """Exempt it from the idle timeout, because something is bound to it; call `on_close` at its end."""
         self._on_close.append(on_close)
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         """Close it in favour of a new connection; a request that has begun is refused."""
         if (not self.was_answered or self._request_has_begun) and not self.unread_bytes:
             self._refuse(TOO_MANY)
@@ -360,12 +360,12 @@ class Server:
 
     async def reopen(self, listener: Listener) -> None:
         """Accept on a new socket, because the name of the old one is gone; raises HostError."""
-        await self._end_accepting()
+        await self._stop_accepting()
         listener.renew()
         await self.open(listener.socket)
 
     async def close(self) -> None:
-        await self._end_accepting()
+        await self._stop_accepting()
         self.pool.abort_all()
 
     async def hand_over(self) -> None:
@@ -388,7 +388,7 @@ class Server:
         for _ in range(_TURNS_TO_BEGIN):
             await asyncio.sleep(0)
 
-    async def _end_accepting(self) -> None:
+    async def _stop_accepting(self) -> None:
         """Close the socket, after the pause: asyncio would drop clients that it has only accepted."""
         if self._server:
             await self._pause_accepting()

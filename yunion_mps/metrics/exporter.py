@@ -184,7 +184,7 @@ class Textfile:
             await on_thread(lambda: write(file, text))
         except (OSError, HostError) as error:
             cause = error.strerror if isinstance(error, OSError) else error.message
-            trouble = f"metrics_textfile is {file}, which cannot be written: {cause}"
+            trouble = f"cannot write metrics_textfile {file}: {cause}"
         except Exception as error:  # noqa: BLE001 - metrics must not stop the daemon
             trouble = f"the metrics for {file} cannot be generated: {error!r}"
         if trouble and self._trouble != trouble:

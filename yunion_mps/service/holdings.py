@@ -163,7 +163,7 @@ def in_container(container: str | None, command: str) -> str:
     return f"{container}: {command}" if container and command else container or command
 
 
-def holder_of(lease: LeaseRecord) -> str:
+def holder_label(lease: LeaseRecord) -> str:
     """Return the user and the process, container or name: `alice (PID 4260)`, `bob (job-17)`."""
     process = f"PID {lease['pid']}" if lease["pid"] else ""
     return f"{lease['user']} ({lease['name'] or lease['container'] or process})"

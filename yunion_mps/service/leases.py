@@ -33,7 +33,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.state import holder_name, holder_text, lease_json, queued_json, refuse_unserved
+from yunion_mps.service.state import describe_holder, holder_label, lease_json, queued_json, refuse_unserved
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class LeaseService:
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
         # Cached, because the devices are listed again after each change: a container keeps its first name.
-        queries.name_holder = lru_cache(4096)(partial(holder_name, containers=self._containers))
+        queries.name_holder = lru_cache(4096)(partial(holder_label, containers=self._containers))
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
@@ -395,5 +395,5 @@ class LeaseService:
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
-        who = holder_text(lease.holder, self._containers)
+        who = describe_holder(lease.holder, self._containers)
         self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))

@@ -301,7 +301,7 @@ def queued_json(queued: QueuedRequest, containers: Containers) -> answers.Queued
     return {**_holder_json(queued.holder, queued.since_s, containers), "requested": str(queued.request)}
 
 
-def holder_text(holder: Holder, containers: Containers) -> str:
+def describe_holder(holder: Holder, containers: Containers) -> str:
     who = user_name(holder.uid)
     if holder.binding == "name":
         return f"{holder.name} of {who}"
@@ -314,7 +314,7 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
     return list(dict.fromkeys(device.gpu_address for device in devices))
 
 
-def holder_name(holder: Holder, containers: Containers) -> str:
+def holder_label(holder: Holder, containers: Containers) -> str:
     """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
     inside = containers.of(holder.pid) if holder.pid is not None else None
     return f"{user_name(holder.uid)} ({holder.name or (inside and inside.name) or f'PID {holder.pid}'})"

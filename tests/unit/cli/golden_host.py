@@ -21,7 +21,7 @@ from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
-from yunion_mps.service.holdings import holder_of
+from yunion_mps.service.holdings import holder_label
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
@@ -230,7 +230,7 @@ def golden_host() -> Iterator[Cli]:
             Allocator(ledger).choose(request, candidates)
 
         host.service.ledger = ledger
-        names = {lease.holder: holder_of(one) for lease, one in zip(ledger.leases.values(), LEASES)}
+        names = {lease.holder: holder_label(one) for lease, one in zip(ledger.leases.values(), LEASES)}
         host.service.name_holder = names.__getitem__
         host.leases.check = check
         load = {
