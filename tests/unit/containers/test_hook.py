@@ -200,12 +200,6 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
     assert has_key == (name != LEASE["id"]), "a lease's container is known by its PID"
 
 
-def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
-    accepted("gpu é&pid=1")
-    ((request, holder, _),) = host.leases.requested
-    assert (request.devices, holder.pid) == (("gpu é&pid=1",), os.getpid())
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": "x"}', "{}", "[" * 100_000], ids=len)
 def test_what_is_no_containers_state_is_refused(host: ServerHost, text: str) -> None:
     assert refused("00:06.0-1", state=text).startswith("the container engine passed no container state")

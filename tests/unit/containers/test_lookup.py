@@ -79,27 +79,10 @@ def write(root: Path, path: str, value: object) -> None:
     (root / path).write_text(value if isinstance(value, str) else json.dumps(value))
 
 
-def test_podman_s_name_is_told_by_the_monitor_wherever_the_storage_lies(tmp_path: Path) -> None:
-    monitor = f"/usr/bin/conmon --api-version 1 -c {ID} -u {ID} -n trainer -l k8s-file:x".split()
-    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "trainer"
-
-
 def test_a_name_without_end_is_cut(tmp_path: Path) -> None:
     """Any user may call a process of his conmon, and `who` of root shows what it says."""
     monitor = ["/tmp/conmon", "-c", ID, "-n", "x" * 100_000]
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "x" * 100
-
-
-def test_podman_s_name_is_in_its_storage_where_the_monitor_has_gone(tmp_path: Path) -> None:
-    stored = [{"id": OTHER, "names": ["other"]}, {"id": ID, "names": ["trainer"]}]
-    write(tmp_path, _STORED, stored)
-    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) == "trainer"
-
-
-@pytest.mark.parametrize("cgroup", [f"0::/system.slice/docker-{ID}.scope", f"3:cpu:/docker/{ID}"])
-def test_docker_s_name_is_in_the_container_s_configuration(tmp_path: Path, cgroup: str) -> None:
-    write(tmp_path, f"var/lib/docker/containers/{ID}/config.v2.json", {"ID": ID, "Name": "/trainer"})
-    assert name_of(tmp_path, process(tmp_path, cgroup)) == "trainer"
 
 
 def test_a_pod_is_named_by_its_uid(tmp_path: Path) -> None:

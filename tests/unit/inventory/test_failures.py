@@ -180,16 +180,6 @@ def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
     assert found[1].vendor_device_id == "10de:27b8"
 
 
-@pytest.mark.parametrize("lookup", ["gpu_is_lost", "success"])
-def test_a_lost_gpu_is_listed_with_its_reason_until_it_is_back(open_host: OpenHost, lookup: str) -> None:
-    host = open_host([{"kind": "t4", "count": 2}])
-    before = host.gpus()
-    host.sim.gpus[0].lose(lookup=lookup)
-    assert [gpu.reason for gpu in host.gpus()] == [LOST, ""]
-    host.sim.gpus[0].restore()
-    assert host.gpus() == before
-
-
 def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: OpenHost) -> None:
     host = open_host([{"kind": "t4", "count": 2}])
     folder = host.sim.root / "sys/bus/pci/devices/0000:00:09.0"

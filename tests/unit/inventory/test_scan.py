@@ -78,14 +78,6 @@ def test_other_pci_domains_are_kept_and_follow_in_the_order_of_the_bus(open_host
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"),
-    [("default", "Default"), ("prohibited", "Prohibited"), ("exclusive_process", "Exclusive_Process")],
-)
-def test_compute_modes_have_the_names_of_nvidia_smi(open_host: OpenHost, mode: str, name: str) -> None:
-    assert open_host([{"kind": "t4", "compute_mode": mode}]).gpus()[0].compute_mode == name
-
-
-@pytest.mark.parametrize(
     ("kind", "mig", "found"), [("a100", True, True), ("a100", False, False), ("t4", False, None)]
 )
 def test_mig_mode_is_on_off_or_unknown_to_the_gpu(

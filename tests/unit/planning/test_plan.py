@@ -60,11 +60,6 @@ def test_the_ids_are_version_5_uuids_and_differ_between_hosts() -> None:
     assert {found.version for found in ids} == {5}
 
 
-@pytest.mark.parametrize("number", [1, 48])
-def test_the_policy_none_limits_no_threads(number: int) -> None:
-    assert thread_percentage("none", number) == 100.0
-
-
 @pytest.mark.parametrize(("policy", "numerator"), [("equal", 100), ("double", 200)])
 def test_every_percentage_is_the_exact_share_rounded_down_to_one_decimal(policy: str, numerator: int) -> None:
     for number in range(1, 4097):
@@ -118,12 +113,6 @@ def test_cuda_mps_replicas_divides_every_gpu_if_the_file_divides_none() -> None:
     assert [device.addr for device in plan.devices] == [
         f"{address}-{slot}" for address in ("01:00.0", "02:00.0") for slot in range(3)
     ]
-
-
-def test_no_compute_mode_is_planned_if_the_operator_keeps_them() -> None:
-    plan = planned(config(entry("01:00.0", 3), cuda_mps_compute_mode="keep"), inventory(gpu(1)))
-    assert plan.compute_modes == {}
-    assert len(plan.devices) == 3
 
 
 @pytest.mark.parametrize(

@@ -75,18 +75,6 @@ def test_slices_are_devices_with_budgets_of_their_own() -> None:
     assert plan.pools == ()
 
 
-def test_the_domain_s_limits_are_the_largest_of_its_devices() -> None:
-    found = inventory(P40, V100, gpu(2, memory_mib=16000))
-    settings = config(
-        entry("00:06.0", 4), slices((2048, 10.0), (8192, 60.0), (1024, 5.0)), units(path="02:00.0")
-    )
-    (domain,) = planned(settings, found).domains
-    assert domain.memory_limits_mib == (5760, 8192, 15360)
-    divided = [(gpu.device_count, gpu.thread_percentage) for gpu in domain.gpus]
-    assert divided == [(4, 25.0), (3, 60.0), (0, 96.0)]
-    assert domain.thread_percentage == 96.0
-
-
 @pytest.mark.parametrize(
     ("policy", "percentages"),
     [("equal", [50.0, 12.5, 6.2]), ("double", [100.0, 25.0, 12.5]), ("none", [100.0, 100.0, 100.0])],
@@ -103,12 +91,6 @@ def test_an_over_commit_of_the_entry_counts_instead_of_the_policy() -> None:
     settings = config(slices((8192,), (2048,), thread_overcommit=1.5), cuda_mps_thread_percentage="none")
     devices = planned(settings, inventory(V100)).devices
     assert [device.thread_percentage for device in devices] == [75.0, 18.7]
-
-
-def test_the_ids_of_slices_are_those_of_equal_devices_in_the_same_slots() -> None:
-    equal = planned(config(entry("01:00.0", 2)), inventory(V100))
-    unequal = planned(config(slices((8192,), (1024,))), inventory(V100))
-    assert [device.id for device in unequal.devices] == [device.id for device in equal.devices]
 
 
 def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None:
