@@ -149,6 +149,7 @@ def devices_json(
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in leased.values() if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+    links = {gpu.uuid: _link_json(gpu.link) for gpu in snapshot.inventory.gpus}  # shared: devices are many
     why = unusable_reasons(snapshot)
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
@@ -170,7 +171,7 @@ def devices_json(
                 "host_id": snapshot.plan.host_id,
                 "numa_node": gpu.numa_node if gpu else None,
                 "device_path": now.gpu_uuid,
-                "pcie_info": _link_json(gpu.link) if gpu else None,
+                "pcie_info": links.get(device.gpu_uuid),
                 "index": -1,
                 "device_minor": -1,
                 "mps_memory_limit": now.memory_limit_mib,
