@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunion_mps.client.asynchronous import AsyncClient
-    from yunion_mps.client.blocking import Client
+    from yunion_mps.client.clients import AsyncClient, Client
     from yunion_mps.client.lease import AsyncLease, Lease
     from yunion_mps.client.values import (
         Device,
@@ -65,12 +64,12 @@ __all__ = [
     "YunionError",
 ]
 
-#: Where names are, besides values and errors: each is imported when it is used, because asyncio takes 60 ms,
-#: and the command line imports parts of this package and none of these.
+#: Where names are, besides values and errors: each is imported when it is used, because the command line
+#: imports parts of this package and none of these.
 _MODULES = {
-    "AsyncClient": "client.asynchronous",
+    "AsyncClient": "client.clients",
     "AsyncLease": "client.lease",
-    "Client": "client.blocking",
+    "Client": "client.clients",
     "Lease": "client.lease",
 }
 

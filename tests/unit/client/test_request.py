@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from yunion_mps.client.blocking import format_since
+from yunion_mps.client.clients import format_since
 from yunion_mps.client.lease import _memory, lease_request, whole_seconds
 from yunion_mps.errors import YunionError
 

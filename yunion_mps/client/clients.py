@@ -1,11 +1,12 @@
-"""The blocking client, and the queries of both clients, independent of the transport."""
+"""The blocking and the asyncio client, whose queries are written once."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
-from yunion_mps.client.lease import Lease, acquire, lease_request
+from yunion_mps.client.lease import AsyncLease, Lease, LeaseArguments, acquire, lease_request
 from yunion_mps.client.transport import (
     BlockingTransport,
     OnMessage,
@@ -17,7 +18,7 @@ from yunion_mps.client.transport import (
 )
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
 from yunion_mps.errors import YunionError
-from yunion_mps.http.client import DaemonClient
+from yunion_mps.http.client import AsyncDaemonClient, DaemonClient
 from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import (
     GET_DEVICE,
@@ -39,7 +40,7 @@ class ClientQueries:
         self._transport = transport
         self._on_message = on_message
 
-    async def devices(self, *, unused: bool) -> list[Device]:
+    async def devices(self, *, unused: bool = False) -> list[Device]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
         return [Device.of(device) for device in answer["isolated_devices"]]
 
@@ -64,7 +65,11 @@ class ClientQueries:
         return [QueuedRequest.of(queued) for queued in (await self._call(GET_LEASES))["waiting"]]
 
     async def events(
-        self, since: datetime | timedelta | None, kind: str | None, *, follow: bool
+        self,
+        *,
+        since: datetime | timedelta | None = None,
+        kind: str | None = None,
+        follow: bool = False,
     ) -> AsyncGenerator[Event, None]:
         first = format_since(since)
         answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
@@ -149,7 +154,7 @@ class Client:
         `follow` it continues with new events, across restarts of the daemon; raises UnreachableError if the
         daemon stays unreachable.
         """
-        return iterate_blocking(self._queries.events(since, kind, follow=follow))
+        return iterate_blocking(self._queries.events(since=since, kind=kind, follow=follow))
 
     def lease(
         self,
@@ -185,3 +190,57 @@ class Client:
             allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
         return run_blocking(acquire(Lease, self._transport, self._daemon, request, self._on_message))
+
+
+class AsyncClient(ClientQueries):
+    """The same methods as Client, as coroutines. It is not bound to an event loop."""
+
+    def __init__(self, on_message: OnMessage = ignore_message) -> None:
+        """`on_message` is called with a line of text when a request starts or stops waiting."""
+        super().__init__(AsyncDaemonClient(Paths.from_environment()), on_message)
+
+    def lease(
+        self,
+        *,
+        memory: str | None = None,
+        count: int = 1,
+        across: bool = False,
+        devices: Sequence[str] = (),
+        gpu: str | None = None,
+        placement: str = "binpack",
+        allow_unlimited: bool = False,
+        wait_s: float = 0,
+        name: str | None = None,
+        ttl_s: int | None = None,
+    ) -> LeaseContextManager:
+        """Take devices as `Client.lease` does: await the result, or use it in `async with`.
+
+        If the task is cancelled while it waits, the request leaves the queue and no lease is held.
+        """
+        request = lease_request(
+            memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
+            allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
+        )  # fmt: skip
+        return LeaseContextManager(self._transport, request, self._on_message)
+
+
+class LeaseContextManager:
+    """Takes the lease when it is awaited or entered with `async with`."""
+
+    def __init__(self, transport: Transport, request: LeaseArguments, on_message: OnMessage) -> None:
+        self._transport = transport
+        self._request = request
+        self._on_message = on_message
+        self._lease: AsyncLease | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncLease]:
+        daemon = DaemonClient(Paths.from_environment())
+        return acquire(AsyncLease, self._transport, daemon, self._request, self._on_message).__await__()
+
+    async def __aenter__(self) -> AsyncLease:
+        self._lease = await self
+        return self._lease
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._lease:
+            await self._lease.__aexit__(kind, error, traceback)
