@@ -10,8 +10,7 @@ from typing import NamedTuple
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
 from simhost import SimHost
-from simhost.gpu import SimGpu
-from simhost.host import Closes
+from simhost.host import Closes, SimGpu
 from simhost.mps import StandIns
 
 

@@ -187,30 +187,6 @@ def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(ready_
     assert files_of(host) == []
 
 
-def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daemon) -> None:
-    """An engine refuses half a file as a whole, and finds no device of ours."""
-    host = ready_daemon.host
-    whole = eventually(lambda: spec_of(host), "the file")
-    path = host.root / "run/cdi/yunion-mps.json"
-    for begin in ("{", json.dumps({**whole, "devices": whole["devices"][:1]})):
-        path.write_text(begin)
-        reloads(ready_daemon)
-        eventually(lambda text=begin: path.read_text() != text, "the file to be written again")  # type: ignore[misc]
-        assert spec_of(host) == whole
-    path.unlink()
-    path.symlink_to("nowhere")
-    reloads(ready_daemon)
-    eventually(lambda: spec_of(host) == whole, "a file in the place of the link")
-    path.unlink()
-    path.mkdir()
-    reloads(ready_daemon)
-    trouble = f"containers cannot find the devices: {path}: Is a directory"
-    eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
-    path.rmdir()
-    reloads(ready_daemon)
-    eventually(lambda: spec_of(host) == whole, "the file")
-
-
 @pytest.mark.gpus({"kind": "v100", "count": 32})
 def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(daemon: Daemon) -> None:
     """Writing it takes longer than such a stop."""
@@ -274,17 +250,6 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     reloads(ready_daemon)
     assert name not in files_of(host)
-
-
-def test_a_specification_of_nvidia_s_that_is_none_is_said(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
-    eventually(lambda: spec_of(host), "the file")
-    path = host.root / "run/cdi/nvidia.yaml"
-    path.write_text("kind: [")
-    reloads(ready_daemon)
-    trouble = f"containers do not get the driver from yunion-mps: {path} is ignored: it is not YAML"
-    eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
-    assert len(spec_of(host)["devices"]) == 9
 
 
 @pytest.mark.parametrize("engine", ["docker", "podman"])

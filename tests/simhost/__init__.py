@@ -7,8 +7,7 @@ with SimHost.create([{"kind": "h100", "count": 8}]) as host:
 """
 
 from .description import REFERENCE, Description, DescriptionError
-from .gpu import SimGpu
-from .host import SimHost
+from .host import SimGpu, SimHost
 from .install import BuildError
 from .state import StateError
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import COMPUTE_MODES, ERRORS
-from .gpu import SimGpu
-from .host import SimHost
+from .host import SimGpu, SimHost
 from .state import PROCESS_TYPES, StateError
 
 

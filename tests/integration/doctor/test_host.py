@@ -76,16 +76,6 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     }
 
 
-def test_if_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
-    scene.daemon.write_host_conf({"enable_cuda_mps": False})
-    for words in ("not running; enable_cuda_mps is false", "running (0.1.0); enable_cuda_mps is"):
-        seen = scene.look()
-        assert (seen.code, [level for level in seen.bad() if not level.startswith("skipped")]) == (0, [])
-        assert seen.one("daemon", "ok")["what"].startswith(words)
-        if not scene.daemon.running:
-            scene.start()
-
-
 def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: ExitStack) -> None:
     scene = Scene(stack, {"kind": "t4", "count": 8}).start()
     for gpu in scene.host.gpus[:5]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from integration.tmux import Tmux
 from unit.cli.conftest import PROGRAM, Cli
 from unit.manual.conftest import program, run
-from waiting import readable
 
 FILES = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
 
 #: Started without this machine's files, and how the file is made known.
 START = {
-    "bash": (["--norc", "--noprofile", "-i"], "source {file}"),
-    "zsh": (["-f", "-i"], "fpath=({directory} $fpath); autoload -Uz compinit; compinit -u -D"),
+    "bash": ("--norc --noprofile -i", "source {file}"),
+    "zsh": ("-f -i", "fpath=({directory} $fpath); autoload -Uz compinit; compinit -u -D"),
 }
 
 
@@ -41,51 +39,29 @@ def environment(cli: Cli, home: Path, generated: Path) -> dict[str, str]:
     }
 
 
-class Terminal:
-    """A shell on a terminal of its own, as somebody sits before it."""
-
-    def __init__(self, shell: str, env: dict[str, str]) -> None:
-        self._ours, theirs = pty.openpty()
-        arguments, _ = START[shell]
-        self._process = subprocess.Popen(
-            [program(shell), *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=env,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.printed = b""
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(60)
-        os.close(self._ours)
-
-    def type(self, text: str, until: str) -> str:
-        """What is printed from here until `until` is."""
-        begin = len(self.printed)
-        os.write(self._ours, text.encode())
-        while until.encode() not in self.printed[begin:]:
-            assert readable(self._ours, 60), self.printed[begin:]
-            self.printed += os.read(self._ours, 65536)
-        return self.printed[begin:].decode(errors="replace")
+@contextmanager
+def terminal(shell: str, cli: Cli, home: Path, generated: Path) -> Iterator[Tmux]:
+    """A shell on a terminal of its own that knows the file."""
+    options, known = START[shell]
+    directory = generated / "completions"
+    with Tmux(environment(cli, home, generated), 150, 40) as screen:
+        screen.type(f"exec {program(shell)} {options}", "Enter")
+        screen.type(f"{known.format(file=directory / FILES[shell], directory=directory)}; clear", "Enter")
+        screen.type(f"cd {home}; echo rea''dy", "Enter")
+        screen.wait("^ready$")
+        yield screen
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_tab_completes_a_command_and_a_device(
     shell: str, cli: Cli, generated: Path, tmp_path: Path
 ) -> None:
-    env = environment(cli, tmp_path, generated)
-    directory = generated / "completions"
-    prepare = START[shell][1].format(file=directory / FILES[shell], directory=directory)
-    with closing(Terminal(shell, env)) as terminal:
-        terminal.type(f"{prepare}; echo rea''dy\n", "ready\r\n")
-        printed = terminal.type("yunion-mps gp\t-o csv\n", "addr,name")
-        assert "error" not in printed
-        terminal.type("yunion-mps show 00:06.0-2\t -o csv\n", "addr,00:06.0-2")
-        terminal.type("yunion-mps show 0\t3 -o csv\n", "addr,00:06.0-3")
+    with terminal(shell, cli, tmp_path, generated) as screen:
+        screen.type("yunion-mps gp", "Tab", "-o csv", "Enter")
+        screen.wait("^addr,name,")
+        for typed, device in ((("00:06.0-2", "Tab", " "), "00:06.0-2"), (("0", "Tab", "3 "), "00:06.0-3")):
+            screen.type("yunion-mps show ", *typed, "-o csv", "Enter")
+            screen.wait(f"^addr,{device}$")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -93,12 +69,10 @@ def test_a_tab_completes_a_command_and_a_device(
 def test_a_tab_completes_the_name_of_a_file_for_a_command_to_run(
     words: str, shell: str, cli: Cli, generated: Path, tmp_path: Path
 ) -> None:
-    directory = generated / "completions"
-    prepare = START[shell][1].format(file=directory / FILES[shell], directory=directory)
     (tmp_path / "training.py").write_text("")
-    with closing(Terminal(shell, environment(cli, tmp_path, generated))) as terminal:
-        terminal.type(f"{prepare}; cd {tmp_path}; echo rea''dy\n", "ready\r\n")
-        terminal.type(f"yunion-mps run {words}\t", "ing.py")
+    with terminal(shell, cli, tmp_path, generated) as screen:
+        screen.type(f"yunion-mps run {words}", "Tab")
+        screen.wait(rf"yunion-mps run {words}ing\.py")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from yunion_mps.cli.root import cli as root
 from yunion_mps.paths import Paths
 
 from unit.cli.conftest import PROGRAM
-from unit.generated import CHECKOUT, DATE
+from unit.generated import CHECKOUT
 from unit.manual.conftest import PAGES, Manual, run, squeezed
 
 #: Handed from one program to the next, and of no use to anybody else.
@@ -133,12 +133,6 @@ def test_a_page_fits_a_terminal_of_80_columns_and_hyphenates_nothing(name: str, 
 def test_apropos_finds_the_page(name: str, manual: Manual) -> None:
     found = run("lexgrog", manual.path(name)).stdout
     assert f': "{name.rpartition(".")[0]} - ' in found
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_dated_by_the_source_alone(name: str, manual: Manual) -> None:
-    first = next(line for line in manual.path(name).read_text().splitlines() if line.startswith(".TH"))
-    assert f" {DATE} " in first
 
 
 def test_all_pages_are_there_and_no_other(generated: Path) -> None:
