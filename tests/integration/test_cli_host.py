@@ -78,7 +78,7 @@ The daemon would divide the GPUs as follows:
 GPU      NAME       DEVICES    MEMORY  SM %  COMPUTE MODE                  DOMAIN
 00:06.0  Tesla P40        4  5760 MiB    25  Default -> Exclusive_Process  host
 00:06.0: budgets are not enforced: the GPU is older than Volta
-Control daemon host: 1 GPU, /tmp/nvidia-mps/pipe
+Control daemon of domain host: 1 GPU, pipe directory /tmp/nvidia-mps/pipe
 """
 
 

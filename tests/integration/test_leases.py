@@ -175,7 +175,7 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     host = daemon.host
     host.divide("virtual_number: 0\n  memory_unit: 128MiB\ngpu_memory_unit: 128MiB")
     daemon.start().wait_ready()
-    all_of_it = "23040 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
+    all_of_it = "23040 of 23040 MiB can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
     assert host.run(["yunion-mps", "list"]).stdout == f"No devices.\n00:06.0: {all_of_it}\n"
     assert "Devices:  created on request\n" in host.run(["yunion-mps", "status"]).stdout
     done = run(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
@@ -192,7 +192,7 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["memory_mib"] for one in shown) == 23040
-    left = "00:06.0: 0 of 23040 MiB are free to lease: yunion-mps run --gpu-mem SIZE COMMAND"
+    left = "00:06.0: 0 of 23040 MiB can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
     for screen in ("gpus", "status", "list"):
         assert left in host.run(["yunion-mps", screen]).stdout
     refused = run(host, "--gpu-mem-units", "1", "true")

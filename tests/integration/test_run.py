@@ -146,7 +146,7 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ("run --gpu '' true", "--device and --gpu must not be empty."),
+        ("run --gpu '' true", "--device and --gpu must not be empty"),
         ("run --gpu-mem 2GiB --gpu-mem-units 2 true", "--gpu-mem and --gpu-mem-units are mutually exclusive"),
         *(
             (f"run --device 00:06.0-1 {option} true", "--device already selects one device: omit --count,")
@@ -156,11 +156,11 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
             "run --podman --rm IMAGE true",
             "run has no option --rm; write podman's options after --: yunion-mps",
         ),
-        ("run --podman --docker IMAGE", "--podman and --docker are mutually exclusive: use one of them."),
+        ("run --podman --docker IMAGE", "--podman and --docker are mutually exclusive: use one of them"),
         ("run -- ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
-        ("run --gpu-mem-units 9999999999 true", "Invalid value for '--gpu-mem-units': 9999999999 is not a"),
-        ("env ''", "DEVICE must not be empty."),
-        ("lease renew ''", "LEASE must not be empty."),
+        ("run --gpu-mem-units 9999999999 true", "invalid value for '--gpu-mem-units': 9999999999 is not a"),
+        ("env ''", "DEVICE must not be empty"),
+        ("lease renew ''", "LEASE must not be empty"),
         ("lease take 'a b' --ttl 5", "NAME may contain letters, digits and ._:/@-, must begin with a letter"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_job_with_several_devices_is_asked_which_one_it_means(ready_daemon: Da
         done = run(host, "--count", "2", "--across", "yunion-mps", word)
         assert (done.returncode, done.stdout) == (2, printed)
         assert done.stderr.startswith(
-            "yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: name one of these devices.\n"
+            "yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: name one of these devices\n"
         )
 
 

@@ -28,7 +28,7 @@ SETTINGS = "stty -g | cksum"
 BAR = "░" * 10
 SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
-1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
+1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 request queued; 2 processes
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
   hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS…
@@ -278,14 +278,14 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
 def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: ServerHost) -> None:
     host.clients.found = clients(errors=("the driver is slow to answer",))
     screen.type(TOP, "Enter")
-    screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 0 processes")
+    screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 request queued; 0 processes")
     screen.wait("^Incomplete: the driver is slow to answer$")
     hold(host)
     screen.wait("1 GPU; 4 devices: 0 used, 4 free; 0 leases; 0 processes")
     screen.type("s")
     screen.wait("sort: device")
     busy(host)
-    screen.wait("; 2 leases, 1 waiting; 2 processes")
+    screen.wait("; 2 leases, 1 request queued; 2 processes")
     screen.wait_without("Incomplete")
 
 

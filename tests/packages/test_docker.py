@@ -185,4 +185,4 @@ def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operat
     assert wanted.items() <= environment(printed(ADDRESSES[2]).stdout).items()
     refused = printed("00:06.0-99")
     assert (refused.returncode, refused.stdout) == (125, "")
-    assert "no variable name on line '=there is none'" in refused.stderr
+    assert "no variable name on line '=no-device-available'" in refused.stderr

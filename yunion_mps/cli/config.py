@@ -126,7 +126,7 @@ def config_group() -> None:
 @config_group.command("show", short_help="Show each key with its value and origin.")
 @output_option
 def show_config(output: str) -> None:
-    """Show each key with its value and where that comes from: a file and line, or the default.
+    """Show each key with its value and origin: a file and line, or the default.
 
     \b
     Examples:
@@ -298,7 +298,7 @@ def _plan_text(preflight: Preflight) -> str:
     text += notes((gpu["addr"], _note(gpu)) for gpu in gpus)
     for domain in preflight.plan.domains:
         served = count(len(domain.gpu_uuids), "GPU")
-        text += f"Control daemon {domain.name}: {served}, {domain.pipe_directory}\n"
+        text += f"Control daemon of domain {domain.name}: {served}, pipe directory {domain.pipe_directory}\n"
     return text
 
 

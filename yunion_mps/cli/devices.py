@@ -134,7 +134,7 @@ _UP_TO = Number(0, MAX_LIMIT)
 def list_devices(gpu: str | None, free: bool, output: str) -> None:
     """List the devices of this host, and the lease holder of each.
 
-    Processes that use a device without a lease are shown by yunion-mps who.
+    To see processes that use a device without a lease, run yunion-mps who.
 
     \b
     Examples:
@@ -289,10 +289,10 @@ def _device_text(answer: DeviceDetails) -> str:
         "Device ID": answer["id"],
         "Host ID": answer["host_id"],
     }
-    return described(lines) + environment_text(answer["client_environment"])
+    return format_fields(lines) + environment_text(answer["client_environment"])
 
 
-def described(lines: Mapping[str, object]) -> str:
+def format_fields(lines: Mapping[str, object]) -> str:
     """Format `Name:  value` lines with aligned values; unknown values are dashes."""
     indent = max(map(len, lines)) + 3
     return "".join(
@@ -308,7 +308,7 @@ def environment_text(environment: Mapping[str, str]) -> str:
 @click.command("gpus", short_help="List the GPUs.")
 @wide_output_option
 def list_gpus(output: str) -> None:
-    """List the NVIDIA GPUs of this host, with the reason for each one that is unavailable.
+    """List this host's NVIDIA GPUs, and explain why any of them is unavailable.
 
     \b
     Examples:
@@ -323,7 +323,7 @@ def list_gpus(output: str) -> None:
 
 
 def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
-    """Format a table, followed by the reasons, for which no column has room."""
+    """Format a table, followed by the reasons, which are too long for a column."""
     text = table(_GPUS, gpus, none="No GPUs.", wide=wide)
     return text + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
 
@@ -333,7 +333,7 @@ def pools(gpus: Iterable[Gpu]) -> str:
     command = "yunion-mps run --gpu-mem SIZE COMMAND"
     return "".join(
         hint_text(
-            f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB are free to lease: {command}",
+            f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB can be leased; to lease some: {command}",
             f"{gpu['addr']}: ",
         )
         for gpu in gpus

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.devices import described, environment_text
+from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
     Duration,
@@ -23,7 +23,7 @@ from yunion_mps.cli.options import (
     request_options,
     style_option,
     take,
-    warn_of_limits,
+    warn_unenforced_budgets,
 )
 from yunion_mps.cli.output import (
     Column,
@@ -83,9 +83,9 @@ _COLUMNS = (
 )
 
 
-@click.group("lease", cls=SuggestingGroup, short_help="Manage leases of jobs that run elsewhere.")
+@click.group("lease", cls=SuggestingGroup, short_help="Manage named leases.")
 def lease_group() -> None:
-    """Lease devices for a job that is not a process on this host, such as a batch job.
+    """Manage leases that are not tied to a process on this host, for example for a batch job.
 
     Such a lease has a name and a time to live: it ends if it is not renewed in time. For a command on this
     host, yunion-mps run is simpler: its lease ends with the command.
@@ -104,7 +104,7 @@ def lease_group() -> None:
 @request_options
 @click.option(
     "--ttl", type=Duration(), required=True, metavar="DURATION",
-    help="End the lease if it is not renewed for this long (90, 90s, 10m, 2h, 1d).",
+    help="End the lease unless it is renewed within this time (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option
 def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output: str) -> None:
@@ -124,7 +124,7 @@ def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output:
         )
     lease = take({**wanted, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
-    warn_of_limits(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease["unenforced_gpus"])
 
 
 @lease_group.command("list", short_help="List the leases.")
@@ -132,8 +132,8 @@ def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output:
 def list_leases(output: str) -> None:
     """List the leases of all users, with their devices, budgets and holders, and the queued requests.
 
-    A lease is in use, over budget, idle (no process uses its devices), unavailable (as its devices are) or
-    pending (the new division of its GPU waits for it to end).
+    A lease is in use, over budget, idle (no process uses its devices), unavailable (its devices are) or
+    pending (a new division of its GPU takes effect once the lease ends).
 
     \b
     Examples:
@@ -151,7 +151,7 @@ def list_leases(output: str) -> None:
 def show_lease(lease: str, output: str) -> None:
     """Show one lease and the environment of its job. LEASE is its name, its id, or a unique prefix of the id.
 
-    A prefix needs at least 8 characters. A name finds only your own leases.
+    A prefix must have at least 8 characters. A name refers only to your own leases.
 
     \b
     Examples:
@@ -169,8 +169,8 @@ def show_lease(lease: str, output: str) -> None:
 def renew_lease(lease: str, output: str) -> None:
     """Renew a lease: its time to live starts again. LEASE is its name, its id, or a unique prefix of the id.
 
-    A prefix needs at least 8 characters. A name finds only your own leases. Root may renew any lease by its
-    id.
+    A prefix must have at least 8 characters. A name refers only to your own leases. Root may renew any lease
+    by its id.
 
     \b
     Examples:
@@ -187,8 +187,8 @@ def renew_lease(lease: str, output: str) -> None:
 def release_lease(lease: str, output: str) -> None:
     """End a lease. LEASE is its name, its id, or a unique prefix of the id.
 
-    A prefix needs at least 8 characters. A name finds only your own leases. Root may end any lease by its
-    id. A process that still uses the devices keeps running.
+    A prefix must have at least 8 characters. A name refers only to your own leases. Root may end any lease by
+    its id. A process that still uses the devices keeps running.
 
     \b
     Examples:
@@ -239,7 +239,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         "Ends": expires or ends.get(lease["binding"]),
         "CDI device": lease["cdi"],
     }
-    return described(lines) + environment_text(lease["environment"])
+    return format_fields(lines) + environment_text(lease["environment"])
 
 
 def _in_words(lease: LeaseRecord, done: str) -> str:
@@ -268,7 +268,7 @@ def _expires(expires: str | None) -> str | None:
 
 
 #: Output that makes its reader fail: a shell's false, and a line that docker and podman reject.
-_REFUSED = {"shell": "false", "docker": "=there is none"}
+_REFUSED = {"shell": "false", "docker": "=no-device-available"}
 
 
 @click.command("env", short_help="Print the environment variables of a device.")
@@ -293,7 +293,7 @@ def print_environment(device: str, output: str) -> None:
                 f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
-    warn_of_limits([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
+    warn_unenforced_budgets([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
 
 
 @contextlib.contextmanager

@@ -350,14 +350,14 @@ def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     from yunion_mps.client import transport  # not needed by most commands
 
-    with hints_of_options(wanted, wait_s):
+    with add_option_hints(wanted, wait_s):
         blocking = transport.BlockingTransport(daemon())
         return transport.run_blocking(transport.take(blocking, wanted, wait_s, print_notice))
 
 
 @contextlib.contextmanager
-def hints_of_options(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
-    """Add options that would help to a refusal's hint, because the daemon does not know them."""
+def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
+    """Extend the hint of a refusal with the options that would help; the daemon does not know them."""
     try:
         yield
     except YunionError as error:
@@ -380,7 +380,7 @@ def _is_free(wanted: RequestMembers) -> bool:
     return False
 
 
-def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
+def warn_unenforced_budgets(unenforced_gpus: Sequence[str]) -> None:
     """Print a notice if some of the GPUs do not enforce budgets."""
     if unenforced_gpus:
         gpus = ", ".join(unenforced_gpus)

@@ -189,8 +189,8 @@ def table(
         lines = ["  ".join(row).rstrip() for row in (header, *rows)]
     hidden = [column.header for column in cells if column not in widths]
     if hidden:
-        names = f"(no room for {', '.join(hidden)}: use -o csv)"
-        summary = f"(no room for {len(hidden)} columns: use -o csv)"
+        names = f"(hidden columns: {', '.join(hidden)}; show all: -o csv)"
+        summary = f"({len(hidden)} columns hidden; show all: -o csv)"
         lines.append(names if len(names) <= width else summary)
     return "\n".join(lines) + "\n"
 
@@ -215,14 +215,14 @@ def _min_widths(widths: Mapping[Column, int]) -> dict[Column, int]:
     }
 
 
-def _narrow(widths: dict[Column, int], room: int, between: int) -> None:
+def _narrow(widths: dict[Column, int], width: int, between: int) -> None:
     """Omit columns and cut others until they fit, or nothing more can be done."""
     least = _min_widths(widths)
     for column in sorted(widths, key=lambda column: -column.drop):
-        if not column.drop or _total_width(least, between) <= room:
+        if not column.drop or _total_width(least, between) <= width:
             break
         del widths[column], least[column]
-    while _total_width(widths, between) > room:
+    while _total_width(widths, between) > width:
         able = [column for column in widths if widths[column] > least[column]]
         if not able:
             break

@@ -101,7 +101,7 @@ def _text(title: str, answer: ChangeList) -> str:
     return f"{title}\n{text}{pending}"
 
 
-@click.command("reload", short_help="Apply the changed configuration.")
+@click.command("reload", short_help="Reload the configuration.")
 @click.option(
     "--drain",
     is_flag=True,
@@ -122,9 +122,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     """Read both configuration files again and apply the differences.
 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
-    the new ones are pending. With --drain, that server gets no new clients, and reload waits for its jobs.
-    With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload fails
-    if devices are still pending because of a lease.
+    the new limits are pending. With --drain, that server accepts no new clients, and reload waits for its
+    jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
+    fails if devices are still pending because of a lease.
 
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.
@@ -275,9 +275,9 @@ def _refuse_if_not_serving(status: Status) -> None:
 def reexec() -> None:
     """Replace the running daemon with the installed version without ending jobs.
 
-    The packages call this after an upgrade. The process, its control daemons, the jobs, their limits and the
-    socket are kept; requests wait for a moment. The new program is checked first: if it would not start, the
-    running one continues.
+    The packages run this command after an upgrade. The process, its control daemons, the jobs, their limits
+    and the socket are kept; requests are delayed briefly. The new program is checked first; if it cannot
+    start, the running one continues.
 
     \b
     Examples:

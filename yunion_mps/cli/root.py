@@ -113,7 +113,8 @@ class SuggestingGroup(click.Group):
 
             moved = [_MOVED[args[0]]] if args[0] in _MOVED else []
             suggestions = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=_CLOSE)
-            error.message += f" Did you mean {suggestions[0]}?" if suggestions else ""
+            if suggestions:
+                error.message = f"{error.message.rstrip('.')} (did you mean {suggestions[0]}?)"
             raise
 
 
@@ -221,14 +222,14 @@ def run() -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of our output has read enough
-        _forget_output()
+        _discard_output()
         return 0
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # the same, caught by click first
             return 0
         raise
     except OSError as error:
-        _forget_output()
+        _discard_output()
         return _fail(unwritable(error.strerror))
     return status if isinstance(status, int) else 0  # click returns the status of an Exit
 
@@ -250,16 +251,21 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
         from difflib import get_close_matches
 
         suggestions = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
-        message = error.message + (f". Did you mean {suggestions[0]}?" if suggestions else "")
+        message = error.message + (f" (did you mean {suggestions[0]}?)" if suggestions else "")
     else:
         message = error.format_message()
-    found = YunionError(cell(" ".join(message.split())), f"see: {path} --help")
+    message = cell(" ".join(message.split()))
+    if not message.endswith("..."):
+        message = message.removesuffix(".")
+    if not message[:2].isupper():  # unlike DEVICE
+        message = message[:1].lower() + message[1:]
+    found = YunionError(message, f"see: {path} --help")
     found.exit_code = error.exit_code
     return found
 
 
-def _forget_output() -> None:
-    """Discard unwritten output; otherwise, Python would try to write it at exit, and complain."""
+def _discard_output() -> None:
+    """Discard unwritten output; otherwise, Python would try to write it at exit and report an error."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -20,14 +20,14 @@ from click.core import ParameterSource
 from yunion_mps.cli.options import (
     BUDGET_VARIABLES,
     RequestCommand,
+    add_option_hints,
     call,
     complete_file,
     daemon,
-    hints_of_options,
     request_options,
     style_option,
     take,
-    warn_of_limits,
+    warn_unenforced_budgets,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.client.transport import (
@@ -97,7 +97,7 @@ def run(
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
-    device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta. Such
+    device's control daemon is not ready, or if budgets are not enforced, as on a GPU older than Volta. Such
     a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if MPS is disabled
     or cannot be reached.
 
@@ -153,7 +153,7 @@ def _environment_of_lease(wanted: RequestMembers, wait_s: int) -> Mapping[str, s
         with contextlib.suppress(YunionError):  # the lease also ends with this process
             call(END_LEASE, lease=lease["id"])
         raise
-    warn_of_limits(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease["unenforced_gpus"])
     return lease["environment"]
 
 
@@ -162,13 +162,13 @@ def _show(wanted: RequestMembers, output: str) -> None:
     from yunion_mps.cli.lease import failing_reader, show_environment  # not needed to run a command
 
     refuse_closed_output()
-    with failing_reader(output), hints_of_options(wanted):
+    with failing_reader(output), add_option_hints(wanted):
         lease = run_blocking(preview(BlockingTransport(daemon()), wanted))
         if output:
             show_environment(lease["environment"], output)
     if not output:
         click.echo(cell(f"would use {', '.join(lease['devices'])}: {_budget(lease)}"))
-    warn_of_limits(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease["unenforced_gpus"])
 
 
 def _inherited() -> dict[str, str]:
@@ -213,7 +213,7 @@ _VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY",
 #: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]
 _ENGINE_TIMEOUT_S = 30
-#: How often the engine is polled for the container, at first and at last: it may have to pull an image.
+#: The shortest and the longest interval between polls for the container, whose image may have to be pulled.
 _POLL_S, _MAX_POLL_S = 0.1, 2.0
 
 #: Options of `run` without a value, of docker 26 and 28 and podman 4 (their `run --help`).
@@ -255,7 +255,7 @@ def run_container(
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
-    warn_of_limits(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease["unenforced_gpus"])
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:

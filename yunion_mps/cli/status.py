@@ -96,7 +96,7 @@ def status(exit_code: bool, output: str) -> None:
 def _status_text(status: Status, host: HostOverview) -> str:
     devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
-    waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
+    waiting = f", {count(leases['waiting'], 'request')} queued" if leases["waiting"] else ""
     outside_mps = status["outside_mps"]
     processes = count(status["clients"] + outside_mps, "process", "processes")
     processes += f", {outside_mps} outside MPS" if outside_mps else ""
@@ -168,7 +168,7 @@ def _domain_table(domains: Sequence[Domain], limit: int) -> str:
     text = table(_DOMAIN_COLUMNS, shown) if shown else ""
     left = len(domains) - len(shown)
     ready = sum(domain["state"] == "ready" for domain in domains)
-    return text + (f"Domains:  {ready} of {len(domains)} are ready (all: -o json)\n" if left else "")
+    return text + (f"Domains:  {ready} of {len(domains)} ready (list all: -o json)\n" if left else "")
 
 
 _HEADER = ("level", "check", "what", "hint")
@@ -195,8 +195,8 @@ def doctor(
 ) -> None:  # fmt: skip
     """Check for everything that is known to make MPS fail on a host, and print how to fix it.
 
-    Nothing is changed. It works with or without the daemon, and as any user; root sees more. With COMMAND, it
-    also checks the environment that COMMAND would have, without running it.
+    Doctor changes nothing. It works as any user, with or without a running daemon; some checks need root.
+    With COMMAND, it also checks the environment that COMMAND would have, without running it.
 
     It exits with 1 if there is a problem, and otherwise with 0. With --nagios, it exits with 2 if there is a
     problem, 1 if there is a warning, 3 if the state is unknown, and otherwise 0.
@@ -252,5 +252,7 @@ def _report_text(report: Report) -> str:
             text += wrapped(f"{begin} {finding.what}", _REPORT_INDENT)
             text += hint_text(finding.hint, f"{'':<8} -> ", _REPORT_INDENT)
         left = len(found) - _MAX_ALIKE
-        text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _REPORT_INDENT) if left > 0 else ""
+        text += (
+            wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT) if left > 0 else ""
+        )
     return text

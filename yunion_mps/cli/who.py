@@ -130,8 +130,9 @@ def who(clients_only: bool, output: str) -> None:
     process uses yet is idle. A process whose device is unknown is listed under the address of its GPU.
     Problems, such as a job over its budget or outside MPS, follow the table.
 
-    With --clients, the control daemons are asked: the table lists the processes that use GPUs, through MPS or
-    outside it. The MPS servers, and the clients that wait for another user's server, follow the table.
+    With --clients, the table lists every process that uses a GPU, through MPS or outside it, as the control
+    daemons and the driver report them. The MPS servers, and the clients that wait for another user's server,
+    follow the table.
 
     \b
     Examples:
@@ -239,8 +240,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     servers = answer["servers"]
     failed = notes(
         (
-            f"FAULT: {_describe_server(server)}",
-            "its jobs have failed; it accepts new ones once they have ended",
+            f"Fault: {_describe_server(server)}",
+            "its jobs failed; it accepts new ones after they have exited",
         )
         for server in servers
         if server["state"] == SERVER_FAULT
@@ -251,7 +252,7 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
         if server["state"] != SERVER_FAULT
     )
     outside_mps = notes(
-        (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget applies")
+        (f"PID {client['pid']}", "uses a GPU outside MPS, so no budget applies")
         for client in answer["clients"]
         if client["mps"] is False
     )
@@ -264,8 +265,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
 
 def _describe_waiting(client: WaitingClient) -> str:
     process = f"PID {client['pid']} of {user_of(client)} ({client['command']})"
-    server = f"the MPS server (PID {client['server']}) of {client['server_user']}, domain {client['domain']}"
-    return f"{process} has waited {age_of(client['since'])} for {server}"
+    server = f"the MPS server of {client['server_user']} (PID {client['server']}, domain {client['domain']})"
+    return f"{process} has been waiting {age_of(client['since'])} for {server} to exit"
 
 
 def _describe_server(server: MpsServer) -> str:
@@ -281,9 +282,9 @@ def user_of(process: ProcessFields) -> str:
 @click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def terminate(pid: int, force: bool, yes: bool) -> None:
-    """End process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
+    """End process PID safely: its MPS server disconnects it first, then it is sent SIGTERM.
 
-    A process outside MPS only gets SIGTERM.
+    A process outside MPS is only sent SIGTERM.
 
     Killing an MPS client without disconnecting it first can take down the other clients of its server.
 

@@ -84,7 +84,7 @@ def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: Ex
     assert lines[0] == "Found 5 problems (23 ok)"
     assert [line.split(" (")[0] for line in lines[1:8:2]] == [
         *(f"problem  compute mode: GPU 00:0{number}.0" for number in (6, 7, 8)),
-        "problem  compute mode: 2 more of this kind",
+        "problem  compute mode: 2 more like this",
     ]
     assert lines[8].startswith("ok       daemon: ")
     rows = scene.host.run(["yunion-mps", "doctor", *PATIENT, "-o", "csv"]).stdout

@@ -258,7 +258,7 @@ def test_an_unknown_device_is_said_to_be_unknown(cli: Cli, name: str) -> None:
 
 
 def test_an_empty_device_is_wrong_usage(cli: Cli) -> None:
-    words = "yunion-mps: DEVICE must not be empty.\nyunion-mps: see: yunion-mps show --help\n"
+    words = "yunion-mps: DEVICE must not be empty\nyunion-mps: see: yunion-mps show --help\n"
     assert cli("show", "") == (2, "", words)
 
 

@@ -60,7 +60,7 @@ def test_what_a_format_cannot_hold_makes_its_reader_fail(own: Cli, style: str) -
         assert json.loads(done.out) == environment
         return
     assert done.code == 1
-    assert done.out == {"shell": "false\n", "docker": "=there is none\n"}.get(style, "")
+    assert done.out == {"shell": "false\n", "docker": "=no-device-available\n"}.get(style, "")
     why = f"{NAME}: the format {style} cannot represent /a\\nLD_PRELOAD=/b"
     hint = "use --output json, or set another directory in host.conf"
     assert done.err == f"yunion-mps: {why} [host_error]\nyunion-mps: {hint}\n"

@@ -50,7 +50,7 @@ Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS
 Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
-Leases:   2, 1 waiting; 2 processes, 1 outside MPS
+Leases:   2, 1 request queued; 2 processes, 1 outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
@@ -238,7 +238,7 @@ def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
     assert [line for line in lines if line.startswith("64 GPUs")] == [
         "64 GPUs  NVIDIA H100  available     3072       0  3072  0 / 5219776 MiB"
     ]
-    assert lines[-1] == "Domains:  64 of 64 are ready (all: -o json)"
+    assert lines[-1] == "Domains:  64 of 64 ready (list all: -o json)"
 
 
 def test_the_status_is_printed_for_programs_too(own: Cli) -> None:

@@ -98,7 +98,7 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
 def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
     lines, since = lines_of(BUSY, 80, 24, AWAY), clock(NOW_S - 60)
     assert [line.rstrip() for line in lines[:4]] == [
-        f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; showing data from then",
+        f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; showing the last data",
         "Problem: the daemon is not running",
         "  hint: start it",
         "1 GPU; 4 devices: 3 used, 1 free; 2 leases; 2 processes",

@@ -47,23 +47,23 @@ ASKING = (
     ["who", "--clients"],
     ["lease", "list"],
 )
-NO_TERMINAL = "This ends jobs, and there is no terminal to ask for confirmation: add --yes."
+NO_TERMINAL = "this ends jobs, and there is no terminal to ask for confirmation: add --yes"
 TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])
-KIND = "Invalid value for '--kind':"
+KIND = "invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
-LIMIT = "Invalid value for '--limit':"
-NODE = "Invalid value for '--numa-node':"
-OFFSET = "Invalid value for '--offset':"
-OUTPUT = "Invalid value for '-o' / '--output':"
-PID = "Invalid value for 'PID':"
-SHELL = "Invalid value for 'SHELL':"
+LIMIT = "invalid value for '--limit':"
+NODE = "invalid value for '--numa-node':"
+OFFSET = "invalid value for '--offset':"
+OUTPUT = "invalid value for '-o' / '--output':"
+PID = "invalid value for 'PID':"
+SHELL = "invalid value for 'SHELL':"
 SOCKET = "run/yunion-mps/yunion-mps.sock"
-SINCE = "Invalid value for '--since':"
-TIMEOUT = "Invalid value for '--timeout':"
-WAIT = "Invalid value for '--wait':"
-TTL = "Invalid value for '--ttl':"
-NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d."
-APART = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
+SINCE = "invalid value for '--since':"
+TIMEOUT = "invalid value for '--timeout':"
+WAIT = "invalid value for '--wait':"
+TTL = "invalid value for '--ttl':"
+NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
+APART = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}"
 TIMES = (
     "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), "
     "a local time ('2026-11-20 13:45'), or 2026-11-20T13:45:00Z"
@@ -159,45 +159,45 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["lst"], "No such command 'lst'. Did you mean list?"),
-        (["isolated-devices"], "No such command 'isolated-devices'. Did you mean isolated-device-list?"),
-        (["stauts"], "No such command 'stauts'. Did you mean status?"),
-        (["config", "chek"], "No such command 'chek'. Did you mean check?"),
-        (["zzz"], "No such command 'zzz'."),
-        ([CLOUDPODS, "--limt", "3"], "No such option: --limt. Did you mean --limit?"),
-        (["run", "--bogus"], "No such option: --bogus"),
-        (["clients"], "No such command 'clients'. Did you mean who --clients?"),
+        (["lst"], "no such command 'lst' (did you mean list?)"),
+        (["isolated-devices"], "no such command 'isolated-devices' (did you mean isolated-device-list?)"),
+        (["stauts"], "no such command 'stauts' (did you mean status?)"),
+        (["config", "chek"], "no such command 'chek' (did you mean check?)"),
+        (["zzz"], "no such command 'zzz'"),
+        ([CLOUDPODS, "--limt", "3"], "no such option: --limt (did you mean --limit?)"),
+        (["run", "--bogus"], "no such option: --bogus"),
+        (["clients"], "no such command 'clients' (did you mean who --clients?)"),
         (
             [CLOUDPODS, "--limit", "x"],
-            "Invalid value for '--limit': x is not a whole number from 0 to 100000.",
+            "invalid value for '--limit': x is not a whole number from 0 to 100000",
         ),
         (
             [CLOUDPODS, "--limit", "-1"],
-            "Invalid value for '--limit': -1 is not a whole number from 0 to 100000.",
+            "invalid value for '--limit': -1 is not a whole number from 0 to 100000",
         ),
-        ([CLOUDPODS, "--limit", "100001"], f"{LIMIT} 100001 is not a whole number from 0 to 100000."),
-        ([CLOUDPODS, "--offset", "-1"], f"{OFFSET} -1 is not a whole number from 0 to 2147483647."),
+        ([CLOUDPODS, "--limit", "100001"], f"{LIMIT} 100001 is not a whole number from 0 to 100000"),
+        ([CLOUDPODS, "--offset", "-1"], f"{OFFSET} -1 is not a whole number from 0 to 2147483647"),
         (
             [CLOUDPODS, "--offset", "99999999999999"],
-            f"{OFFSET} 99999999999999 is not a whole number from 0 to 2147483647.",
+            f"{OFFSET} 99999999999999 is not a whole number from 0 to 2147483647",
         ),
         (
             [CLOUDPODS, "--numa-node", "2147483648"],
-            f"{NODE} 2147483648 is not a whole number from -1 to 2147483647.",
+            f"{NODE} 2147483648 is not a whole number from -1 to 2147483647",
         ),
-        (["list", "more"], "Got unexpected extra argument (more)"),
-        (["show"], "Missing argument 'DEVICE'."),
-        (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'wide', 'json', 'yaml', 'csv'."),
-        (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}."),
-        (["events", "--limit", "0"], f"{LIMIT} 0 is not a whole number from 1 to 1000."),
-        (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is not a time: {TIMES}."),
-        (["reload", "--timeout", "5"], "--timeout requires --drain or --now."),
-        (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is too short: use at least 1s."),
+        (["list", "more"], "got unexpected extra argument (more)"),
+        (["show"], "missing argument 'DEVICE'"),
+        (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'wide', 'json', 'yaml', 'csv'"),
+        (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}"),
+        (["events", "--limit", "0"], f"{LIMIT} 0 is not a whole number from 1 to 1000"),
+        (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is not a time: {TIMES}"),
+        (["reload", "--timeout", "5"], "--timeout requires --drain or --now"),
+        (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is too short: use at least 1s"),
         (["reload", "--drain", "--timeout", "1h30"], f"{TIMEOUT} '1h30' {NO_DURATION}"),
-        (["doctor", "--timeout", "11m"], f"{TIMEOUT} 11m is too long: use at most 10m."),
+        (["doctor", "--timeout", "11m"], f"{TIMEOUT} 11m is too long: use at most 10m"),
         (
             ["top", "--interval", "0s"],
-            "Invalid value for '-d' / '--interval': 0s is too short: use at least 1s.",
+            "invalid value for '-d' / '--interval': 0s is too short: use at least 1s",
         ),
         (["run", "--wait", "5", "true"], APART.format("5")),
         (["run", "--wait", "90s", "--", "true"], APART.format("90s")),
@@ -205,24 +205,24 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["run", "--wait", "1e3", "true"], APART.format("1e3")),
         (["run", "--wait", "1.5h", "true"], APART.format("1.5h")),
         (["run", "--wait=-1", "true"], f"{WAIT} '-1' {NO_DURATION}"),
-        (["run", "--wait=0", "true"], f"{WAIT} 0 is too short: use at least 1s."),
-        (["run", "--wait=31d", "true"], f"{WAIT} 31d is too long: use at most 30d."),
-        (["run", "-o", "json", "true"], "--output requires --print-env."),
-        (["run", "--dry-run", "-o", "shell"], "--output requires --print-env."),
+        (["run", "--wait=0", "true"], f"{WAIT} 0 is too short: use at least 1s"),
+        (["run", "--wait=31d", "true"], f"{WAIT} 31d is too long: use at most 30d"),
+        (["run", "-o", "json", "true"], "--output requires --print-env"),
+        (["run", "--dry-run", "-o", "shell"], "--output requires --print-env"),
         (["lease", "take", "a", "--wait", "5", "--ttl", "1h"], APART.format("5")),
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
-        (["reload", "--yes"], "--yes requires --now."),
+        (["reload", "--yes"], "--yes requires --now"),
         (["reload", "--now"], NO_TERMINAL),
-        (["lease", "shw"], "No such command 'shw'. Did you mean show?"),
-        (["terminate"], "Missing argument 'PID'."),
-        (["terminate", "x"], f"{PID} x is not a whole number from 1 to 4194304."),
-        (["terminate", "0"], f"{PID} 0 is not a whole number from 1 to 4194304."),
+        (["lease", "shw"], "no such command 'shw' (did you mean show?)"),
+        (["terminate"], "missing argument 'PID'"),
+        (["terminate", "x"], f"{PID} x is not a whole number from 1 to 4194304"),
+        (["terminate", "0"], f"{PID} 0 is not a whole number from 1 to 4194304"),
         (["terminate", "1"], NO_TERMINAL),
-        (["plan", "more"], "Got unexpected extra argument (more)"),
-        (["daemon-reexe"], "No such command 'daemon-reexe'. Did you mean daemon-reexec?"),
-        (["completion"], "Missing argument 'SHELL'. Choose from: bash, zsh, fish"),
-        (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
+        (["plan", "more"], "got unexpected extra argument (more)"),
+        (["daemon-reexe"], "no such command 'daemon-reexe' (did you mean daemon-reexec?)"),
+        (["completion"], "missing argument 'SHELL'. Choose from: bash, zsh, fish"),
+        (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

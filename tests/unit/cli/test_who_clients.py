@@ -15,8 +15,8 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
     )
     first, header, _, gone, *last = own.good("who", "--clients").splitlines()
     assert first == (
-        "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed; it accepts new ones "
-        "once they have ended"
+        "Fault: MPS server (PID 4250) of alice, domain host: its jobs failed; it accepts new ones "
+        "after they have exited"
     )
     assert header.split() == ["PID", "USER", "DEVICE", "MEMORY", "SERVER", "AGE", "COMMAND"]
     assert gone.split() == ["4261", "-", "-", "-", "-", "-", "-"]

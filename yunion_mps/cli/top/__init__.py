@@ -182,7 +182,7 @@ def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> i
         elif signal.SIGCONT in numbers:
             terminal.enter()
         elif signal.SIGWINCH in numbers:
-            terminal.forget()
+            terminal.invalidate()
         if 0 in descriptors:
             try:
                 keys = terminal.keys()
@@ -369,8 +369,8 @@ class Terminal:
                 data = data[os.write(self._out, data) :]
             self._drawn = encoded
 
-    def forget(self) -> None:
-        """Draw everything next time, because the size has changed."""
+    def invalidate(self) -> None:
+        """Redraw every line next time, for example after a resize."""
         self._drawn = []
 
     def keys(self) -> list[str]:
@@ -381,7 +381,11 @@ class Terminal:
         self._typed += piece
         found = []
         while match := _KEY.match(self._typed):
-            if match.end() == len(self._typed) and _is_begun(match[0]) and readable(self._in, _REST_OF_KEY_S):
+            if (
+                match.end() == len(self._typed)
+                and _is_incomplete(match[0])
+                and readable(self._in, _REST_OF_KEY_S)
+            ):
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
@@ -389,7 +393,7 @@ class Terminal:
         return [key for key in found if key]
 
 
-def _is_begun(key: bytes) -> bool:
+def _is_incomplete(key: bytes) -> bool:
     return key[:1] == b"\x1b" and re.fullmatch(rb"\x1b([\[O][0-9;]*)?", key) is not None
 
 

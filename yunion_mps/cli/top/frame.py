@@ -90,23 +90,29 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
     top = _header(scene, outage, now_s)
     top += _problems(scene, len(scene.problems) * 2 if whole else state.rows // 6)
     footer = [] if whole else [_footer(state, interval_s)]
-    room = _room(scene, state, state.rows - len(top) - len(footer))
+    layout = _layout(scene, state, state.rows - len(top) - len(footer))
     widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], state.columns)
     view_gpus = state.view == "GPUs"
     gpus, gpus_over = _table(
-        "GPU", sorted_gpus(scene.gpus, state.order), room.gpus, state.offset if view_gpus else 0, widths,
+        "GPU", sorted_gpus(scene.gpus, state.order), layout.gpus, state.offset if view_gpus else 0, widths,
         state, now_s,
     )  # fmt: skip
     devices, devices_over = _table(
-        "DEVICE", sorted_devices(scene.devices, state.order), room.devices, state.offset, widths, state, now_s
+        "DEVICE",
+        sorted_devices(scene.devices, state.order),
+        layout.devices,
+        state.offset,
+        widths,
+        state,
+        now_s,
     )
-    lines = [*top, *gpus, *devices, *_events(scene, state, room.events, now_s)]
+    lines = [*top, *gpus, *devices, *_events(scene, state, layout.events, now_s)]
     if whole:
         fitted = [[(cell(text), style) for text, style in line] for line in lines]
     else:
         lines = lines[: state.rows - 1] + [[]] * (state.rows - 1 - len(lines)) + footer
         fitted = [_cut(line, state) for line in lines[: state.rows]]
-    page = (room.gpus if view_gpus else room.devices) - 1
+    page = (layout.gpus if view_gpus else layout.devices) - 1
     return Frame(fitted, gpus_over if view_gpus else devices_over, max(page, 1))
 
 
@@ -118,7 +124,7 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
         why = [[("Incomplete: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
         why += [[(f"{HINT}{outage.hint}", "")]] if outage.hint else []
         if outage.since_s is not None:
-            old = f"no answer since {clock(outage.since_s)}; showing data from then"
+            old = f"no answer since {clock(outage.since_s)}; showing the last data"
             return [[begin, (old, "bad")], *why, _counts(scene)]
     driver = status["driver"]["version"]
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(status["state"], "")
@@ -144,8 +150,8 @@ def _counts(scene: Scene) -> Line:
         count(len(scene.gpus), "GPU"),
         f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
         + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
-        *([f"{_gib(sum(pools))} GiB free in units"] if pools else []),
-        count(len(answers.leases), "lease") + (f", {waiting} waiting" if waiting else ""),
+        *([f"{_gib(sum(pools))} GiB free in pools"] if pools else []),
+        count(len(answers.leases), "lease") + (f", {count(waiting, 'request')} queued" if waiting else ""),
         count(clients, "process", "processes"),
     ]
     return [("; ".join(parts), "")]
@@ -171,7 +177,7 @@ def _problems(scene: Scene, limit: int) -> list[Line]:
     return [*shown[: max(limit - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:limit]
 
 
-def _room(scene: Scene, state: ViewState, rows: int) -> _Layout:
+def _layout(scene: Scene, state: ViewState, rows: int) -> _Layout:
     if state.rows >= WHOLE:
         return _Layout(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
     events = min(len(scene.events), 5 if rows >= 16 else 3 if rows >= 11 else 0)

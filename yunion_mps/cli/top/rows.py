@@ -128,7 +128,7 @@ def _pool_row(gpu: Gpu) -> Row:
     """Return a row for the free memory of a pool, which becomes a device once it is leased."""
     left_mib = gpu["memory_free_mib"]
     user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
-    return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "in units", in_use=False)
+    return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "pool", in_use=False)
 
 
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
