@@ -189,7 +189,7 @@ def table(
         lines = ["  ".join(row).rstrip() for row in (header, *rows)]
     hidden = [column.header for column in cells if column not in widths]
     if hidden:
-        names = f"(hidden columns: {', '.join(hidden)}; show all: -o csv)"
+        names = f"(hidden: {', '.join(hidden)}; show all: -o csv)"
         summary = f"({len(hidden)} columns hidden; show all: -o csv)"
         lines.append(names if len(names) <= width else summary)
     return "\n".join(lines) + "\n"

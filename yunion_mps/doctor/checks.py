@@ -43,15 +43,17 @@ NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 class SkipError(YunionError):
     """There is nothing to check, by default because no GPU is divided, or no permission to."""
 
-    def __init__(self, message: str = "no GPU is divided here", hint: str = "") -> None:
+    def __init__(self, message: str = "no GPU of this host is divided into devices", hint: str = "") -> None:
         super().__init__(message, hint)
 
 
 def invisible(what: str) -> SkipError:
     """Return the error for something that this user cannot see, such as another user's processes."""
     if os.geteuid() != 0:
-        return SkipError(f"only root can see {what}", "run it as root")
-    return SkipError(f"even root cannot see {what} here", "run it outside containers, with all capabilities")
+        return SkipError(f"only root can see {what}", "run doctor as root")
+    return SkipError(
+        f"even root cannot see {what} here", "run doctor outside containers, with all capabilities"
+    )
 
 
 class Lazy(Generic[T]):
@@ -125,7 +127,7 @@ class Host:
         status = self.known_status()
         return {domain["name"]: domain["pid"] for domain in status["domains"]} if status else {}
 
-    def is_off(self) -> bool:
+    def is_mps_disabled(self) -> bool:
         """Whether MPS is disabled and no domain runs, so that NVIDIA's software is not needed."""
         config, problems = self.config()
         return not config.enable_cuda_mps and not problems and not self.domains()
@@ -248,7 +250,7 @@ def findings_of(check: Check, host: Host) -> list[Finding]:
     except YunionError as error:
         found = [skipped(f"not checked: {error.message}", error.hint)]
     except OSError as error:
-        hint = "run it as root" if os.geteuid() != 0 else "look for the cause: dmesg"
+        hint = "run doctor as root" if os.geteuid() != 0 else "see: dmesg"
         found = [Finding(UNKNOWN, f"this could not be checked: {error}", hint)]
     except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
         hint = "report this, with the output of: yunion-mps doctor -o json"

@@ -216,7 +216,7 @@ class CudaGpu:
         return sum(1 for mark in marks if mark)
 
 
-def _gets(gpu: CudaGpu, mib: int) -> bool:
+def _can_allocate(gpu: CudaGpu, mib: int) -> bool:
     try:
         gpu.allocate(mib)
     except CudaError as error:
@@ -236,7 +236,7 @@ def main(over_mib: int) -> DeviceProbe:
         "memory_mib": int(gpu.memory_mib()[1]),
         "multiprocessors": gpu.attribute(MULTIPROCESSOR_COUNT),
         "used": gpu.multiprocessors_used(_BLOCKS, _ITERATIONS),
-        "over_budget": _gets(gpu, over_mib),
+        "over_budget": _can_allocate(gpu, over_mib),
     }
 
 

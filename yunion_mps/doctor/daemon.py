@@ -59,13 +59,13 @@ _OVER_MIB = 64
 #: Meanings of CUDA's errors here (cuda.h), and hints.
 _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
-    2: ("the budget has no free memory", "see who uses the GPU: yunion-mps who"),
+    2: ("the device's budget has no memory left", "see who uses the GPU: yunion-mps who"),
     46: (
         "the GPU is busy or unavailable",
         "see which processes use it outside MPS: nvidia-smi; and check its compute mode",
     ),
     100: ("CUDA finds no GPU", "see: yunion-mps gpus; nvidia-smi -L"),
-    101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
+    101: ("CUDA_VISIBLE_DEVICES selects no GPU", "see: yunion-mps gpus"),
     802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),
     803: (
         "the library and the kernel module have different versions",
@@ -158,7 +158,7 @@ def configuration(host: Host) -> Findings:
     gpus = len({device.gpu_uuid for device in plan.devices})
     parts = [f"{count(len(plan.devices), 'device')} on {count(gpus, 'GPU')}"] if gpus else []
     if plan.pools:
-        parts.append(f"memory in units on {count(len(plan.pools), 'GPU')}")
+        parts.append(count(len(plan.pools), "memory pool"))
     return [ok(f"both files are valid; {', '.join(parts)}")]
 
 
@@ -184,7 +184,7 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
-        what = f"{addr} was not tested: a client of your user would make new jobs of {other} wait"
+        what = f"{addr} was not tested: a client of your user would block new jobs of {other}"
         return skipped(what, f"run it as {other}, or while no MPS server is running")
     budget = device["memory_mib"]
     over_mib = min(budget, device["gpu_memory_mib"]) + _OVER_MIB
@@ -248,5 +248,5 @@ def _run_client(variables: dict[str, str], over_mib: int, timeout_s: float) -> D
     try:
         answer: DeviceProbe | Failure = json.loads(text)
     except ValueError:
-        return {"call": "the program", "code": -3, "name": "it exited without output"}
+        return {"call": "the test program", "code": -3, "name": "exited without output"}
     return answer

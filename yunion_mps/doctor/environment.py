@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 def of_process(host: Host, pid: int) -> Findings:
     """Check the environment that the process was started with, and what it shares with the host."""
     if not os.path.exists(f"/proc/{pid}"):
-        return [problem(f"there is no process {pid}", "list the clients: yunion-mps who --clients")]
+        return [problem(f"there is no process with PID {pid}", "list the clients: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
         return [
             skipped(
@@ -54,24 +54,28 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
     """Check the environment that the command would have; does not start it."""
     environ, argv = _without_env(dict(environ), list(argv))
     if not argv:
-        return [problem("there is no command after the variables", "yunion-mps doctor -- python3 train.py")]
+        return [
+            problem(
+                "there is no command after the variables", "add one: yunion-mps doctor -- python3 train.py"
+            )
+        ]
     program = shutil.which(argv[0], path=environ.get("PATH"))
     if program is None:
         return [problem(f"{argv[0]} was not found", "give its path, or correct PATH")]
     if variables.starts_container(argv):
         device = variables.device_in(argv)
         if device:
-            return [ok(f"{argv[0]} gives the container everything that {device} needs, or does not start it")]
+            return [ok(f"{argv[0]} gives the container the environment of {device}, or refuses to start it")]
         found = variables.sharing_problems(argv)
         subject = Subject(argv[0], variables.variables_in(argv, environ))
         return [*found, *_check(host, subject)] or [
-            ok(f"{argv[0]} gives the container everything that an MPS client needs")
+            ok(f"{argv[0]} gives the container the complete environment of an MPS client")
         ]
     for path in (program, *argv[1:]):
         environ = {**environ, **_assignments_in(path)}
     if (os.path.basename(argv[0]), *argv[1:2]) == ("yunion-mps", "run"):
         ready = ok(
-            "yunion-mps run gives the command everything that an MPS client needs, or does not start it"
+            "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
         )
         return list(variables.misspelt(environ)) or [ready]
     found = list(_check(host, Subject(argv[0], environ)))
@@ -125,7 +129,7 @@ def is_same_directory(pid: int, path: str, ours: str) -> bool:
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-@check("logins", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
+@check("login files", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
 def of_logins(host: Host) -> Findings:
     """Variables set for all users at login that make programs bypass our control daemons."""
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
@@ -195,7 +199,7 @@ def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
         actual = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
         required = ", ".join(f"{key}={needs[key]}" for key in differ)
         what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device: {actual}"
-        yield warning(what, f"set what that device needs: {required}")
+        yield warning(what, f"set that device's variables: {required}")
 
 
 def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:

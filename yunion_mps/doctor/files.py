@@ -73,7 +73,7 @@ def pipe_directory(host: Host) -> Findings:
     if not directories:
         raise SkipError
     if missing:
-        return [ok(f"{_summary(missing)}: created when the daemon starts")]
+        return [ok(f"{_summary(missing)}: will be created when the daemon starts")]
     return [ok(f"{_summary(directories)}: {f'only the group {group}' if group else 'all users'} have access")]
 
 
@@ -111,10 +111,10 @@ def _check_directory(path: str, info: os.stat_result, *, last: bool, closed: boo
         what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
         yield problem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
     if info.st_uid not in (0, os.geteuid()):
-        what = f"{path} belongs to {user_name(info.st_uid)}, who can put another control daemon there"
+        what = f"{path} belongs to {user_name(info.st_uid)}, who can replace the control daemon's sockets"
         yield problem(what, f"check its contents (ls -la {path}); remove it, or choose another directory")
     elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
-        what = f"{path} is writable by other users, who can put another control daemon there"
+        what = f"{path} is writable by other users, who can replace the control daemon's sockets"
         yield problem(what, f"chmod go-w {path}")
 
 
@@ -128,8 +128,8 @@ def _check_socket(directory: str) -> Iterator[Finding]:
         yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
-@check("cleaning", SOCKETS_REMOVED, "no cleanup program removes old sockets")
-def cleaning(host: Host) -> Findings:
+@check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")
+def socket_cleanup(host: Host) -> Findings:
     """Whether something removes sockets by age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_tmpfiles_rules(host))
     for domain in host.domains():
@@ -173,7 +173,7 @@ def _is_below(directory: str, path: str) -> bool:
 
 
 @check("disk space", DISK_FULL, "the pipe and log directories have free space")
-def space(host: Host) -> Findings:
+def disk_space(host: Host) -> Findings:
     checked = set()
     for directory in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
         while not os.path.exists(directory):
@@ -201,13 +201,13 @@ def shm(host: Host) -> Findings:
     try:
         info, system = os.stat(directory), os.statvfs(directory)
     except OSError as error:
-        what = f"{directory}: {error.strerror}: MPS servers and clients share memory there"
+        what = f"{directory}: {error.strerror}; MPS servers and clients need it for shared memory"
         return [problem(what, f"mount -t tmpfs -o mode=1777 tmpfs {directory}")]
     free, size = (number * system.f_frsize for number in (system.f_bavail, system.f_blocks))
     found = []
     if info.st_mode & 0o1777 != 0o1777:
         mode = stat.S_IMODE(info.st_mode)
-        what = f"{directory} has mode {mode:o}: not every user's server can create its files"
+        what = f"{directory} has mode {mode:o}, so MPS servers of other users cannot create files there"
         found.append(problem(what, f"chmod 1777 {directory}"))
     if size < _LEAST_SHM_BYTES:
         what = f"{directory} has only {size >> 20} MiB in total, too little for many clients"
@@ -246,7 +246,7 @@ def denials(host: Host) -> Findings:
     if not readable:
         raise invisible("the logs of denials (audit.log, dmesg)")
     state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
-    return [ok(f"{state}, and denied MPS nothing within the last day")]
+    return [ok(f"{state}; no denials for MPS in the last day")]
 
 
 def _summarise_denials(lines: list[str], *, permissive: bool) -> Finding:
@@ -255,7 +255,7 @@ def _summarise_denials(lines: list[str], *, permissive: bool) -> Finding:
     details = ", ".join(f"{key} {value}" for key, value in _DETAIL.findall(last))
     module = "AppArmor" if "apparmor=" in last else "SELinux"
     times = count(len(lines), "time")
-    what = f"{module} denied MPS {operation.strip()!r} ({times} within the last day; {details})"
+    what = f"{module} denied MPS the operation {operation.strip()!r} ({times} in the last day; {details})"
     if permissive:
         return warning(f"{what}: it would be denied in enforcing mode", _HINTS[module])
     return problem(what, _HINTS[module])

@@ -55,7 +55,7 @@ def driver(host: Host) -> Findings:
     try:
         version = host.inventory().driver.version
     except DriverError as error:
-        if host.is_off():
+        if host.is_mps_disabled():
             raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
         return [problem(error.message, error.hint)]
     found = [
@@ -65,13 +65,13 @@ def driver(host: Host) -> Findings:
         for what, other in _versions(host)
         if other != version
     ]
-    return found or [ok(f"version {version}, which the module, library and programs match")]
+    return found or [ok(f"version {version}; kernel module, library and programs match")]
 
 
 @check("programs", PROGRAM_MISSING)
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
-    if host.is_off():
+    if host.is_mps_disabled():
         raise SkipError(_NOT_NEEDED)
     try:
         program = find_control_program()
@@ -86,7 +86,9 @@ def programs(host: Host) -> Findings:
             found.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
     for pid in pids:
         if _is_deleted(pid):
-            what = f"the control daemon (PID {pid}) runs a program that has since been replaced or removed"
+            what = (
+                f"the executable of the control daemon (PID {pid}) was replaced or removed after it started"
+            )
             hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
             found.append(warning(what, hint))
     if not _libraries(host):
@@ -123,7 +125,7 @@ def nodes(host: Host) -> Findings:
             "until the next boot: chmod a+rw; permanently: set the option NVreg_DeviceFileMode=0666 of the "
             "nvidia module"
         )
-        return [problem(f"{', '.join(closed)}: only root can open it", hint)]
+        return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
     restriction = (
         f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
     )
@@ -257,22 +259,22 @@ def compute_mode(host: Host) -> Findings:
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not planned:
         is_kept = host.config()[0].cuda_mps_compute_mode == "keep"
-        why = "as cuda_mps_compute_mode is keep" if is_kept else "as no GPU can be divided"
-        return [ok(f"{modes}; left unchanged, {why}")]
-    return [ok(modes if is_served else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
+        why = "because cuda_mps_compute_mode is keep" if is_kept else "because no GPU can be divided"
+        return [ok(f"{modes}; left unchanged {why}")]
+    return [ok(modes if is_served else f"{modes}; the daemon will set {EXCLUSIVE_PROCESS} when it starts")]
 
 
 def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
     setting = f"nvidia-smi -i {gpu.pci_address} -c"
     if gpu.compute_mode == PROHIBITED and (is_served or planned is None):
         return problem(
-            f"{_gpu_name(gpu)} is Prohibited: no CUDA program can use it", f"{setting} {DEFAULT.upper()}"
+            f"{_gpu_name(gpu)} is in compute mode Prohibited: no CUDA program can use it",
+            f"{setting} {DEFAULT.upper()}",
         )
     if is_served and planned and gpu.compute_mode != planned:
-        mode = f"{gpu.compute_mode}, not {planned}"
-        what = f"{_gpu_name(gpu)} is {mode}: a program that bypasses the control daemon"
+        what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
-        return problem(f"{what} runs without limits", hint)
+        return problem(f"{what}: programs that bypass the control daemon run without limits", hint)
     if not is_served and gpu.compute_mode == EXCLUSIVE_PROCESS:
         what = (
             f"{_gpu_name(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one "

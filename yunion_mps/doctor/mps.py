@@ -38,7 +38,6 @@ from yunion_mps.mps.processes import (
     DEFAULT_PIPE_DIRECTORY,
     MARK,
     PROGRAM,
-    describe_servers,
     orphaned_servers,
     server_pids,
 )
@@ -82,8 +81,8 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     peer = peer_of(directory)
     known = host.known_pids().get(domain.name)
     if peer is None and known:
-        what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {directory}"
-        return problem(f"{what}: its socket has been removed", _RESTART)
+        what = f"the control daemon of domain {domain.name} (PID {known}) has no socket in {directory}"
+        return problem(f"{what}: it has been removed", _RESTART)
     if peer and known == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
@@ -93,9 +92,9 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     except HostError as error:
         return problem(error.message, error.hint)
     if found is None:
-        none, status = f"none serves {directory}", host.known_status()
+        none, status = f"no control daemon serves {directory}", host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
-        return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon starts it")
+        return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon will start one")
     pid = found.process.pid
     found.process.close()
     what = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
@@ -105,7 +104,7 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
 
 
 @check("control daemon answers", CONTROL_DAEMON_SILENT)
-def answers(host: Host) -> Findings:
+def responsiveness(host: Host) -> Findings:
     """Whether each control daemon greets its clients, and why not."""
     found: list[Finding] = []
     # Finding the owner of a connection means searching all processes' descriptors, for each domain.
@@ -128,8 +127,8 @@ def answers(host: Host) -> Findings:
         front_end = front_end_at(domain.pipe_directory) if front_ends else ""
         if front_end:
             what = (
-                f"an interactive {PROGRAM} is connected to domain {domain.name}: {front_end}; no other gets "
-                "an answer until it ends"
+                f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks all "
+                "other front-ends until it exits"
             )
             found.append(warning(what, "end it: the control daemon serves one front-end at a time"))
         else:
@@ -262,19 +261,16 @@ def orphans(host: Host) -> Findings:
     for domain in host.domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
+            servers = f"{count(len(pids), 'MPS server')} (PID {', '.join(map(str, pids))})"
             what = (
-                f"{describe_servers(pids)} of domain {domain.name} is still running without its control "
-                "daemon"
+                f"domain {domain.name} has {servers} without a control daemon, so no new one can use its GPUs"
             )
-            hint = (
-                "wait for its jobs, or end them: yunion-mps who --clients; the daemon ends it once it has "
-                "no jobs"
-            )
-            yield warning(f"{what}, and keeps new MPS servers off its GPUs", hint)
+            hint = "list the jobs: yunion-mps who --clients; the daemon ends each once its jobs have ended"
+            yield warning(what, hint)
 
 
 @check("MPS servers", SERVER_FAILED, "none failed within the last hour")
-def starts(host: Host) -> Findings:
+def server_failures(host: Host) -> Findings:
     """Failures of servers within the last hour, in the control daemons' logs."""
     found: list[Finding] = []
     is_logged = False
@@ -327,7 +323,7 @@ def _last_failure(path: str) -> str:
     return next((text for text in reversed(lines) if re.search(r"(?i)fail|error|exception", text)), "")
 
 
-@check("users", CLIENT_WAITING, "no client waits for another user's jobs")
+@check("user switching", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
     if host.config()[0].cuda_mps_multiuser:
         yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")

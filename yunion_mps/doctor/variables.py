@@ -120,7 +120,7 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
         yield problem(f"{what}, so CUDA ignores this entry and all that follow", _START_HINT)
     elif any(word.isdigit() for word in words):
-        what = f"{VISIBLE} is {text!r}: with MPS, numbers are those of the control daemon, not of nvidia-smi"
+        what = f"{VISIBLE} is {text!r}: with MPS, the control daemon numbers GPUs, not nvidia-smi"
         yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
 
 

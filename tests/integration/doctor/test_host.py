@@ -228,7 +228,7 @@ def test_a_server_that_outlived_its_control_daemon_is_found(ready: Scene) -> Non
     os.kill(control, signal.SIGKILL)
     eventually(lambda: not is_running(control), "its end")
     found = ready.look().one("orphaned servers", "warning")
-    assert found["what"].startswith(f"the MPS server (PID {server}) of domain host is still running")
+    assert found["what"].startswith(f"domain host has 1 MPS server (PID {server}) without a control daemon")
 
 
 def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
@@ -244,10 +244,10 @@ def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> None:
     ready.stand_ins.attached(ready.pipe)
-    assert ready.look().one("users", "ok")
+    assert ready.look().one("user switching", "ok")
     waiting = ready.stand_ins.client(ready.pipe, STRANGER)
     assert waiting.says() == "asking"
-    found = ready.look().one("users", "warning")
+    found = ready.look().one("user switching", "warning")
     assert found["what"].startswith(f"PID {waiting.pid} (python")
     assert "nobody) is waiting for the jobs of root to end" in found["what"]
 
@@ -272,4 +272,4 @@ def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> N
     assert scene.look().bad() == {}
     shutil.copy(folder / CONTROL, folder / "new")
     (folder / "new").replace(folder / CONTROL)
-    assert "has since been replaced or removed" in scene.look().one("programs", "warning")["what"]
+    assert "was replaced or removed after it started" in scene.look().one("programs", "warning")["what"]

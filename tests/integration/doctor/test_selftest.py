@@ -93,7 +93,7 @@ def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene
 
 def test_a_program_that_dies_is_a_problem(scene: Scene, library: Path) -> None:
     begin_with(library, "abort();")
-    assert "it exited without output" in found(scene, "problem")["what"]
+    assert "exited without output" in found(scene, "problem")["what"]
 
 
 def test_without_libcuda_it_is_skipped(scene: Scene, library: Path) -> None:
@@ -106,9 +106,7 @@ def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
     client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
     assert [client.says(), client.says()] == ["asking", "attached"]
     told = found(scene, "skipped")
-    assert (
-        told["what"] == "00:06.0-0 was not tested: a client of your user would make new jobs of nobody wait"
-    )
+    assert told["what"] == "00:06.0-0 was not tested: a client of your user would block new jobs of nobody"
     servers = scene.stand_ins.servers()
     client.end()
     assert len(servers) == 1

@@ -70,7 +70,7 @@ def test_that_it_does_not_run_is_a_problem_only_where_it_is_to(tmp_path: Path) -
         ({}, "  virtual_number: 1\n", "ok", "both files are valid; 1 device on 1 GPU"),
         ({"enable_cuda_mps": "false"}, "", "ok", "both files are valid; enable_cuda_mps is false"),
         ({"cuda_mps_scope": "hots"}, "", "problem", "/etc/yunion/host.conf:2: cuda_mps_scope is"),
-        ({}, "  virtual_number: 0\n  memory_unit: 1GiB\n", "ok", "memory in units on 1 GPU"),
+        ({}, "  virtual_number: 0\n  memory_unit: 1GiB\n", "ok", "1 memory pool"),
         ({}, "  virtual_number: many\n", "problem", "/etc/yunion/host_container_device.yml:4: "),
     ],
     ids=["right", "one device", "off", "host.conf", "units", "device file"],

@@ -96,7 +96,7 @@ def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) ->
 def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) -> None:
     scene.given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "5"
     assert the(of_job(scene), "warning").hint == (
-        "set what that device needs: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+        "set that device's variables: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
     )
 
 
@@ -124,7 +124,7 @@ def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_p
 
 
 def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
-    assert "no process 4194304" in the(of_process(scene.host, 4194304), "problem").what
+    assert "no process with PID 4194304" in the(of_process(scene.host, 4194304), "problem").what
 
 
 def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
@@ -209,7 +209,7 @@ def test_a_container_is_looked_at_by_what_it_is_given(scene: Scene, tmp_path: Pa
     assert scene.bad_command(*good, own=own) == []
     device = scene.of_command("docker", "run", "--device", "yunion.io/mps=00:06.0-1", "image", own=own)
     assert the(device, "ok").what == (
-        "docker gives the container everything that 00:06.0-1 needs, or does not start it"
+        "docker gives the container the environment of 00:06.0-1, or refuses to start it"
     )
     assert [
         what.partition(", so CUDA")[0] for what in scene.bad_command("docker", "run", "image", own=own)

@@ -100,9 +100,9 @@ SYSTEMS = "# RHEL's\nq /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n"
 
 
 def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> None:
-    assert one(host, "cleaning", "ok")
+    assert one(host, "socket cleanup", "ok")
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
-    finding = one(host, "cleaning", "warning")
+    finding = one(host, "socket cleanup", "warning")
     assert finding.what.startswith("systemd-tmpfiles removes files older than 10d from /tmp")
     assert finding.hint.startswith("echo 'x /tmp/nvidia-mps/pipe' >")
 
@@ -118,7 +118,7 @@ def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> No
 def test_what_keeps_sockets_from_being_cleaned_is_known(host: Host, root: Path, file: str, line: str) -> None:
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
     write(root / "etc/tmpfiles.d" / file, f"{line}\n")
-    assert one(host, "cleaning", "ok")
+    assert one(host, "socket cleanup", "ok")
 
 
 # -- shared memory and disks (full ones are in integration/doctor)
@@ -168,7 +168,7 @@ def test_what_selinux_refused_is_found_with_what_allows_it(
 ) -> None:
     selinux("1", AVC.format(at=NOW - 60))
     finding = one(host, "SELinux and AppArmor", "problem")
-    assert "SELinux denied MPS 'connectto' (1 time within" in finding.what
+    assert "SELinux denied MPS the operation 'connectto' (1 time in" in finding.what
     assert "path /tmp/nvidia-mps/pipe/control" in finding.what
     assert finding.hint.startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
     selinux("0", AVC.format(at=NOW - 60))
@@ -182,14 +182,14 @@ def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
     granted = AVC.replace("denied", "granted").format(at=NOW)
     selinux("1", AVC.format(at=1_600_000_000) + others + granted)
     finding = one(host, "SELinux and AppArmor", "ok")
-    assert finding.what == "SELinux is enforcing, and denied MPS nothing within the last day"
+    assert finding.what == "SELinux is enforcing; no denials for MPS in the last day"
 
 
 def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
     assert one(host, "SELinux and AppArmor", "ok").what == "neither is active"
     write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
     write(root / "dev/kmsg", APPARMOR.format(at=NOW))
-    assert "AppArmor denied MPS 'open'" in one(host, "SELinux and AppArmor", "problem").what
+    assert "AppArmor denied MPS the operation 'open'" in one(host, "SELinux and AppArmor", "problem").what
 
 
 @needs_root
@@ -201,11 +201,11 @@ def test_unreadable_logs_are_reported_differently_to_root(
     with as_user(NOBODY):
         found = one(host, "SELinux and AppArmor", "skipped")
     assert found.what == "only root can see the logs of denials (audit.log, dmesg)"
-    assert found.hint == "run it as root"
+    assert found.hint == "run doctor as root"
     (root / "var/log/audit/audit.log").unlink()
     found = one(host, "SELinux and AppArmor", "skipped")
     assert found.what == "even root cannot see the logs of denials (audit.log, dmesg) here"
-    assert found.hint == "run it outside containers, with all capabilities"
+    assert found.hint == "run doctor outside containers, with all capabilities"
 
 
 # -- what every user gets at login
@@ -214,15 +214,15 @@ def test_unreadable_logs_are_reported_differently_to_root(
 def test_a_variable_that_every_user_gets_is_found(host: Host, root: Path) -> None:
     file = root / "etc/profile.d/cuda.sh"
     write(file, "export PATH=/usr/local/cuda/bin:$PATH\nexport CUDA_HOME=/usr/local/cuda\n")
-    assert one(host, "logins", "ok")
+    assert one(host, "login files", "ok")
     write(file, "export CUDA_VISIBLE_DEVICES=0\n")
-    assert one(host, "logins", "warning").what == f"{file} sets CUDA_VISIBLE_DEVICES=0 for every user"
+    assert one(host, "login files", "warning").what == f"{file} sets CUDA_VISIBLE_DEVICES=0 for every user"
     write(root / "etc/environment", 'CUDA_MPS_PIPE_DIR="/tmp/nvidia-mps/pipe"\n')
-    first, second = found(host, "logins")
+    first, second = found(host, "login files")
     assert (first.level, second.level) == ("problem", "warning")
     assert "etc/environment: CUDA_MPS_PIPE_DIR has no effect" in first.what
 
 
 def test_our_own_pipe_directory_for_every_user_is_no_mistake(host: Host, root: Path) -> None:
     write(root / "etc/environment", f"CUDA_MPS_PIPE_DIRECTORY={root}/tmp/nvidia-mps/pipe\n")
-    assert one(host, "logins", "ok")
+    assert one(host, "login files", "ok")

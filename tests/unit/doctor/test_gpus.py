@@ -107,7 +107,7 @@ def test_a_device_node_that_is_missing_or_roots_alone_is_found(host: Host, tmp_p
     assert one(host, "device nodes", "ok").what == "all exist and can be opened"
     node = tmp_path / "dev/nvidia7"
     node.chmod(0o660)
-    assert f"{node}: only root can open it" in one(host, "device nodes", "problem").what
+    assert f"{node}: accessible only to root" in one(host, "device nodes", "problem").what
     if os.geteuid() == 0:
         os.chown(node, 0, 44)
         assert one(host, "device nodes", "ok").what.endswith("but only by root and group 44")
@@ -159,7 +159,7 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
         ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "the GPU is lost", "dmesg"),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
         ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "run only jobs"),
-        ("compute mode", {"compute_mode": "Default"}, "problem", "runs without limits",
+        ("compute mode", {"compute_mode": "Default"}, "problem", "run without limits",
          "nvidia-smi -i 0000:07:00.0 -c EXCLUSIVE_PROCESS"),
         ("compute mode", {"compute_mode": "Prohibited"}, "problem", "no CUDA program can use it",
          "nvidia-smi -i 0000:07:00.0 -c DEFAULT"),
@@ -182,29 +182,29 @@ def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) ->
     what = "GPU 07:00.0 (Tesla T4) is in mode Exclusive_Process without a control daemon"
     assert what in one(host, "compute mode", "warning").what
     left = one(host_of(tmp_path, FIRST, SECOND), "compute mode", "ok")
-    assert left.what == "Default; the daemon sets Exclusive_Process at its start"
+    assert left.what == "Default; the daemon will set Exclusive_Process when it starts"
 
 
 def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None:
     host = served(tmp_path, FIRST, cuda_mps_compute_mode="keep")
     assert one(host, "compute mode", "ok").what.startswith(
-        "Default; left unchanged, as cuda_mps_compute_mode is keep"
+        "Default; left unchanged because cuda_mps_compute_mode is keep"
     )
 
 
 def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST._replace(mig_enabled=True))
     assert one(host, "MIG", "problem")
-    assert one(host, "GPUs", "skipped").what == "no GPU is divided here"
+    assert one(host, "GPUs", "skipped").what == "no GPU of this host is divided into devices"
     assert one(host, "configuration", "ok").what == "both files are valid; 1 GPU cannot be divided now"
-    assert one(host, "compute mode", "ok").what == "Default; left unchanged, as no GPU can be divided"
+    assert one(host, "compute mode", "ok").what == "Default; left unchanged because no GPU can be divided"
 
 
 def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_container_device.yml", "devices: []\n")
     host = host_of(tmp_path, FIRST, enable_cuda_mps="false")
     for check in ("device nodes", "compute mode", "client limit"):
-        assert one(host, check, "skipped").what == "no GPU is divided here"
+        assert one(host, check, "skipped").what == "no GPU of this host is divided into devices"
 
 
 @pytest.mark.parametrize(

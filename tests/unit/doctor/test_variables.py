@@ -69,7 +69,7 @@ def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "1"}, "warning", "numbers are those of the control daemon"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "warning", "the control daemon numbers GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "2"}, "problem", "no GPU '2'"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "problem", "no GPU '-1'"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "problem", "no GPU ''"),

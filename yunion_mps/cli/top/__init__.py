@@ -381,11 +381,8 @@ class Terminal:
         self._typed += piece
         found = []
         while match := _KEY.match(self._typed):
-            if (
-                match.end() == len(self._typed)
-                and _is_incomplete(match[0])
-                and readable(self._in, _REST_OF_KEY_S)
-            ):
+            is_last = match.end() == len(self._typed)
+            if is_last and _is_incomplete(match[0]) and readable(self._in, _REST_OF_KEY_S):
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
