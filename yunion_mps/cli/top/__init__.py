@@ -396,6 +396,4 @@ def _is_incomplete(key: bytes) -> bool:
 
 def _key_name(key: bytes) -> str:
     """Return the key's character or name, "" for an unsupported key."""
-    if key[:1] != b"\x1b":
-        return key.decode("ascii", "ignore")
-    return _KEYS.get(key[2:], "")
+    return _KEYS.get(key[2:], "") if key[:1] == b"\x1b" else key.decode("ascii", "ignore")
