@@ -66,11 +66,11 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> N
     with Tmux(host.env, 80, 24) as screen:
         screen.type(TOP, "Enter")
         screen.wait("^1 GPU; 0 devices: 0 used, 0 free; 16.0 GiB free in pools; 0 leases; 0 processes$")
-        screen.wait(r"^00:06\.0-m\* +\S+ +16\.0 +free +in units$")
+        screen.wait(r"^00:06\.0-m\* +\S+ +16\.0 +free +pool$")
         command = host.popen(["yunion-mps", "run", "--gpu-mem", "6GiB", "--", "sleep", "600"])
         try:
             screen.wait("^1 GPU; 1 device: 1 used, 0 free; 10.0 GiB free in pools; 1 lease; 0 processes$")
-            screen.wait(r"^00:06\.0-m\* +\S+ +10\.0 +free +in units$")
+            screen.wait(r"^00:06\.0-m\* +\S+ +10\.0 +free +pool$")
             screen.wait(rf"^00:06\.0-m0 .* 6\.0 +37\.5 +root +{command.pid} ")
             for name in ("gpus", "status"):
                 assert (
@@ -79,7 +79,7 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> N
                 )
             host.gpus[0].lose()
             screen.wait(r"^00:06\.0-m\* +\S+ +0\.0 +unavail")
-            assert "free to lease" not in printed(host, "gpus") + printed(host, "status")
+            assert "can be leased" not in printed(host, "gpus") + printed(host, "status")
         finally:
             command.kill()
             command.communicate()

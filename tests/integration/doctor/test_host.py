@@ -45,7 +45,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
     lines = done.stdout.splitlines()
     assert (done.returncode, lines[0]) == (1, "Found 2 problems (22 ok)")
     assert lines[1].startswith(
-        "problem  compute mode: GPU 00:07.0 (Tesla T4) is Default, not Exclusive_Process"
+        "problem  compute mode: GPU 00:07.0 (Tesla T4) is in compute mode Default"
     )
     assert lines[2].startswith("         -> find what changed it")
 
@@ -170,7 +170,7 @@ def test_a_socket_that_was_removed_is_found_before_it_is_mended(ready: Scene) ->
     def told() -> bool:
         socket.unlink(missing_ok=True)
         (found,) = ready.look().checks["control daemon"]
-        return found["level"] == "problem" and found["what"].endswith(": its socket has been removed")
+        return found["level"] == "problem" and found["what"].endswith(": it has been removed")
 
     eventually(told, "that problem")
 
