@@ -58,7 +58,7 @@ class DeviceCounts(TypedDict):
     available: Count
     unavailable: Count
     pending: Count
-    used: Annotated[Count, Field("Leased, or used by a process at the last poll.")]
+    used: Annotated[Count, Field("Leased, or used by a process.")]
     free: Annotated[Count, Field("Can be leased now, and no process uses them.")]
 
 

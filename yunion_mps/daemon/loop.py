@@ -20,7 +20,7 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
-from yunion_mps.metrics.exporter import Exporter, MetricsCollector, Textfile
+from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.events import EventService
@@ -118,10 +118,9 @@ class _Loop:
             self._poll_now,
             self._schedule_tick,
         )
-        metrics = MetricsCollector(
+        exporter = Exporter(
             supervisor, queries, self._leases, status, observer, lambda: router.request_counts()
         )
-        exporter = Exporter(metrics)
         self._events = EventService(supervisor.event_log)
         router = Router(
             Handlers(queries, status, self._reloader, clients, self._leases, self._events, exporter.answer)

@@ -44,7 +44,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
-from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
 
@@ -64,7 +64,7 @@ _CACHE_S = 1.0
 _WRITE_S = 15.0
 
 
-class MetricsCollector:
+class Exporter:
     def __init__(
         self,
         supervisor: Supervisor,
@@ -81,8 +81,25 @@ class MetricsCollector:
         self._observer = observer
         self._requests = requests
         self._revision = revision()  # now, because an upgrade may replace the files while this runs
+        self._writing = asyncio.Lock()
+        self._cache: dict[bool, bytes] = {}
 
-    async def facts(self) -> Facts:
+    async def answer(self, accept: str) -> tuple[str, bytes]:
+        """Return the content type and all metrics, in the format that an Accept header asks for."""
+        openmetrics = wants_openmetrics(accept)
+        text = await self.text(openmetrics=openmetrics)
+        return OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text
+
+    async def text(self, *, openmetrics: bool = False) -> bytes:
+        """Return all metrics, at most a second old."""
+        async with self._writing:
+            if openmetrics not in self._cache:
+                facts = await self._facts()
+                self._cache[openmetrics] = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
+                asyncio.get_running_loop().call_later(_CACHE_S, self._cache.pop, openmetrics)
+            return self._cache[openmetrics]
+
+    async def _facts(self) -> Facts:
         """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
         clients, use = await self._observer.observe()
         supervisor, queries = self._supervisor, self._queries
@@ -94,7 +111,7 @@ class MetricsCollector:
             self._revision,
             self._status.of(clients),
             queries.gpus()["gpus"],
-            queries.devices(Filters(), 0, 0)["isolated_devices"],
+            queries.all_devices(),
             supervisor.snapshot().domains,
             {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
             LeaseFacts(
@@ -112,28 +129,6 @@ class MetricsCollector:
             queries.usage.latest,
             self._leases.peaks.by_device(),
         )
-
-
-class Exporter:
-    def __init__(self, metrics: MetricsCollector) -> None:
-        self._metrics = metrics
-        self._writing = asyncio.Lock()
-        self._cache: dict[bool, bytes] = {}
-
-    async def answer(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type and all metrics, in the format that an Accept header asks for."""
-        openmetrics = wants_openmetrics(accept)
-        text = await self.text(openmetrics=openmetrics)
-        return OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text
-
-    async def text(self, *, openmetrics: bool = False) -> bytes:
-        """Return all metrics, at most a second old."""
-        async with self._writing:
-            if openmetrics not in self._cache:
-                facts = await self._metrics.facts()
-                self._cache[openmetrics] = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
-                asyncio.get_running_loop().call_later(_CACHE_S, self._cache.pop, openmetrics)
-            return self._cache[openmetrics]
 
 
 class Textfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
@@ -76,15 +76,21 @@ class Queries:
         """Changes when an answer may change."""
         return self._snapshot().version + (self.ledger.version if self.ledger else 0)
 
+    def all_devices(self) -> list[answers.Device]:
+        if self._cached_version != self.version:
+            self._devices = devices_json(self._snapshot(), self.ledger, self.name_holder)
+            self._cached_version = self.version
+        return self._devices
+
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
         """One page of the devices that match the filters; a `limit` of 0 means all."""
-        wanted = [device for device in self._all() if filters.matches(device)]
+        wanted = [device for device in self.all_devices() if filters.matches(device)]
         page = wanted[offset : offset + limit] if limit else wanted[offset:]
         return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
 
     def device(self, name: str) -> answers.DeviceDetails:
         """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
-        devices = self._all()
+        devices = self.all_devices()
         matches = [device for device in devices if name in (device["id"], device["addr"])]
         matches = matches or [
             device for device in devices if device["id"].startswith(name) or device["addr"].startswith(name)
@@ -138,11 +144,11 @@ class Queries:
     def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
         return warnings(self._snapshot())
 
-    def service(self) -> answers.ServiceFields:
+    def service(self, used: Collection[str] = ()) -> answers.ServiceFields:
+        """The daemon, its GPUs and devices; `used` are the addresses of the devices in use."""
         snapshot = self._snapshot()
-        devices = self._all()
+        devices = self.all_devices()
         states = Counter(device["state"] for device in devices)
-        used = {device["addr"] for device in devices if device["lease"]}.union(self.usage.latest.devices)
         return {
             "notice": snapshot.notice,
             "notice_code": snapshot.notice.code,
@@ -159,7 +165,7 @@ class Queries:
                 "available": len(devices) - states[UNAVAILABLE] - states[PENDING],
                 "unavailable": states[UNAVAILABLE],
                 "pending": states[PENDING],
-                "used": sum(device["addr"] in used for device in devices),
+                "used": len(used),
                 "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
             },
             "gpus": {
@@ -181,12 +187,6 @@ class Queries:
         """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
         snapshot = self._snapshot()
         return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
-
-    def _all(self) -> list[answers.Device]:
-        if self._cached_version != self.version:
-            self._devices = devices_json(self._snapshot(), self.ledger, self.name_holder)
-            self._cached_version = self.version
-        return self._devices
 
     def _details(self, summary: answers.Device) -> answers.DeviceDetails:
         snapshot = self._snapshot()

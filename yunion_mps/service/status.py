@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
 from yunion_mps.enums import (
-    FREE,
     IDLE,
     NOTICE,
     PENDING,
@@ -34,7 +33,7 @@ from yunion_mps.service.holdings import (
     reasons_by_gpu,
 )
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.queries import Queries
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -65,9 +64,10 @@ class StatusService:
 
     def of(self, clients: answers.ClientList) -> answers.Status:
         """The status with these processes."""
-        service, gpus, devices = self._queries.service(), self._queries.gpus()["gpus"], self._devices()
+        gpus, devices = self._queries.gpus()["gpus"], self._queries.all_devices()
         leases, waiting = self._leases.leases(brief=True), self._leases.waiting()
         held = _used(devices, leases, clients)
+        service = self._queries.service({address for holding in held for address in holding.devices})
         problems = [
             *_service_problems(service, gpus, self._queries.warnings()),
             *_device_problems(devices),
@@ -75,7 +75,6 @@ class StatusService:
             *_lease_problems(leases, service["domains"], gpus),
         ]
         problems.sort(key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
-        used = {address for holding in held for address in holding.devices}
         outside = sum(client["mps"] is False for client in clients["clients"])
         is_troubled = any(problem["level"] == PROBLEM for problem in problems)
         state = self._queries.state
@@ -83,11 +82,6 @@ class StatusService:
             "state": "degraded" if is_troubled and state == "ready" else state,
             "problems": problems,
             **service,
-            "devices": {
-                **service["devices"],
-                "used": len(used),
-                "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
-            },
             "leases": {"total": len(leases), "waiting": len(waiting)},
             "clients": len(clients["clients"]) - outside,
             "outside_mps": outside,
@@ -115,7 +109,7 @@ class StatusService:
 
         If not all clients are known, a lease that seems idle may be in use: its state is None.
         """
-        devices = self._devices()
+        devices = self._queries.all_devices()
         states = lease_states(_used(devices, leases, clients))
         seeming = {IDLE: None} if clients["errors"] else {}
         known = {device["addr"]: device for device in devices}
@@ -126,9 +120,6 @@ class StatusService:
             reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in own)
             found.append({**lease, "state": seeming.get(state, state), "reason": reason})
         return found
-
-    def _devices(self) -> list[answers.Device]:
-        return self._queries.devices(Filters(), 0, 0)["isolated_devices"]
 
 
 def _used(

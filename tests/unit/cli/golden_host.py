@@ -23,7 +23,6 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
 from yunion_mps.service.holdings import holder_label
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
-from yunion_mps.service.queries import Filters
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 from yunion_mps.units import rfc3339
 
@@ -280,7 +279,7 @@ async def _metrics(host: ServerHost) -> tuple[str, bytes]:
         now=ClockReadings(NOW_S, 9 * _DAY),
         status=by_hand.status_of(service, *LEASES, clients=host.clients.found),
         gpus=service.gpus()["gpus"],
-        devices=service.devices(Filters(), 0, 0)["isolated_devices"],
+        devices=service.all_devices(),
         unusable=service.unusable_gpus(),
         queue=LeaseFacts({"process": 2, "name": 1, "container": 1}, len(WAITING), 12 * _MINUTE),
         events={("lease", "info"): 1, ("gpu", "error"): 1, ("client", "error"): 1, ("client", "warning"): 1},

@@ -16,7 +16,7 @@ from yunion_mps.metrics.catalogue import (
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Snapshot
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
-from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http import by_hand
@@ -38,7 +38,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         "6c4fb29c1d2e",
         by_hand.status_of(service),
         service.gpus()["gpus"],
-        service.devices(Filters(), 0, 0)["isolated_devices"],
+        service.all_devices(),
         taken.domains,
         {},
         LeaseFacts(),

@@ -11,7 +11,7 @@ from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
 from yunion_mps.overview import Answers, HostOverview, page
 from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http import by_hand
@@ -24,7 +24,7 @@ Json = Any
 def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (), **domain: Any) -> Json:
     """What the page shows of a host with these GPUs, leases and clients, and a domain in such a state."""
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
-    devices = service.devices(Filters(), 0, 0)["isolated_devices"]
+    devices = service.all_devices()
     seen = by_hand.clients(*clients, servers=(), errors=("domain host: it does not answer",))
     status = status_of(service, *leases, clients=seen)
     answers = Answers(status, service.gpus()["gpus"], devices, leases, (), seen)

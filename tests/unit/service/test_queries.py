@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, Reason
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http.by_hand import status_of
 from unit.http.snapshots import H100, P40, snapshot
-from unit.leases.shares import lease
 
 
 def warnings(status: Any) -> list[Any]:
@@ -34,14 +31,3 @@ def test_a_domain_that_does_not_serve_worsens_the_state(state: str, broken: int,
     assert [one["reason"] for one in bad["domains"]] == [SILENT] * broken + [""] * (2 - broken)
     assert bad["devices"]["unavailable"] == 4 * broken
     assert warnings(bad) == warnings(good) != [], "they are of what runs"
-
-
-def test_a_device_is_used_if_it_is_leased_or_a_process_uses_it() -> None:
-    host = snapshot(H100)
-    leased, polled, *_ = host.plan.devices
-    queries = Queries(lambda: host, 0.0, 1)
-    queries.ledger = Ledger([lease("a", leased)])
-    assert [queries.service()["devices"][name] for name in ("used", "free")] == [1, 3]
-    use = DeviceUsage(512, 1)
-    queries.usage.latest = LatestPoll(devices={leased.addr: use, polled.addr: use})
-    assert [queries.service()["devices"][name] for name in ("used", "free")] == [2, 2]
