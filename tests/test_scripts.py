@@ -1,4 +1,4 @@
-"""scripts/test itself, in a checkout whose tools are stand-ins that write down how they were called."""
+"""scripts/test itself, whose tools are stand-ins here, and tests that are told to end by SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from integration.daemon_host import PATIENCE_S, eventually
+from integration.daemon_host import PATIENCE_S, eventually, is_running
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TOOLS = tuple(f".venv/bin/{name}" for name in ("ruff", "mypy", "lint-imports", "coverage", "pytest"))
@@ -120,3 +121,47 @@ def test_the_demo_needs_a_compiler_and_python_and_no_more() -> None:
     assert len(needs) > 10
     for name in ("demo", "simhost"):
         assert '/setup" --demo --quiet\n' in (CHECKOUT / f"scripts/{name}").read_text()
+
+
+_TESTS = Path(__file__).resolve().parent
+_TEST = """
+import subprocess, pathlib, pytest
+
+@pytest.fixture
+def process():
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as started:
+        yield started
+        started.kill()
+
+def test_a_test_waits_for_its_condition(process):
+    pathlib.Path("pid").write_text(f"{process.pid}\\n")
+    process.wait()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_tests_that_get_sigterm_end_what_they_started(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "test_it.py").write_text(_TEST)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        workers,
+    ]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(_TESTS)}
+    command += ["-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as tests:
+        pid = tmp_path / "pid"
+        started = eventually(lambda: pid.exists() and pid.read_text(), "the test")
+        os.killpg(tests.pid, signal.SIGTERM)
+        assert tests.wait() != 0
+    eventually(lambda: not is_running(int(started)), "the end of the process")

@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench import idling, ledgers, requests, starts
+from bench import ledgers, programs, requests
 from bench.values import BenchError, Line, Settings
 from simhost import BuildError
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
-    "start": starts.start_lines,
-    "list": starts.list_lines,
-    "run": starts.run_lines,
+    "start": programs.start_lines,
+    "list": programs.list_lines,
+    "run": programs.run_lines,
     "request": requests.request_lines,
     "lease": requests.lease_lines,
     "scrape": requests.scrape_lines,
     "ledger": ledgers.lines,
-    "memory": idling.memory_lines,
-    "idle": idling.processor_lines,
-    "recovery": starts.recovery_lines,
+    "memory": programs.memory_lines,
+    "idle": programs.processor_lines,
+    "recovery": programs.recovery_lines,
 }
 
 

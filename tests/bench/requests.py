@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from bench.idling import memory_mib
+from bench.programs import memory_mib
 from bench.running import Daemon, Http, request_for, running
 from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
 from waiting import readable

@@ -168,6 +168,11 @@ class Daemon(Closes):
         return self._process.pid
 
     @property
+    def descriptors(self) -> int:
+        """How many files it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -183,10 +183,6 @@ def test_check_says_what_is_right_or_wrong_and_changes_nothing(daemon: Daemon) -
 LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 
 
-def descriptors_of(daemon: Daemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
-
-
 def test_systemd_is_told_of_lost_control_daemons_and_nothing_leaks(ready_daemon: Daemon) -> None:
     """The second death in a row is followed by a pause, so that there is something to see."""
 
@@ -195,14 +191,14 @@ def test_systemd_is_told_of_lost_control_daemons_and_nothing_leaks(ready_daemon:
         return bool(status["state"] == "ready" and status["domains"][0]["restarts"] == restarts)
 
     nothing = "STATUS=0 of 4 devices available, 0 of 1 control daemons serving; "
-    first, before = ready_daemon.control_pid(), descriptors_of(ready_daemon)
+    first, before = ready_daemon.control_pid(), ready_daemon.descriptors
     os.kill(first, signal.SIGKILL)
     eventually(lambda: recovered(1), "another control daemon")
     second = ready_daemon.control_pid()
     os.kill(second, signal.SIGKILL)
     ready_daemon.wait_message(f"{nothing}the control daemon (PID {second}) was killed by signal 9")
     eventually(lambda: recovered(2), "a third one")
-    eventually(lambda: descriptors_of(ready_daemon) <= before, "no more descriptors than before")
+    eventually(lambda: ready_daemon.descriptors <= before, "no more descriptors than before")
     assert ready_daemon.notifications.count("READY=1") == 1
     assert ready_daemon.stop() == 0
 

@@ -22,24 +22,17 @@ def total(daemon: Daemon) -> int:
 
 def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon: Daemon) -> None:
     (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
-    for target in ("/v1/plan", "/v1/reload"):
-        status, answer = ready_daemon.ask("GET" if target == "/v1/plan" else "POST", target)
-        assert status == 422
-        assert "host.conf:1: enable_cuda_mps is" in str(answer["detail"])
+    for method, target in (("GET", "/v1/plan"), ("POST", "/v1/reload")):
+        status, answer = ready_daemon.ask(method, target)
+        assert (status, "host.conf:1: enable_cuda_mps is" in answer["detail"]) == (422, True)
     ready_daemon.signal(signal.SIGHUP)
-
-    def refusals() -> list[dict[str, str]]:
-        found: list[dict[str, str]] = ready_daemon.get("/v1/events?kind=configuration")[1]["events"]
-        return found
-
-    eventually(lambda: len(refusals()) == 2, "both refusals")
-    events = refusals()
-    assert [event["what"] for event in events] == [
-        "refused (requested by a client)",
-        "refused (requested by SIGHUP)",
-    ]
-    assert total(ready_daemon) == 4
+    told = "/v1/events?kind=configuration"
+    eventually(lambda: len(ready_daemon.get(told)[1]["events"]) == 2, "both refusals")
+    events = ready_daemon.get(told)[1]["events"]
+    whose = [f"refused (requested by {who})" for who in ("a client", "SIGHUP")]
+    assert [event["what"] for event in events] == whose
     assert events[0]["consequence"] == "nothing was changed: the previous configuration stays in effect"
+    assert total(ready_daemon) == 4
 
 
 def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import socket
@@ -17,10 +16,6 @@ from integration.test_daemon_gpus import LOST, available
 
 def allow(daemon: Daemon, descriptors: int) -> None:
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (descriptors, 4096))
-
-
-def descriptors_of(daemon: Daemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
 def test_a_stop_without_descriptors_gives_jobs_their_time(make_at_work: MakeAtWork) -> None:

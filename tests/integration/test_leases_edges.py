@@ -141,7 +141,7 @@ def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
     daemon.start().wait_ready()
     for _ in range(48):
         take(daemon, f"holder.pid={sleeper.pid}")
-    used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    used = daemon.descriptors
     daemon.kill()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used - 24, most[1]))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import signal
-import socket
 import stat
 from pathlib import Path
 
@@ -112,31 +109,6 @@ def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon
         daemon.start().wait_ready()
         assert lease() == [[3000], [None]]
         job.kill()
-
-
-def test_a_driver_that_hangs_holds_up_none_of_several_scrapes(ready_daemon: Daemon) -> None:
-    before = samples(printed(ready_daemon))
-    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=600_000)
-    connections = []
-    for accept in ["application/openmetrics-text", "text/plain"] * 4:
-        connection = http.client.HTTPConnection("localhost")
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(str(ready_daemon.socket_path))
-        connection.request("GET", "/metrics", headers={"Accept": accept})
-        connections.append(connection)
-    for connection in connections:
-        with contextlib.closing(connection):
-            assert connection.getresponse().read()
-    asked = ("yunion_mps_http_requests_total", (("code", "200"), ("method", "GET"), ("route", "/metrics")))
-    made = eventually(lambda: _newer(samples(printed(ready_daemon)), asked), "another scrape")
-    used = ("yunion_mps_use_timestamp_seconds", ())
-    assert made[used] == before[used]
-    ready_daemon.host.clear()
-
-
-def _newer(found: Samples, asked: tuple[str, tuple[tuple[str, str], ...]]) -> Samples:
-    """It, if it was made after an earlier answer."""
-    return found if found.get(asked) else {}
 
 
 def test_the_file_is_whole_and_goes_where_a_reload_says_until_a_stop(daemon: Daemon, textfile: Path) -> None:

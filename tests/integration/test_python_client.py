@@ -268,15 +268,6 @@ def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -
     assert given(client) == []
 
 
-def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
-    """Some are kept for the next ones (`yunion_mps.host.threads`)."""
-    before = len(os.listdir("/proc/self/task"))
-    for number in range(20):
-        with client.lease(name=f"job-{number}", ttl_s=60):
-            pass
-    eventually(lambda: len(os.listdir("/proc/self/task")) <= before + 4, "the end of their threads")
-
-
 def test_a_lease_with_a_name_says_that_another_caller_has_ended_it(
     ready_daemon: Daemon, client: Client, said: list[str]
 ) -> None:

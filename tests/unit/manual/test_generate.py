@@ -46,15 +46,6 @@ def test_another_date_changes_nothing_but_the_date(generated: Path, tmp_path: Pa
     assert sum(b" 1970-01-02 " in text for text in other.values()) == 4
 
 
-def test_a_second_run_replaces_the_files(tmp_path: Path) -> None:
-    generate(tmp_path)
-    page = tmp_path / "man/yunion-mps.1"
-    whole = page.read_text()
-    page.write_text("something else, and longer than the page: " + whole)
-    generate(tmp_path)
-    assert page.read_text() == whole
-
-
 def test_the_files_describe_the_sources_beside_the_script(tmp_path: Path) -> None:
     """Packages are built from a copy of the sources, with the checkout's Python."""
     copy = tmp_path / "copy"
