@@ -57,7 +57,7 @@ def test_the_table_has_each_line_s_ratio_and_whether_it_met_the_aim() -> None:
     )
 
 
-def test_the_ledger_s_lines_are_of_what_they_say_and_all_measured() -> None:
+def test_every_ledger_benchmark_line_has_a_positive_ratio() -> None:
     found = list(ledgers.lines(Settings(quick=True)))
     assert found
     assert all((entry.ratio or 0) > 0 for entry in found)

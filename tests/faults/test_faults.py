@@ -22,9 +22,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts, other users and 
 
 @as_root
 @pytest.mark.parametrize("fault", _PLAYED, ids=[fault.play.__name__ for fault in _PLAYED])
-def test_it_recovers_or_says_what_to_do_and_only_what_is_told_is_lost(
-    fault: Fault, row: Callable[[Fault], Row]
-) -> None:
+def test_each_fault_is_survived_as_the_page_says(fault: Fault, row: Callable[[Fault], Row]) -> None:
     assert row(fault).fault == fault.name
 
 

@@ -38,9 +38,7 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     assert daemon.host.gpus[0].compute_mode == "default", "we have changed it, so it is restored"
 
 
-def test_what_a_killed_daemon_left_is_restored_with_it(
-    daemon: Daemon, stranger: subprocess.Popen[str]
-) -> None:
+def test_restore_cleans_up_after_a_killed_daemon(daemon: Daemon, stranger: subprocess.Popen[str]) -> None:
     assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()
     daemon.kill()
@@ -56,7 +54,7 @@ def test_what_a_killed_daemon_left_is_restored_with_it(
         ({"cuda_mps_pipe_directory": "/run/mps/pipe"}, "no control daemon serves it"),
     ],
 )
-def test_where_the_configuration_asks_for_another_it_is_left_alone(
+def test_a_control_daemon_that_contradicts_the_files_is_not_adopted(
     daemon: Daemon, stranger: subprocess.Popen[str], keys: dict[str, str], why: str
 ) -> None:
     daemon.configure(**keys)
@@ -75,7 +73,7 @@ def test_only_the_one_that_serves_our_directory_can_be_named(
     assert daemon.run("--adopt", "all") == 2
 
 
-def test_one_that_is_ours_is_refused(ready_daemon: Daemon) -> None:
+def test_our_own_control_daemon_is_not_adopted(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
     other = Daemon(ready_daemon.host, notify=False)
     assert other.run("--adopt", str(control)) == 1
@@ -127,14 +125,14 @@ def test_its_control_daemon_is_ended_and_the_compute_mode_restored(daemon: Daemo
     assert daemon.run("--restore") == 0, daemon.log
 
 
-def test_where_only_the_mode_is_left_it_is_restored(daemon: Daemon, killed: int) -> None:
+def test_a_compute_mode_without_control_daemon_is_restored(daemon: Daemon, killed: int) -> None:
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: not is_running(killed))
     assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
-def test_a_note_is_of_this_boot_whatever_boot_id_it_has(daemon: Daemon, killed: int) -> None:
+def test_a_copied_mode_counts_for_this_boot_whatever_its_boot_id(daemon: Daemon, killed: int) -> None:
     """As in a container, where the unit's sandbox shows another one than the shell."""
     note = daemon.host.root / "run/yunion-mps/former-compute-modes.json"
     other = re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', note.read_text())
@@ -146,7 +144,7 @@ def test_a_note_is_of_this_boot_whatever_boot_id_it_has(daemon: Daemon, killed: 
     assert not note.exists()
 
 
-def test_where_a_mode_cannot_be_restored_the_command_is_named(daemon: Daemon, killed: int) -> None:
+def test_the_command_for_an_unrestored_mode_is_printed(daemon: Daemon, killed: int) -> None:
     daemon.host.fail("nvmlDeviceSetComputeMode", "no_permission")
     assert daemon.run("--restore") == 1
     uuid = daemon.host.gpus[0].uuid
@@ -157,13 +155,13 @@ def test_where_a_mode_cannot_be_restored_the_command_is_named(daemon: Daemon, ki
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
-def test_while_a_daemon_runs_it_refuses(ready_daemon: Daemon) -> None:
+def test_restore_refuses_while_a_daemon_runs(ready_daemon: Daemon) -> None:
     other = Daemon(ready_daemon.host, notify=False)
     assert other.run("--restore") == 1
     assert f"another yunion-mps-daemon is already running (PID {ready_daemon.pid})" in other.log
     assert ready_daemon.status()["state"] == "ready"
 
 
-def test_where_no_daemon_has_ever_run_there_is_nothing_to_do(daemon: Daemon) -> None:
+def test_restore_does_nothing_if_no_daemon_ever_ran(daemon: Daemon) -> None:
     assert daemon.run("--restore") == 0
     assert "nothing to restore" in daemon.log

@@ -136,7 +136,7 @@ def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "reload"])
-def test_a_bad_file_is_told_as_config_check_tells_it_and_changes_nothing(ready: Daemon, command: str) -> None:
+def test_a_reload_reports_errors_as_config_check_does(ready: Daemon, command: str) -> None:
     ready.host.divide("many")
     told = failed(ready.host, command)
     assert told == failed(ready.host, "config", "check")
@@ -257,7 +257,7 @@ def answer(daemon: Daemon) -> dict[str, Any]:
     return dict(daemon.get("/v1/clients")[1])
 
 
-def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> None:
+def test_events_continue_across_a_re_exec(ready: Daemon) -> None:
     control = ready.control_pid()
     first = printed(ready.host, "events")
     assert re.search(r"info     compute_mode 00:06\.0: Default -> Exclusive_Process\n", first)

@@ -40,7 +40,7 @@ def system_log(host: SimHost) -> Iterator[socket.socket]:
         yield log
 
 
-def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
+def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     """For root and for another user; the control daemon runs outside, the front-end is in the container."""
@@ -179,7 +179,7 @@ def test_memory_in_units_is_a_device_while_its_lease_lives(daemon: Daemon, make_
     assert files_of(host) == []
 
 
-def test_what_nvidia_s_toolkit_made_comes_along_as_soon_as_it_is_there(
+def test_nvidias_cdi_file_is_included_as_soon_as_it_exists(
     ready_daemon: Daemon, podman: Podman, tmp_path: Path
 ) -> None:
     host = ready_daemon.host

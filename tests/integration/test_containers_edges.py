@@ -92,9 +92,7 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     eventually(lambda: ADDRESSES[3] not in given(ready_daemon), "that it is free again")
 
 
-def test_what_is_run_in_a_container_later_is_told_of_the_device_by_hand(
-    ready_daemon: Daemon, podman: Podman
-) -> None:
+def test_podman_exec_needs_the_devices_environment(ready_daemon: Daemon, podman: Podman) -> None:
     """podman exec brings nothing of a CDI device's environment."""
     podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
     assert "CUDA_MPS" not in podman.good("exec", "trainer", "env"), "docs/containers.md says so"
@@ -200,7 +198,7 @@ def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(daemon: Dae
         assert files_of(host) == []
 
 
-def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_daemon: Daemon) -> None:
+def test_an_unwritable_cdi_directory_is_logged_once_and_retried(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
     directory = host.root / "run/cdi"
@@ -253,7 +251,7 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
 
 
 @pytest.mark.parametrize("engine", ["docker", "podman"])
-def test_an_engine_that_is_not_there_is_said_in_a_line(ready_daemon: Daemon, engine: str) -> None:
+def test_a_missing_engine_is_one_line(ready_daemon: Daemon, engine: str) -> None:
     host = ready_daemon.host
     program = shutil.which("yunion-mps", path=host.env["PATH"])
     alone = {**host.env, "PATH": str(Path(str(program)).parent)}

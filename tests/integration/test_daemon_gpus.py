@@ -134,7 +134,7 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
     return found
 
 
-def test_an_xid_of_a_job_is_told_and_takes_no_device(ready_daemon: Daemon) -> None:
+def test_an_xid_of_a_job_is_reported_and_takes_no_device(ready_daemon: Daemon) -> None:
     daemon = ready_daemon
     seen = ("warning", "00:06.0", "Xid 31: GPU memory page fault, usually caused by a job")
     eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
@@ -188,7 +188,7 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         assert not is_running(client.pid)
 
 
-def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon) -> None:
+def test_changes_between_two_polls_are_reverted_or_adopted(daemon: Daemon) -> None:
     host = daemon.host
     host.gpus[1].mig = True
     daemon.configure(cuda_mps_scope="gpu")

@@ -21,7 +21,7 @@ LINE = "4 of 4 devices available, 1 of 1 control daemons serving"
 RUN = "run/yunion-mps"
 
 
-def test_systemd_is_told_each_step_once_and_in_order(ready_daemon: Daemon) -> None:
+def test_systemd_is_notified_of_each_step_once_and_in_order(ready_daemon: Daemon) -> None:
     ready_daemon.status()  # its loop runs
     assert ready_daemon.stop() == 0
     assert ready_daemon.notifications == [
@@ -183,7 +183,7 @@ def test_check_says_what_is_right_or_wrong_and_changes_nothing(daemon: Daemon) -
 LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 
 
-def test_systemd_is_told_of_lost_control_daemons_and_nothing_leaks(ready_daemon: Daemon) -> None:
+def test_systemd_is_notified_of_lost_control_daemons(ready_daemon: Daemon) -> None:
     """The second death in a row is followed by a pause, so that there is something to see."""
 
     def recovered(restarts: int) -> bool:
@@ -203,7 +203,7 @@ def test_systemd_is_told_of_lost_control_daemons_and_nothing_leaks(ready_daemon:
     assert ready_daemon.stop() == 0
 
 
-def test_the_next_daemon_starts_also_if_what_it_finds_is_just_ending(daemon: Daemon) -> None:
+def test_a_start_succeeds_while_an_old_control_daemon_is_ending(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     control = daemon.control_pid()
     daemon.kill()

@@ -145,7 +145,7 @@ def test_a_daemon_that_stops_neither_reloads_nor_reexecs(make_at_work: MakeAtWor
     assert daemon.wait() == 0
 
 
-def test_nothing_is_changed_where_it_cannot_be_written_down(ready_daemon: Daemon) -> None:
+def test_a_change_is_refused_if_it_cannot_be_recorded(ready_daemon: Daemon) -> None:
     """Otherwise a daemon that dies then would leave the next one without the budgets that jobs have."""
     file = ready_daemon.host.root / "var/lib/yunion-mps/state.db"
     ready_daemon.host.divide(2)

@@ -50,7 +50,7 @@ def test_a_stop_without_memory_to_spare_restores_every_compute_mode(daemon: Daem
     assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "default"], daemon.log
 
 
-def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemon: Daemon) -> None:
+def test_refused_connections_are_logged_in_a_few_lines(ready_daemon: Daemon) -> None:
     eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
     allow(ready_daemon, 3)
     with socket.socket(socket.AF_UNIX) as client:
@@ -105,7 +105,7 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Dae
     assert ready_daemon.stop() == 0
 
 
-def test_a_reload_without_processes_is_refused_and_looks_go_on(ready_daemon: Daemon) -> None:
+def test_a_reload_at_the_process_limit_is_refused_and_polls_continue(ready_daemon: Daemon) -> None:
     assert ready_daemon.get("/v1/plan")[0] == 200  # which leaves the threads for the next time
     host = ready_daemon.host
     host.divide(2)

@@ -64,7 +64,7 @@ def test_prometheus_format_is_served_as_it_asks_for_it(gateway: Gateway, port: i
     assert modern[1].endswith("\n# EOF\n")
 
 
-def test_only_the_metrics_are_there_and_only_to_be_read(gateway: Gateway, port: int) -> None:
+def test_the_metrics_address_serves_get_of_metrics_only(gateway: Gateway, port: int) -> None:
     head = gateway.get(port, method="HEAD")
     assert head == (200, "")
     for target in ("/", "/v1/status", "/v1/devices", "/metrics/", "/v1/reload"):
@@ -87,7 +87,7 @@ def test_a_name_that_another_party_may_hold_is_not_answered(gateway: Gateway, po
     [b"\x16\x03\x01\x02\x00\x01\x00", b"HELLO\r\n\r\n", b"GET /metrics\r\n\r\n", b"\0" * 40_000],
     ids=["TLS", "no HTTP", "no version", "noughts"],
 )
-def test_what_is_no_http_is_refused_and_others_are_served(gateway: Gateway, port: int, junk: bytes) -> None:
+def test_invalid_http_is_refused_while_others_are_served(gateway: Gateway, port: int, junk: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(junk)
         with contextlib.suppress(OSError):  # it may have been refused by now
@@ -164,7 +164,7 @@ def test_a_gateway_that_may_not_ask_does_not_say_the_daemon_is_gone(
     assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, hint)
 
 
-def test_a_daemon_that_hangs_is_told_before_prometheus_gives_up(
+def test_a_hung_daemon_is_reported_within_the_scrape_timeout(
     gateway: Gateway, open_daemon: Daemon, port: int
 ) -> None:
     """Its scrape_timeout is 10 s: beyond it, the alert would be that of a gateway that is gone."""

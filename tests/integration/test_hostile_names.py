@@ -69,7 +69,7 @@ def hostile(host_of_hostile_names: Daemon) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_no_output_obeys_a_hostile_name(
+def test_hostile_names_are_escaped_in_every_output(
     host_of_hostile_names: Daemon, hostile: subprocess.Popen[bytes]
 ) -> None:
     daemon = host_of_hostile_names

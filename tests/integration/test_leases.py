@@ -51,7 +51,7 @@ def test_a_command_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon) 
         eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-def test_a_script_without_its_first_line_is_told_what_that_is(ready_daemon: Daemon, tmp_path: Path) -> None:
+def test_a_script_without_a_shebang_gets_a_hint(ready_daemon: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "job"
     script.write_text("echo ran\n")
     script.chmod(0o755)
@@ -61,7 +61,7 @@ def test_a_script_without_its_first_line_is_told_what_that_is(ready_daemon: Daem
     assert hint.startswith("yunion-mps: begin the script with #!")
 
 
-def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) -> None:
+def test_if_nothing_is_free_a_request_fails_or_queues(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     jobs = [start(host) for _ in ADDRESSES]
     assert given(ready_daemon) == ADDRESSES

@@ -142,7 +142,7 @@ def test_an_answer_that_is_lost_costs_no_second_device(
         lease.release()
 
 
-def test_a_client_that_waits_goes_on_while_the_daemon_is_busy(ready_daemon: Daemon, said: list[str]) -> None:
+def test_a_waiting_client_retries_while_the_daemon_is_busy(ready_daemon: Daemon, said: list[str]) -> None:
     busy = [lambda _: _BUSY] * 3
     with contextlib.closing(Between(ready_daemon, [*busy])) as between:
         with pytest.raises(Exception, match="too many connections are open"):
@@ -152,7 +152,7 @@ def test_a_client_that_waits_goes_on_while_the_daemon_is_busy(ready_daemon: Daem
     assert said == ["too many connections are open; retrying for up to 60 s"]
 
 
-def test_a_lease_is_also_given_back_where_the_daemon_cannot_just_now(
+def test_a_lease_is_released_although_the_daemon_is_temporarily_unable(
     ready_daemon: Daemon, said: list[str]
 ) -> None:
     lease = Client(said.append).lease()

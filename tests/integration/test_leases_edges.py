@@ -84,7 +84,7 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})
-def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(ready_daemon: Daemon) -> None:
+def test_a_lease_without_its_control_daemon_is_reported(ready_daemon: Daemon) -> None:
     daemon = ready_daemon
     before = take(daemon, "holder.name=before&holder.ttl_s=600")
     assert wrong_at(daemon) == []
@@ -191,7 +191,7 @@ def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Pat
         waiter.close()
 
 
-def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) -> None:
+def test_an_unfinished_lease_copy_is_not_a_second_lease(ready_daemon: Daemon) -> None:
     lease = take(ready_daemon, "holder.name=a&holder.ttl_s=600")
     copies = ready_daemon.host.root / "run/yunion-mps/leases"
     (copies / f"{lease['id']}.new").write_bytes((copies / lease["id"]).read_bytes())

@@ -211,7 +211,9 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-def test_one_of_a_name_stays_its_name_s(ready_daemon: Daemon, inside: subprocess.Popen[bytes]) -> None:
+def test_binding_to_a_container_leaves_a_named_lease_named(
+    ready_daemon: Daemon, inside: subprocess.Popen[bytes]
+) -> None:
     lease = take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
     assert lease["cdi"] == f"yunion.io/mps={lease['id']}"
     status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")

@@ -82,7 +82,7 @@ def test_a_job_over_budget_degrades_the_api_the_metric_and_status_alike(ready_da
 
 
 @pytest.mark.gpus({"kind": "h100", "virtual_number": 4})
-def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon: Daemon) -> None:
+def test_a_leases_peak_survives_the_daemon(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
 
     def lease() -> list[object]:
@@ -125,7 +125,7 @@ def test_the_file_is_whole_and_goes_where_a_reload_says_until_a_stop(daemon: Dae
     assert os.listdir(textfile.parent) == []
 
 
-def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemon, textfile: Path) -> None:
+def test_a_missing_textfile_directory_is_one_warning(daemon: Daemon, textfile: Path) -> None:
     textfile.parent.rmdir()
     daemon.start().wait_ready()
     wrong = f"cannot write metrics_textfile {textfile}: No such file or directory"
@@ -142,7 +142,7 @@ def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemo
     eventually(lambda: wrong not in daemon.warnings(), "the end of the warning")
 
 
-def test_nothing_that_another_user_laid_out_is_followed(daemon: Daemon, textfile: Path) -> None:
+def test_another_users_symlinks_are_not_followed(daemon: Daemon, textfile: Path) -> None:
     """node_exporter's directory may be its own, and the daemon is root."""
     victim = textfile.parent.parent / "victim"
     victim.write_text("mine\n")

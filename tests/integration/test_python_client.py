@@ -141,7 +141,7 @@ def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> Non
     assert len(client.devices(unused=True)) == 4
 
 
-def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) -> None:
+def test_unavailable_infeasible_and_unknown_have_their_own_errors(client: Client) -> None:
     with client.lease(devices=[ADDRESSES[0]]):
         with pytest.raises(NothingFreeError, match="1 of 1 in use"):
             client.lease(devices=[ADDRESSES[0]])
@@ -162,7 +162,7 @@ def test_a_caller_that_waits_gets_the_device_once_it_is_free(
     second.result(PATIENCE_S).release()
 
 
-def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
+def test_a_waiting_caller_survives_every_daemon_restart(
     ready_daemon: Daemon, client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
     first = client.lease(devices=[ADDRESSES[0]])
@@ -288,7 +288,7 @@ def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
     assert given(client) == []
 
 
-def test_a_user_who_may_not_ask_the_daemon_is_told_so(
+def test_a_user_without_permission_gets_not_allowed_error(
     ready_daemon: Daemon, client: Client, as_nobody: Callable[[], None]
 ) -> None:
     as_nobody()
@@ -314,7 +314,7 @@ def as_nobody() -> Iterator[Callable[[], None]]:
     os.setgroups(groups)
 
 
-def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daemon, client: Client) -> None:
+def test_events_since_a_time_continue_across_a_restart(ready_daemon: Daemon, client: Client) -> None:
     began = datetime.now(timezone.utc)
     client.lease(devices=[ADDRESSES[1]]).release()
     told = [event.what.partition(" ")[0] for event in client.events(since=began, kind="lease")]

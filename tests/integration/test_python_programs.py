@@ -102,7 +102,7 @@ def test_a_task_that_is_cancelled_in_its_block_releases_the_device(ready_daemon:
     asyncio.run(cancelled())
 
 
-def test_a_task_that_waits_goes_on_past_a_restart_of_the_daemon(ready_daemon: Daemon) -> None:
+def test_a_waiting_task_survives_a_daemon_restart(ready_daemon: Daemon) -> None:
     async def restarted() -> None:
         said: list[str] = []
         client = AsyncClient(said.append)

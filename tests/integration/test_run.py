@@ -18,7 +18,7 @@ from integration.tmux import Tmux
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
-def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daemon) -> None:
+def test_a_command_does_not_inherit_what_python_changes(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     closed = ["bash", "-c", "set -o pipefail; yunion-mps run yes 2>/dev/null | head -1; exit $?"]
     assert host.run(closed).returncode == 128 + signal.SIGPIPE
@@ -98,7 +98,7 @@ def test_options_after_the_command_belong_to_the_command(ready_daemon: Daemon) -
         assert run(ready_daemon.host, *before, "echo", "--wait", "5").stdout == "--wait 5\n", before
 
 
-def test_what_runs_without_limits_has_no_device(ready_daemon: Daemon) -> None:
+def test_a_command_without_limits_takes_no_device(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     (ready_daemon.pipe_directory / "control").rename(ready_daemon.pipe_directory / "aside")
     done = run(host, "--allow-unlimited", "sh", "-c", "env; yunion-mps list --free")
@@ -108,7 +108,7 @@ def test_what_runs_without_limits_has_no_device(ready_daemon: Daemon) -> None:
     assert run(host, "true").returncode == 1
 
 
-def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon: Daemon) -> None:
+def test_an_unknown_device_does_not_run_without_limits(ready_daemon: Daemon) -> None:
     for option, name in (("--device", "00:06.0-9"), ("--gpu", "00:09.0")):
         done = run(ready_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "")
@@ -116,7 +116,7 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
 
 
 @pytest.mark.gpus({"kind": "v100"}, {"kind": "tesla-p40"})
-def test_what_cannot_be_granted_is_not_run_without_limits_instead(ready_daemon: Daemon) -> None:
+def test_an_infeasible_request_does_not_run_without_limits(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     jobs = [start(host) for _ in range(4)]
     for exit_status, options in (
@@ -164,7 +164,7 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
         ("lease take 'a b' --ttl 5", "NAME may contain letters, digits and ._:/@-, must begin with a letter"),
     ],
 )
-def test_what_is_empty_or_too_much_is_wrong_usage(ready_daemon: Daemon, wrong: str, why: str) -> None:
+def test_empty_and_surplus_arguments_are_usage_errors(ready_daemon: Daemon, wrong: str, why: str) -> None:
     done = ready_daemon.host.run(["yunion-mps", *shlex.split(wrong)])
     assert (done.returncode, done.stderr.startswith(f"yunion-mps: {why}")) == (2, True), done.stderr
     subcommand = " ".join(wrong.split()[: 1 + wrong.startswith("lease")])
@@ -199,7 +199,7 @@ def test_a_command_without_standard_output_is_run_as_any_other(ready_daemon: Dae
         )
 
 
-def test_without_standard_error_nothing_is_said_in_the_output_instead(daemon: Daemon) -> None:
+def test_without_standard_error_messages_do_not_go_to_the_output(daemon: Daemon) -> None:
     done = daemon.host.run(["sh", "-c", "yunion-mps run --allow-unlimited echo ran 2>&-"])
     assert (done.returncode, done.stdout) == (0, "ran\n")
 

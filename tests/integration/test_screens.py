@@ -114,9 +114,7 @@ def test_it_is_the_same_whatever_the_terminal_is_called(host: ServerHost, term: 
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(60, 16), (40, 10), (20, 6), (8, 3), (1, 1)])
-def test_on_a_small_terminal_it_shows_what_has_room_and_goes_on(
-    screen: Tmux, columns: int, rows: int
-) -> None:
+def test_top_works_on_a_small_terminal(screen: Tmux, columns: int, rows: int) -> None:
     watch(screen)
     screen.resize(columns, rows)
     eventually(lambda: len(screen.lines()) <= rows and screen.lines()[-1:] != [], "the small screen")
@@ -247,7 +245,7 @@ def test_a_fault_of_its_own_leaves_the_terminal_as_before(
     assert any("KeyError" in line for line in left(screen))
 
 
-def test_it_is_stopped_by_ctrl_z_with_the_terminal_as_before_and_goes_on(screen: Tmux) -> None:
+def test_ctrl_z_restores_the_terminal_and_top_can_continue(screen: Tmux) -> None:
     start(screen)
     screen.type("C-z")
     screen.wait("Stopped")
@@ -275,7 +273,7 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
     assert screen.lines()[1:] == lines[1:]
 
 
-def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: ServerHost) -> None:
+def test_top_continues_while_the_clients_are_unknown(screen: Tmux, host: ServerHost) -> None:
     host.clients.found = clients(errors=("the driver is slow to answer",))
     screen.type(TOP, "Enter")
     screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 request queued; 0 processes")

@@ -59,7 +59,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         assert daemon.stop() == 0
 
 
-def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> None:
+def test_every_screen_shows_the_free_memory_of_pools(daemon: Daemon) -> None:
     host = daemon.host
     host.divide(IN_UNITS)
     daemon.start().wait_ready()
@@ -86,7 +86,7 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(daemon: Daemon) -> N
 
 
 @pytest.mark.parametrize("end", [Daemon.kill, Daemon.stop])
-def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
+def test_top_continues_after_an_interruption_of_the_daemon(
     busy: tuple[Daemon, StandIns], end: Callable[[Daemon], object]
 ) -> None:
     daemon, _ = busy

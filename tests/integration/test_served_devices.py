@@ -229,7 +229,7 @@ def in_pci_order(gpus: Sequence[SimGpu]) -> list[SimGpu]:
     return sorted(gpus, key=lambda gpu: gpu.description.pci)
 
 
-def test_one_domain_serves_32_gpus_with_each_ones_own_memory_limit(
+def test_one_domain_serves_32_gpus_with_their_own_memory_limits(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host(description(32))

@@ -161,7 +161,7 @@ def test_the_picture_shows_holders_and_no_process_environment(ready_daemon: Daem
     assert b"CUDA_" not in shown.body
 
 
-def test_a_page_that_has_the_picture_is_told_only_when_it_was_taken(page: Served) -> None:
+def test_an_unchanged_overview_is_answered_with_its_time_only(page: Served) -> None:
     mark = ask(page, "/overview.json").json["mark"]
     assert set(ask(page, f"/overview.json?mark={mark}").json) == {"mark", "taken", "page"}
     assert "gpus" in ask(page, "/overview.json?mark=other").json
@@ -222,7 +222,7 @@ def test_a_fresh_overview_is_answered_at_once(ready_daemon: Daemon) -> None:
     assert second == first
 
 
-def test_a_daemon_that_is_gone_is_said_with_what_to_do(served: Served, ready_daemon: Daemon) -> None:
+def test_the_page_reports_a_stopped_daemon_with_a_hint(served: Served, ready_daemon: Daemon) -> None:
     ready_daemon.kill()
     for target in ("/overview.json?event=99999", "/v1/events", "/v1/usage"):
         answer = ask(served, target)
@@ -254,7 +254,7 @@ def test_a_hanging_daemon_is_reported_to_all_pages_at_the_same_time(
     eventually(lambda: ask(served, "/overview.json").status == 200, "the next picture")
 
 
-def test_it_says_where_and_ends_quietly_with_ctrl_c(ready_daemon: Daemon) -> None:
+def test_web_prints_its_address_and_ends_on_ctrl_c(ready_daemon: Daemon) -> None:
     port = free_port()
     process = ready_daemon.host.popen(["yunion-mps", "web", "--listen", f"localhost:{port}"])
     assert process.stdout is not None
@@ -271,7 +271,7 @@ def refused(host: SimHost, *arguments: str) -> tuple[int, list[str]]:
     return done.returncode, done.stderr.splitlines()
 
 
-def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon: Daemon) -> None:
+def test_an_unusable_listen_address_is_refused_with_a_hint(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"

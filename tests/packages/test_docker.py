@@ -83,7 +83,7 @@ def plain(engine: Docker, operator: Operator) -> Iterator[Docker]:
     nothing_is_taken(operator)
 
 
-def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
+def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
     operator: Operator, docker: Docker
 ) -> None:
     """The control daemon runs outside, NVIDIA's front-end in the container, and both name one server."""

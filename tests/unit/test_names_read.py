@@ -55,7 +55,7 @@ def test_a_readable_command_is_shown_as_it_is(name: str) -> None:
         assert command_of(pid) == (f"'{name}' 1000" if " " in name else f"{name} 1000")
 
 
-def test_what_steers_is_shown_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     with running("\nREADY=1\n", "a\n<2>b\x1b[2J\x9b\u202e") as pid:
         assert name_of(pid) == "\\nREADY=1\\n"
         assert command_of(pid) == "a\\n<2>b\\x1b[2J\\x9b\\u202e 1000"

@@ -32,7 +32,7 @@ shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(HOSTILE)
-def test_systemd_is_told_a_status_and_nothing_else(text: str) -> None:
+def test_systemd_gets_a_status_and_nothing_else(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         address = f"{folder}/notify"
         patch.setenv("NOTIFY_SOCKET", address)

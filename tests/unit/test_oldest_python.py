@@ -78,14 +78,14 @@ def test_no_module_needs_a_newer_python() -> None:
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in CANNOT.items()])
-def test_what_it_cannot_do_is_noticed(tmp_path: Path, text: str) -> None:
+def test_unsupported_syntax_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "module.py").write_text(text)
     module = tmp_path / "module.py"
     assert newer_than_oldest(module) or not_seen_by_vermin(module)
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in CAN.items()])
-def test_what_it_can_do_is_no_reason_to_stop(tmp_path: Path, text: str) -> None:
+def test_supported_syntax_is_accepted(tmp_path: Path, text: str) -> None:
     (tmp_path / "module.py").write_text(text)
     assert newer_than_oldest(tmp_path / "module.py") == ""
     assert not_seen_by_vermin(tmp_path / "module.py") == []

@@ -38,7 +38,7 @@ def test_each_code_has_its_name_a_meaning_and_a_hint() -> None:
         assert re.fullmatch(r"[a-z].*[^.]", hint), code
 
 
-def test_a_hint_names_what_it_is_about_or_is_general() -> None:
+def test_a_hint_names_its_object_or_is_general() -> None:
     expected = "disable MIG mode: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
     assert hint_of(reasons.MIG_ENABLED, gpu="GPU-1") == expected
     assert hint_of(reasons.OVER_BUDGET, pid=4711).endswith("yunion-mps terminate 4711")

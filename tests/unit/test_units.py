@@ -39,12 +39,12 @@ def test_every_way_to_write_a_time_is_read(text: str) -> None:
      "2026-13-20T11:45:00Z", "2026-11-20T25:45:00Z", "2026-11-20T11:45:00.Z", "2026-11-20T11:45:00+24:00",
      "20261120T114500Z", "٢٠٢٦-11-20T11:45:00Z"],
 )  # fmt: skip
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         seconds(text)
 
 
 @given(st.integers(0, 4_000_000_000_000).map(lambda ms: ms / 1000))
-def test_what_is_written_is_read_as_it_was(moment_s: float) -> None:
+def test_a_formatted_time_is_parsed_to_the_same_value(moment_s: float) -> None:
     assert seconds(rfc3339(moment_s)) == pytest.approx(moment_s, abs=1e-4)
     assert rfc3339(seconds(rfc3339(moment_s))) == rfc3339(moment_s)

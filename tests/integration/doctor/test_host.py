@@ -74,7 +74,7 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     }
 
 
-def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: ExitStack) -> None:
+def test_problems_of_many_gpus_are_shortened(stack: ExitStack) -> None:
     scene = Scene(stack, {"kind": "t4", "count": 8}).start()
     for gpu in scene.host.gpus[:5]:
         gpu.compute_mode = "default"
@@ -111,7 +111,7 @@ def test_a_driver_that_hangs_is_one_problem_and_delays_no_other_check(ready: Sce
     assert seen.one("daemon", "ok")
 
 
-def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Scene) -> None:
+def test_a_missing_driver_is_one_problem_and_skips_other_checks(ready: Scene) -> None:
     ready.host.hide_library()
     assert "no NVIDIA driver" in ready.look().one("driver", "problem")["what"]
     told = ready.host.run(["yunion-mps", "doctor", *PATIENT]).stdout
@@ -151,7 +151,7 @@ def test_another_programs_control_daemon_in_our_place_is_found(scene: Scene) -> 
     assert found["hint"].startswith("once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=")
 
 
-def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None:
+def test_a_control_daemon_without_its_daemon_is_found(ready: Scene) -> None:
     pid = ready.daemon.control_pid()
     ready.daemon.kill()
     found = ready.look().one("control daemon", "warning")

@@ -66,7 +66,7 @@ def test_yesterday_crosses_months_and_changes_of_the_clock() -> None:
         "\u0663" * 10,
     ],
 )  # fmt: skip
-def test_what_is_no_moment_is_refused(text: str) -> None:
+def test_an_invalid_since_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - it has no words: the option's are told
         moment(text, NOW_S)
 

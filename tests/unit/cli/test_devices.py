@@ -121,7 +121,7 @@ def test_unused_devices_are_those_that_can_be_used_now(cli: Cli, troubled: Cli) 
     assert troubled.good(LIST, "--unused").endswith(expected)
 
 
-def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli) -> None:
+def test_unknown_values_are_empty_cells_and_numa_nodes_numbers(troubled: Cli) -> None:
     rows = rows_of(troubled.good(LIST, "--addr", "0001:e1:00.0-0"))
     assert [row[6:9] for row in rows] == [["1", H100, ""]]
 
@@ -129,7 +129,7 @@ def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli
 @pytest.mark.parametrize(
     ("options", "number"), [([], 24), (["--limit", "20"], 20), (["--offset", "5"], 19)], ids=str
 )
-def test_what_programs_read_has_all_devices_unless_a_limit_is_given(
+def test_machine_formats_list_all_devices_unless_limited(
     serve: Serve, options: list[str], number: int
 ) -> None:
     many = serve(snapshots.snapshot(snapshots.H100, replicas=24))
@@ -174,7 +174,7 @@ def test_a_gpu_that_is_not_one_is_refused(troubled: Cli, name: str, what: str) -
     assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what} [not_found]\n{hint}")
 
 
-def test_why_devices_are_unavailable_is_said_once_for_each_gpu(troubled: Cli) -> None:
+def test_the_reason_for_unavailable_devices_is_shown_once_per_gpu(troubled: Cli) -> None:
     header, *rows, p40, h100 = troubled.good("list").splitlines()
     assert header.split("  ")[0] == "ADDRESS"
     assert {row.split()[-2] for row in rows} == {"unavailable"}
@@ -182,7 +182,7 @@ def test_why_devices_are_unavailable_is_said_once_for_each_gpu(troubled: Cli) ->
     assert [p40, h100] == [f"00:06.0: {why}", f"0001:e1:00.0: {why}"]
 
 
-def test_where_no_device_is_listed_that_is_said(troubled: Cli, serve: Serve) -> None:
+def test_an_empty_list_of_devices_is_a_sentence(troubled: Cli, serve: Serve) -> None:
     assert troubled.good("list", "--free") == "No devices match.\n"
     assert serve(snapshots.disabled()).good("list") == "No devices. See why: yunion-mps status\n"
     assert serve(snapshots.disabled()).good("gpus") == "No GPUs.\n"
@@ -253,7 +253,7 @@ def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("name", ["00:06.0-9", "nothing", "é ü", "a/b", "../../x", "?", "%41", "-"])
-def test_an_unknown_device_is_said_to_be_unknown(cli: Cli, name: str) -> None:
+def test_an_unknown_device_is_reported(cli: Cli, name: str) -> None:
     assert cli("show", name) == (1, "", f"yunion-mps: there is no device {name} [not_found]\n{HINT}")
 
 

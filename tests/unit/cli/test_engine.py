@@ -45,7 +45,7 @@ def test_a_variable_is_found_however_it_is_written(words: list[str]) -> None:
         ["-", "-e", "A=1"],
     ],
 )
-def test_what_only_looks_like_one_is_none(words: list[str]) -> None:
+def test_words_that_resemble_an_option_are_not_overrides(words: list[str]) -> None:
     assert overridden(words, ["A"]) == []
 
 

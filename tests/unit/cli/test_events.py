@@ -236,7 +236,7 @@ def test_follow_ends_once_its_reader_has_enough(happened: Cli, then: Callable[[S
         assert process.stderr.read() == ""
 
 
-def test_follow_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> None:
+def test_follow_misses_nothing_across_a_restart(happened: Cli) -> None:
     with following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
         host = happened.host
@@ -255,7 +255,7 @@ def test_follow_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> Non
     assert wrong.endswith("; retrying for up to 60 s\n")
 
 
-def test_follow_goes_on_when_the_event_log_was_started_again(happened: Cli) -> None:
+def test_follow_continues_with_a_new_event_log(happened: Cli) -> None:
     with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
         happened.host.begin_new_record(elsewhere)

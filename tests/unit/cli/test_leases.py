@@ -38,7 +38,7 @@ def test_a_lease_is_in_use_over_budget_or_idle(own: Cli) -> None:
     assert [row[header.index("STATE") :].split("  ")[0] for row in rows] == ["idle", "idle"]
 
 
-def test_without_all_clients_a_lease_is_not_said_to_be_idle(own: Cli) -> None:
+def test_a_lease_is_not_idle_if_clients_are_unknown(own: Cli) -> None:
     hold(own.host, LEASE, TWO)
     own.host.clients.found = clients(CLIENT, errors=("domain host: it does not answer",))
     assert states(own) == ["in use", None]

@@ -45,7 +45,7 @@ def test_a_table_fits_the_terminal_and_keeps_its_names(troubled: Cli, command: s
     assert [row.split()[0] for row in rows] == [line.split()[0] for line in piped[1 : 1 + len(rows)]]
 
 
-def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> None:
+def test_at_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> None:
     lines = cli.on_terminal(80, LIST)
     columns = ["ID", "Model", "Addr", "Device_path"]
     assert lines[1].replace(" ", "").strip("|").split("|") == columns
@@ -56,7 +56,7 @@ def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> 
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120, 140])
-def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, columns: int) -> None:
+def test_omitted_columns_are_named_in_one_line_that_fits(cli: Cli, columns: int) -> None:
     line = cli.on_terminal(columns, LIST)[-2]
     assert "hidden" in line
     assert line.endswith("; show all: -o csv)")
@@ -89,7 +89,7 @@ def test_without_utf_8_cut_text_is_marked_in_ascii(cli: Cli) -> None:
     assert [line.replace("…", "~") for line in cli.on_terminal(80, LIST)] == lines
 
 
-def test_a_table_without_rows_is_said_in_words_or_has_a_header() -> None:
+def test_an_empty_table_is_a_sentence_or_a_header() -> None:
     columns = (Column("A", 0), Column("Bc", 1))
     assert table(columns, [], none="No leases.") == "No leases.\n"
     assert table(columns, []) == "A  Bc\n"

@@ -72,7 +72,7 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
     assert own.good("plan") == title + TABLE + PENDING
 
 
-def test_what_is_not_there_before_or_after_is_a_dash(own: Cli) -> None:
+def test_a_missing_value_before_or_after_is_a_dash(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
     own.host.reloader.planned = {"changes": [change], "pending": []}
     assert "control daemon  host     -       1 GPU in /p  at once\n" in own.good("plan")
@@ -93,7 +93,7 @@ def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: in
     assert lines[-1] == TABLE.splitlines()[-1]
 
 
-def test_what_is_pending_is_wrapped_on_a_narrow_terminal(own: Cli) -> None:
+def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
     waits = "GPU 00:06.0: 1 device waiting for lease 7c1f0e7a of alice (PID 4260) to end"
     own.host.reloader.planned = {
         "changes": [],
@@ -183,7 +183,7 @@ def test_now_leaves_processes_outside_mps_alone(own: Cli) -> None:
     assert own("reload", "--now", "--yes") == (0, SAME, "")
 
 
-def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
+def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
     own.host.snapshot = pending()
     own.host.clients.found = by_hand.clients()
     done = own("reload", "--now", "--yes", "--timeout", "1")
@@ -221,7 +221,7 @@ def named_by_now(serve: Serve, waits: str, changes: list[Any], *found: Any) -> l
         ("", "", []),
     ],
 )
-def test_now_names_those_and_only_those_that_are_in_the_way(
+def test_reload_now_lists_exactly_the_jobs_that_delay_the_change(
     serve: Serve, subject: str, waits: str, ended: list[int]
 ) -> None:
     """By a change of their GPU or domain that has to wait, or one that is pending already."""
@@ -260,7 +260,7 @@ NOT_DONE = "yunion-mps: cancelled: nothing was changed, and no job was ended\n"
         (b"\x04", 130, ""),
     ],
 )
-def test_now_asks_first_and_goes_on_only_with_yes(own: Cli, answer: bytes, code: int, end: str) -> None:
+def test_reload_now_asks_for_confirmation(own: Cli, answer: bytes, code: int, end: str) -> None:
     own.host.reloader.planned = PLANNED
     status, text = own.answered(answer, "reload", "--now")
     assert status == code
@@ -309,7 +309,7 @@ def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
     assert own("daemon-reexec") == (1, "", told)
 
 
-def test_an_old_program_that_had_to_go_on_is_reported(own: Cli) -> None:
+def test_a_failed_re_exec_is_reported(own: Cli) -> None:
     event = Event(
         "error",
         "daemon",
@@ -324,7 +324,7 @@ def test_an_old_program_that_had_to_go_on_is_reported(own: Cli) -> None:
     assert done == (1, "", told)
 
 
-def test_a_restarted_daemon_is_told_from_a_re_executed_one(own: Cli) -> None:
+def test_a_restart_is_distinguished_from_a_re_exec(own: Cli) -> None:
     def restart() -> None:
         own.host.service._pid = 1
         own.host.snapshot = own.host.snapshot._replace(version=2)

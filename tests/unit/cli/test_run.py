@@ -52,7 +52,7 @@ def test_a_unit_gets_a_dollar_and_a_percent_sign_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_a_format_cannot_hold_makes_its_reader_fail(own: Cli, style: str) -> None:
+def test_a_value_that_a_format_cannot_hold_fails_its_reader(own: Cli, style: str) -> None:
     environment = {**LEASE["environment"], NAME: "/a\nLD_PRELOAD=/b"}
     own.host.leases.given = {**LEASE, "environment": environment}
     done = own("run", "--print-env", "-o", style)

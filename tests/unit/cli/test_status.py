@@ -71,7 +71,7 @@ def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
     assert len(shown(own).splitlines()) < 24
 
 
-def test_what_is_over_budget_or_outside_mps_comes_first_with_its_hint(own: Cli) -> None:
+def test_over_budget_and_outside_mps_come_first_with_hints(own: Cli) -> None:
     busy(own.host)
     assert shown(own) == whole(BUSY)
     assert len(shown(own).splitlines()) < 24
@@ -95,7 +95,7 @@ def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None
     ]
 
 
-def test_what_could_not_be_found_out_is_said_last(own: Cli) -> None:
+def test_status_ends_with_what_is_incomplete(own: Cli) -> None:
     own.host.clients.found = clients(errors=("the driver does not answer",))
     lines = own.good("status").splitlines()
     assert lines[0] == "State:    ready"
@@ -123,7 +123,7 @@ def test_a_domain_shows_the_range_of_the_default_limits_of_its_gpus(
     assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits_mib"] == limits
 
 
-def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
+def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
     found = snapshots.reference()
     later = "waiting for the control daemon that currently serves its GPUs to end"
     domains = (

@@ -13,7 +13,7 @@ WHO = "PID 4260 (python train.py) of alice"
 
 
 @pytest.mark.parametrize(("options", "force"), [([], ""), (["--force"], " force")])
-def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: str) -> None:
+def test_terminate_says_how_the_client_was_ended(own: Cli, options: list[str], force: str) -> None:
     out = own.good("terminate", "4260", "--yes", *options)
     assert out == f"{WHO}: its MPS server disconnected it; ended by SIGTERM\n"
     assert own.host.clients.done == ["clients", f"terminate 4260 for 0{force}"]
@@ -27,7 +27,7 @@ def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: 
     ],
     ids=["waiting", "ending"],
 )
-def test_what_is_known_of_a_client_that_is_ended_is_said(own: Cli, pid: int, who: str) -> None:
+def test_terminate_describes_the_client(own: Cli, pid: int, who: str) -> None:
     own.host.clients.found = clients(GONE, waiting=(WAITING,))
     assert own.good("terminate", str(pid), "--yes").startswith(f"{who}: ")
 
@@ -37,14 +37,14 @@ def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
     assert own.answered(b"y\n", "terminate", "4260") == (0, told)
 
 
-def test_with_no_it_goes_on(own: Cli) -> None:
+def test_answering_no_ends_nothing(own: Cli) -> None:
     code, text = own.answered(b"n\n", "terminate", "4260")
     assert code == 1
     assert "yunion-mps: cancelled: nothing was changed, and no job was ended\n" in text
     assert own.host.clients.done == ["clients"]
 
 
-def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
+def test_a_client_that_survives_is_a_failure(own: Cli) -> None:
     own.host.clients.ended = False
     own.host.clients.how = how = "it is still running after 5 s"
     told = f"yunion-mps: {WHO}: {how}\nyunion-mps: "
@@ -84,7 +84,7 @@ def test_a_process_that_only_holds_a_lease_can_be_ended_by_itself(own: Cli) -> N
         (ControlError("it does not let go", "hint"), 1),
     ],
 )
-def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
+def test_terminate_reports_a_refusal(own: Cli, error: YunionError, code: int) -> None:
     own.host.clients.refusal = error
     told = f"yunion-mps: {error} [{error.code}]\nyunion-mps: hint\n"
     assert own("terminate", "4260", "--yes") == (code, "", told)

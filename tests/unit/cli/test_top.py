@@ -95,7 +95,7 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
     assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
 
 
-def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
+def test_top_shows_above_old_data_that_the_daemon_is_down() -> None:
     lines, since = lines_of(BUSY, 80, 24, AWAY), clock(NOW_S - 60)
     assert [line.rstrip() for line in lines[:4]] == [
         f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; showing the last data",
@@ -141,7 +141,7 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
     assert [(row.address + row.mark).removeprefix("00:06.0") for row in rows] == slots
 
 
-def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
+def test_devices_of_a_pool_are_shown_while_they_are_leased() -> None:
     lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory_mib": [2048, 1024]}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu_mib": [2500]}
     found = scene(poll(snapshots.reference(), lease, clients=clients(client)))
@@ -156,7 +156,7 @@ def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
 
 
-def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
+def test_rows_that_do_not_fit_are_counted_even_if_folded() -> None:
     rest = "and 48 more of the same kind (all: yunion-mps status -o json)"
     few = [ShownProblem("problem", "", f"GPU {n}", "reload") for n in range(2)]
     many = BUSY._replace(problems=[*few, ShownProblem("problem", "", rest, "reload", 48)])
@@ -235,7 +235,7 @@ def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
     assert (done.code, done.err) == (1, f"yunion-mps: {why}\n{INSTEAD}")
 
 
-def test_without_a_daemon_it_is_said(alone: Cli) -> None:
+def test_top_says_that_no_daemon_is_running(alone: Cli) -> None:
     done = alone("top", "--once")
     assert done.code == 3
     error = done.err.splitlines()[0]

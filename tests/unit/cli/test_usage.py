@@ -101,7 +101,7 @@ def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> Non
     ) in out
 
 
-def test_what_only_the_service_calls_is_hidden_and_has_help(alone: Cli) -> None:
+def test_commands_for_units_are_hidden_but_have_help(alone: Cli) -> None:
     hidden = set(COMMANDS) - {name for section in SECTIONS.values() for name in section}
     assert hidden == {"gateway", "daemon-reexec"}
     assert not any(name in alone.good("--help") for name in hidden)
@@ -124,7 +124,7 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
     assert cli(CLOUDPODS, "--offset", str(MAX_NUMBER + 1)).code == 2
 
 
-def test_what_the_commands_know_of_the_daemon_is_so() -> None:
+def test_the_commands_wait_is_within_the_daemons_limit() -> None:
     assert WAIT_S <= MAX_EVENT_WAIT_S
 
 
@@ -281,7 +281,7 @@ def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("stream", ["/dev/full", "closed"])
 @pytest.mark.parametrize("command", WRITING, ids=" ".join)
-def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str], stream: str) -> None:
+def test_unwritable_output_is_reported_once(cli: Cli, command: list[str], stream: str) -> None:
     if stream == "closed":
         done = cli.process(*command, stdout=None, preexec_fn=lambda: os.close(1))
         why = "standard output is closed"

@@ -25,7 +25,7 @@ def test_without_leases_and_processes_who_says_so(own: Cli) -> None:
     assert own.good("who") == "No devices are in use.\n"
 
 
-def test_what_runs_in_a_container_is_named_with_it(own: Cli) -> None:
+def test_a_process_in_a_container_is_shown_with_its_container(own: Cli) -> None:
     own.env["COLUMNS"] = "160"
     hold(own.host, {**LEASE, "container": "trainer", "container_id": "a" * 64})
     own.host.clients.found = clients(
@@ -69,7 +69,7 @@ def test_a_lease_on_an_unavailable_device_says_so_with_the_reason(troubled: Cli)
     assert f"State: unavailable (GPU 00:06.0: {why})" in shown
 
 
-def test_what_is_not_known_is_said(own: Cli) -> None:
+def test_who_says_what_is_incomplete(own: Cli) -> None:
     own.host.clients.found = clients(errors=("domain host: it does not answer",))
     assert own.good("who").splitlines()[-1] == "Incomplete: domain host: it does not answer"
 

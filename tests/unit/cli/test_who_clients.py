@@ -26,7 +26,7 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
     ]
 
 
-def test_without_clients_that_is_said(own: Cli) -> None:
+def test_without_clients_there_is_a_sentence(own: Cli) -> None:
     own.host.clients.found = clients(servers=())
     assert own.good("who", "--clients") == "No processes use the GPUs.\n"
 

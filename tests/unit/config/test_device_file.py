@@ -159,7 +159,7 @@ devices:
 """
 
 
-def test_what_is_wrong_with_an_entry_is_named_with_a_hint(files: Files) -> None:
+def test_errors_of_an_entry_have_a_hint(files: Files) -> None:
     content, messages = annotated(WRONG, KEYS=KEYS, NUMBER=NUMBER, PATH=PATH)
     assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
 
@@ -228,7 +228,7 @@ def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files
 @pytest.mark.parametrize(
     "entry", ["{<<: *b, path: a}", "{<<: [*b], path: a}", "{<<: *b, path: a, type: NVIDIA_MPS}"]
 )
-def test_an_entry_that_merges_our_keys_is_told_to_write_them_out(files: Files, entry: str) -> None:
+def test_an_entry_with_yaml_merge_keys_is_refused(files: Files, entry: str) -> None:
     files.write(devices=f"base: &b {{type: NVIDIA_MPS, virtual_number: 2}}\ndevices:\n- {entry}\n")
     assert files.messages()[0] == f"{DEVICES}:3: {NO_MERGE}"
 

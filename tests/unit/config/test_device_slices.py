@@ -157,7 +157,7 @@ devices:
 """
 
 
-def test_what_is_wrong_with_a_division_is_named_with_a_hint(files: Files) -> None:
+def test_errors_of_a_division_have_a_hint(files: Files) -> None:
     content, messages = annotated(WRONG, **HINTS)
     assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
 

@@ -103,7 +103,7 @@ def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:
         ),
     ],
 )
-def test_what_is_no_mapping_of_yaml_is_refused_with_its_line(
+def test_a_file_that_is_not_a_mapping_is_refused_with_its_line(
     files: Files, content: bytes, message: str
 ) -> None:
     assert files.write(content).messages() == [HOST + message]
@@ -165,9 +165,7 @@ def test_a_closed_directory_is_named_with_the_modes_it_should_have(files: Files)
     [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)],
     ids=["a FIFO", "a directory", "an endless device"],
 )
-def test_what_is_no_regular_file_is_refused_at_once_and_not_left_open(
-    files: Files, make: Callable[[Path], None]
-) -> None:
+def test_a_special_file_is_refused_without_blocking(files: Files, make: Callable[[Path], None]) -> None:
     make(files.host)
     make(files.devices)
     before = os.listdir("/proc/self/fd")
@@ -276,7 +274,7 @@ def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
 
 
 @pytest.mark.parametrize("opener", ["[", "{", "- ", "? ", "[{a: "])
-def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> None:
+def test_1_mib_of_nesting_is_refused_quickly(files: Files, opener: str) -> None:
     files.write("\n" + opener * ((MIB - 1) // len(opener)))
     begin = time.process_time()
     assert files.messages() == [
@@ -286,7 +284,7 @@ def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> 
 
 
 @pytest.mark.parametrize("number", ["9" * (MIB - 50), "1" + ":59" * 340_000, "1" + ":59" * 340_000 + ".5"])
-def test_a_mebibyte_of_number_is_refused_quickly(files: Files, number: str) -> None:
+def test_a_number_of_1_mib_is_refused_quickly(files: Files, number: str) -> None:
     files.write(f"cuda_mps_replicas: {number}\n")
     begin = time.process_time()
     assert files.messages() == [

@@ -42,7 +42,7 @@ def test_an_address_with_a_port_is_read_and_normalised(files: Files, written: st
         ("127.0.0.256:9434", 'is "127.0.0.256:9434", not an IP address and a port'),
     ],
 )
-def test_what_is_no_address_with_a_port_is_refused(files: Files, written: str, what: str) -> None:
+def test_an_invalid_address_or_port_is_refused(files: Files, written: str, what: str) -> None:
     files.write(f"web_listen: {written}\n")
     hint = "write web_listen: followed by an IP address and a port" if "string" in what else EXAMPLE
     assert files.messages() == [f"{HOST}:1: web_listen {what}: {hint}"]

@@ -83,7 +83,7 @@ def test_a_lease_is_bound_to_the_containers_first_process(host: ServerHost, tmp_
     assert host.leases.done == [f"bind {LEASE['id']} for {os.geteuid()} to {os.getpid()}"]
 
 
-def test_whose_device_it_is_is_told_in_one_line(host: ServerHost) -> None:
+def test_the_hook_names_the_device_holder_in_one_line(host: ServerHost) -> None:
     why = "device 00:06.0-1 cannot be allocated now: 1 of 1 in use"
     host.leases.refusal = NothingFreeError(why, "wait for it")
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
@@ -171,7 +171,7 @@ def test_a_container_of_before_a_change_is_refused_once(
 
 
 @pytest.mark.parametrize("name", ["00:06.0-1", LEASE["id"]])
-def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
+def test_a_lost_answer_is_requested_again_with_the_same_key(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The one that ended may have given the device to this container."""
@@ -201,7 +201,7 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": "x"}', "{}", "[" * 100_000], ids=len)
-def test_what_is_no_containers_state_is_refused(host: ServerHost, text: str) -> None:
+def test_an_invalid_container_state_is_refused(host: ServerHost, text: str) -> None:
     assert refused("00:06.0-1", state=text).startswith("the container engine passed no container state")
     assert devices(host) == []
 
@@ -218,7 +218,7 @@ def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_by_hand_it_says_what_it_is_for() -> None:
+def test_the_hook_called_by_hand_explains_its_purpose() -> None:
     assert refused().startswith("cdi-hook can only be called by a container engine")
 
 

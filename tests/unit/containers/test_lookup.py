@@ -44,7 +44,7 @@ def test_a_container_is_known_by_its_cgroup(cgroups: str, engine: str, pod: str)
     ["", "0::/", "0::/user.slice/user-0.slice/session-1.scope", f"0::/machine.slice/libpod-conmon-{ID}.scope",
      f"0::/system.slice/{ID[:40]}.scope", "8:pids:/libpod_parent/conmon", f"0::/a{ID}"],
 )  # fmt: skip
-def test_what_is_in_no_container_is_known_as_that(cgroups: str) -> None:
+def test_a_process_outside_containers_is_recognised(cgroups: str) -> None:
     assert container_in(cgroups) is None
 
 

@@ -106,7 +106,7 @@ def test_the_file_in_run_counts_before_the_one_in_etc(tmp_path: Path) -> None:
         ("kind: nvidia.com/gpu\n" + "a: " + "[" * 3000, "not YAML"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) -> None:
+def test_an_unreadable_specification_is_reported(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         read(tmp_path, text)
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) 
         ("mounts: [&a {hostPath: /a, containerPath: /a, options: [*a]}]", "containerEdits"),
     ],
 )
-def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: str, why: str) -> None:
+def test_edits_that_would_break_our_cdi_file_are_refused(tmp_path: Path, edits: str, why: str) -> None:
     """Included, it makes a file that cannot be written, or that engines refuse as a whole."""
     common = f"kind: nvidia.com/gpu\ncontainerEdits: {{{edits}}}"
     with pytest.raises(ValueError, match=why):
@@ -147,7 +147,7 @@ def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: st
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
-def test_json_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+def test_invalid_json_is_reported(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="it is not JSON"):
         read(tmp_path, text, "nvidia.json")
 
@@ -184,19 +184,19 @@ def test_all_that_the_format_has_is_kept(tmp_path: Path) -> None:
     assert {uuid: parts.as_json() for uuid, parts in found.items()} == {H100.uuid: edits}
 
 
-def test_a_small_file_whose_parts_are_there_many_times_is_refused(tmp_path: Path) -> None:
+def test_a_small_file_with_many_aliases_is_refused(tmp_path: Path) -> None:
     long = "a" * 1000
     with pytest.raises(ValueError, match="containerEdits are larger than 8 MiB"):
         read(tmp_path, f"kind: nvidia.com/gpu\na: &a A={long}\ncontainerEdits: {{env: [{'*a,' * 10_000}]}}")
 
 
-def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="larger than 8 MiB"):
         read(tmp_path, " " * (8 << 20) + YAML)
 
 
 @pytest.mark.parametrize("version", ["", "1", "a.b.c", "0.5", "0.²5.0", "0.3.0", "0.5.7", "1.0.0", "99.0.0"])
-def test_whatever_version_it_says_ours_is_what_its_parts_need(version: str) -> None:
+def test_our_cdi_version_follows_from_the_fields_used(version: str) -> None:
     """Engines refuse a file of a version that they do not know, and with it every device of ours."""
     said: Any = {"kind": "nvidia.com/gpu", "cdiVersion": version, "containerEdits": {"env": ["A=b"]}}
     assert parse_nvidia_spec(said, [P40]) == Nvidia(VERSION, Edits(env=("A=b",)))
@@ -219,7 +219,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, VALUES)
-def test_whatever_stands_in_it_is_understood_or_refused(devices: Any, edits: Any) -> None:
+def test_any_specification_is_accepted_or_refused(devices: Any, edits: Any) -> None:
     found = {"kind": "nvidia.com/gpu", "devices": devices, "containerEdits": edits}
     with contextlib.suppress(ValueError):
         parse_nvidia_spec(found, [P40, H100])

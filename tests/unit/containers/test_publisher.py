@@ -24,7 +24,7 @@ SPECS = st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=20
 
 
 @given(st.lists(SPECS, min_size=1, max_size=5))
-def test_what_was_written_last_is_there_whole_and_nothing_beside_it(
+def test_the_last_write_is_complete_and_leaves_no_other_file(
     tmp_path_factory: pytest.TempPathFactory, specs: list[Any]
 ) -> None:
     directory = tmp_path_factory.mktemp("cdi")
@@ -67,7 +67,7 @@ def test_a_missing_directory_is_made_and_every_user_can_read_its_files(tmp_path:
     assert stat.S_IMODE((tmp_path / "run/cdi").stat().st_mode) == 0o700, "one that is there is another's"
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_previous_file(tmp_path: Path) -> None:
     SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": "b"})
     with pytest.raises(TypeError):
         SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": object()})

@@ -15,7 +15,7 @@ from unit.http.snapshots import H100, P40, disabled, gone, large, reference, sna
 LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
 
 
-def test_every_device_is_there_by_its_address_and_by_its_id_and_all_as_one() -> None:
+def test_every_device_is_named_by_address_and_id_and_in_all() -> None:
     devices, domains = plan_of(reference())
     spec = held(devices_spec(devices, domains, HOST))
     assert (spec["kind"], spec["cdiVersion"]) == ("yunion.io/mps", "0.5.0")
@@ -68,7 +68,7 @@ def test_with_a_control_daemon_for_each_gpu_nothing_is_all() -> None:
     assert places == {f"/tmp/nvidia-mps/pipe/{gpu.uuid}" for gpu in (P40, H100)}
 
 
-def test_all_is_there_also_where_a_gpu_is_not_served_now() -> None:
+def test_all_exists_even_if_a_gpu_is_not_served_now() -> None:
     devices, (domain,) = plan_of(snapshot(P40, H100))
     without = domain._replace(gpus=domain.gpus[:1])
     environment = environment_of(edits_of(held(devices_spec(devices, [without], HOST)), "all"))
@@ -113,7 +113,7 @@ def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
     assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/root/dev/nvidia0"}]
 
 
-def test_what_nvidia_s_own_specification_says_comes_along() -> None:
+def test_nvidias_cdi_edits_are_included() -> None:
     theirs = Edits(
         ("NVIDIA_VISIBLE_DEVICES=void",),
         ({"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"},),

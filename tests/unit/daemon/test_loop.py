@@ -89,7 +89,7 @@ def test_a_task_ends_also_when_it_is_woken_just_then(turns: int) -> None:
     asyncio.run(main())
 
 
-def test_what_has_ended_by_a_fault_keeps_it() -> None:
+def test_an_ended_task_keeps_its_fault() -> None:
     async def main() -> None:
         async def work() -> None:
             raise ValueError("a fault")

@@ -57,7 +57,7 @@ def _serve(stop: str) -> None:
     daemon.serve(listener)
 
 
-def test_a_stop_goes_on_without_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_works_without_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
     _serve("SIGTERM")
     assert "stopping without the event loop" in caplog.text
 

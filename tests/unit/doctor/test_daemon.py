@@ -41,7 +41,7 @@ def test_a_daemon_that_serves_is_ok(tmp_path: Path) -> None:
     ],
     ids=["state", "pending", "one restart", "restarts"],
 )
-def test_what_a_domain_suffers_from_is_found(
+def test_the_problem_of_a_domain_is_reported(
     tmp_path: Path, changed: dict[str, Any], level: str, what: str
 ) -> None:
     assert one(with_domain(tmp_path, **changed), "daemon", level).what == what
@@ -55,7 +55,7 @@ def test_a_daemon_of_another_version_is_found(tmp_path: Path) -> None:
     )
 
 
-def test_that_it_does_not_run_is_a_problem_only_where_it_is_to(tmp_path: Path) -> None:
+def test_a_stopped_daemon_is_a_problem_only_if_mps_is_enabled(tmp_path: Path) -> None:
     assert one(host_of(tmp_path), "daemon", "problem").what == "the daemon is not running"
     off = host_of(tmp_path, enable_cuda_mps="false")
     assert one(off, "daemon", "ok").what.startswith("not running; enable_cuda_mps is false")

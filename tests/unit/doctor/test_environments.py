@@ -81,7 +81,7 @@ def of_job(scene: Scene, words: Sequence[str] = SLEEP) -> list[Finding]:
 # -- processes
 
 
-def test_a_process_with_a_devices_environment_has_what_it_needs(scene: Scene) -> None:
+def test_a_process_with_a_devices_environment_is_ok(scene: Scene) -> None:
     assert the(of_job(scene), "ok").what.endswith(" has everything that an MPS client needs")
 
 
@@ -123,7 +123,7 @@ def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_p
     assert f"has loaded {library}, but the driver is version 535.261.03" in the(found, "warning").what
 
 
-def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
+def test_doctor_reports_a_missing_process(scene: Scene) -> None:
     assert "no process with PID 4194304" in the(of_process(scene.host, 4194304), "problem").what
 
 
@@ -168,12 +168,12 @@ def test_env_may_forget_and_unset_variables(scene: Scene, options: list[str]) ->
     assert scene.bad_command("env", *options, *given, "true", own=wrong) == []
 
 
-def test_a_command_that_is_not_there_is_found(scene: Scene) -> None:
+def test_doctor_reports_a_missing_command(scene: Scene) -> None:
     assert scene.bad_command("pyhton3", "x") == ["pyhton3 was not found"]
     assert scene.bad_command("env", "A=1") == ["there is no command after the variables"]
 
 
-def test_a_job_script_is_read_for_what_it_exports(scene: Scene, tmp_path: Path) -> None:
+def test_exports_of_a_job_script_are_checked(scene: Scene, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text('#!/bin/sh\nexport CUDA_MPS_PIPE_DIRECTROY="/mps"  # ours\npython3 train.py\n')
     script.chmod(0o755)
@@ -196,12 +196,12 @@ def test_a_command_that_is_given_a_device_by_run_needs_no_variables(scene: Scene
     assert what.startswith("CUDA_VISIBLE_DEVICE has no effect")
 
 
-def test_what_is_no_file_among_a_commands_words_is_not_waited_for(scene: Scene, tmp_path: Path) -> None:
+def test_arguments_that_are_not_files_do_not_block(scene: Scene, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert scene.bad_command("cat", str(tmp_path / "pipe"), "/dev/zero") == []
 
 
-def test_a_container_is_looked_at_by_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
+def test_a_container_command_is_checked_by_its_options(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "docker").touch(0o755)
     own = {"PATH": str(tmp_path)}
     given = [word for name, value in scene.given.items() for word in ("-e", f"{name}={value}")]

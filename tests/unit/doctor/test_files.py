@@ -115,7 +115,9 @@ def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> No
         ("tmp.conf", "D /tmp 1777 - - -"),  # a file of /etc hides the one of its name
     ],
 )  # fmt: skip
-def test_what_keeps_sockets_from_being_cleaned_is_known(host: Host, root: Path, file: str, line: str) -> None:
+def test_rules_that_protect_sockets_from_cleanup_are_recognised(
+    host: Host, root: Path, file: str, line: str
+) -> None:
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
     write(root / "etc/tmpfiles.d" / file, f"{line}\n")
     assert one(host, "socket cleanup", "ok")
@@ -163,9 +165,7 @@ def selinux(root: Path) -> Callable[[str, str], None]:
     return set_up
 
 
-def test_what_selinux_refused_is_found_with_what_allows_it(
-    host: Host, selinux: Callable[[str, str], None]
-) -> None:
+def test_selinux_denials_are_found_with_a_hint(host: Host, selinux: Callable[[str, str], None]) -> None:
     selinux("1", AVC.format(at=NOW - 60))
     finding = one(host, "SELinux and AppArmor", "problem")
     assert "SELinux denied MPS the operation 'connectto' (1 time in" in finding.what
@@ -175,7 +175,7 @@ def test_what_selinux_refused_is_found_with_what_allows_it(
     assert one(host, "SELinux and AppArmor", "warning")
 
 
-def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
+def test_old_and_unrelated_selinux_denials_are_ignored(
     host: Host, selinux: Callable[[str, str], None]
 ) -> None:
     others = AVC.replace("nvidia-cuda-mps", "sshd").replace("nvidia-mps", "x").format(at=NOW)
@@ -185,7 +185,7 @@ def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
     assert finding.what == "SELinux is enforcing; no denials for MPS in the last day"
 
 
-def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
+def test_apparmor_denials_are_found(host: Host, root: Path) -> None:
     assert one(host, "SELinux and AppArmor", "ok").what == "neither is active"
     write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
     write(root / "dev/kmsg", APPARMOR.format(at=NOW))

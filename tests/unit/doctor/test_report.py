@@ -55,7 +55,7 @@ def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> No
     assert found.lines[0].finding.what == "no result within 0.3 s"
 
 
-def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> None:
+def test_checks_without_permission_are_skipped_with_the_reason(host: Host) -> None:
     found = run_checks([Check("root's", HOST_ERROR, refused), GOOD], host)
     assert found.lines[-1].finding == ok("fine")
     assert found.lines[0].finding == skipped("not checked: you may not", "become root")
@@ -104,7 +104,7 @@ def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
     assert [line.finding.code for line in found.lines] == [HOST_ERROR, MIG_ENABLED, ""]
 
 
-def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
+def test_facts_and_failures_are_cached() -> None:
     calls = []
 
     def work() -> int:

@@ -56,7 +56,7 @@ def test_a_variable_that_mps_does_not_know_is_found() -> None:
     "name",
     ["NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_VERSION", "CUDA_LAUNCH_BLOCKING", "HOME"],
 )
-def test_others_variables_are_no_mistakes(name: str) -> None:
+def test_variables_of_other_software_are_ignored(name: str) -> None:
     assert list(misspelt({name: "x"})) == []
 
 
@@ -131,7 +131,7 @@ def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
         ("run", False),
     ],
 )
-def test_what_starts_a_container_is_known(command: str, starts: bool) -> None:
+def test_commands_that_start_a_container_are_recognised(command: str, starts: bool) -> None:
     assert variables.starts_container(command.split()) is starts
 
 
@@ -164,6 +164,6 @@ def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--device yunion.io/mps=00:06.0-1", "--device=yunion.io/mps=00:06.0-1"])
-def test_a_device_by_cdi_is_known_for_it_brings_all_that_is_needed(option: str) -> None:
+def test_the_cdi_device_of_a_container_command_is_recognised(option: str) -> None:
     assert device_in(f"podman run --device /dev/null {option} image".split()) == "00:06.0-1"
     assert device_in(["podman", "run", "--device", "/dev/null", "--device", "nvidia.com/gpu=0", "i"]) == ""

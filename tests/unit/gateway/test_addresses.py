@@ -20,7 +20,7 @@ def paths() -> Iterator[Paths]:
         yield found
 
 
-def test_what_is_written_is_read_and_all_may_read_it(paths: Paths) -> None:
+def test_the_addresses_file_is_readable_by_all(paths: Paths) -> None:
     config = builders.config()._replace(metrics_listen="127.0.0.1:9434", web_listen="[::1]:9435")
     publish_addresses(paths, config)
     assert read_addresses(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
@@ -28,7 +28,7 @@ def test_what_is_written_is_read_and_all_may_read_it(paths: Paths) -> None:
     assert [each.name for each in Path(paths.gateway).parent.iterdir()] == [Path(paths.gateway).name]
 
 
-def test_where_nothing_is_to_be_served_there_is_no_file(paths: Paths) -> None:
+def test_without_addresses_there_is_no_file(paths: Paths) -> None:
     publish_addresses(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
     publish_addresses(paths, builders.config())
     assert not Path(paths.gateway).exists()

@@ -32,7 +32,7 @@ def answers(address: str) -> bool:
         return client.connect_ex((host.strip("[]"), int(port))) == 0
 
 
-def test_an_address_in_use_is_said_once_and_tried_until_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_in_use_is_logged_once_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def follow() -> bool:
         listeners = Listeners({"metrics_listen": Nothing()})
         with listen("127.0.0.1:0") as other:
@@ -76,7 +76,7 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"])
-def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
+def test_idle_connections_do_not_block_other_clients(says: bytes) -> None:
     """All users of this host are one client at 127.0.0.1; silent, half-open and idle connections give way."""
 
     async def crowd() -> list[bytes]:

@@ -146,7 +146,7 @@ def test_the_last_child_of_a_daemon_that_is_gone_lets_go_of_the_lock(paths: Path
 
 
 @needs_root
-def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: Path) -> None:
+def test_another_users_file_is_refused_and_not_changed(paths: Paths, lock: Path) -> None:
     lock.write_text("precious")
     lock.chmod(0o666)
     os.chown(lock, STRANGER, STRANGER)
@@ -160,7 +160,7 @@ def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: P
     ("make", "message"),
     [(os.mkfifo, "was not created by yunion-mps"), (os.mkdir, "cannot be opened: Is a directory")],
 )
-def test_what_is_no_file_is_refused(
+def test_a_path_that_is_not_a_file_is_refused(
     paths: Paths, lock: Path, make: Callable[[Path], None], message: str
 ) -> None:
     make(lock)

@@ -58,7 +58,7 @@ def null() -> Iterator[int]:
         ("kill -TERM $$", -15, "was killed by signal 15"),
     ],
 )
-def test_a_childs_end_is_seen_and_told_in_words(script: str, status: int, words: str, null: int) -> None:
+def test_the_end_of_a_child_is_noticed_and_described(script: str, status: int, words: str, null: int) -> None:
     process = start(script, {}, null)
     assert wait(process) == status
     assert process.status() == status

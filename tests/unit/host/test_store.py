@@ -88,7 +88,7 @@ def test_a_missing_file_is_made_in_a_directory_of_root_s_own(paths: Paths, store
     assert os.stat(paths.state_directory).st_mode & 0o777 == 0o700
 
 
-def test_modes_are_there_after_the_daemon_was_killed(paths: Paths, store: OpenStore) -> None:
+def test_modes_survive_a_killed_daemon(paths: Paths, store: OpenStore) -> None:
     killed = subprocess.run([sys.executable, "-c", CRASH, paths.root], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert store().former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
@@ -186,7 +186,7 @@ def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths
     assert (again.set_aside, again.read("SELECT count(*) FROM event")) == ("", [(500,)])
 
 
-def test_what_is_asked_after_the_end_is_refused_and_damages_nothing(paths: Paths, store: OpenStore) -> None:
+def test_a_closed_store_refuses_writes_without_damage(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default"})
     opened.close()
@@ -204,7 +204,7 @@ def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -
     assert read_modes(paths) == {}
 
 
-def test_what_clients_get_is_there_for_the_next_daemon(paths: Paths, store: OpenStore) -> None:
+def test_limits_in_effect_survive_for_the_next_daemon(paths: Paths, store: OpenStore) -> None:
     opened = store()
     assert opened.recorded_limits("/pipe") is None
     opened.record_limits("/pipe", {"plan": [1, None, "x"]})
@@ -278,7 +278,7 @@ def test_a_locked_file_is_to_be_kept_and_its_lock_ended(paths: Paths, store: Ope
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(paths: Paths, store: OpenStore) -> None:
+def test_a_read_only_state_file_is_not_moved_away(paths: Paths, store: OpenStore) -> None:
     """As on a file system that was remounted, read-only, after an error of its disk."""
     store().close()
     steps = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@" "$0"'

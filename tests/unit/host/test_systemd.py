@@ -42,7 +42,7 @@ def received(inbox: socket.socket) -> list[str]:
             return messages
 
 
-def test_ready_stopping_and_the_watchdog_are_told_with_the_status_in_words(inbox: socket.socket) -> None:
+def test_ready_stopping_and_watchdog_are_sent_with_a_status_text(inbox: socket.socket) -> None:
     notifier = Notifier()
     notifier.status("starting")
     notifier.ready("4 of 4 devices available")
@@ -56,7 +56,7 @@ def test_ready_stopping_and_the_watchdog_are_told_with_the_status_in_words(inbox
     ]
 
 
-def test_a_status_that_was_told_already_is_not_told_again(inbox: socket.socket) -> None:
+def test_an_unchanged_status_is_not_sent_again(inbox: socket.socket) -> None:
     notifier = Notifier()
     notifier.ready("serving")
     for text in ("serving", "serving", "degraded", "degraded", "serving"):
@@ -64,7 +64,7 @@ def test_a_status_that_was_told_already_is_not_told_again(inbox: socket.socket) 
     assert received(inbox) == ["READY=1\nSTATUS=serving", "STATUS=degraded", "STATUS=serving"]
 
 
-def test_a_status_in_any_language_is_told_and_none_becomes_an_assignment(inbox: socket.socket) -> None:
+def test_a_status_in_any_language_cannot_forge_an_assignment(inbox: socket.socket) -> None:
     """The library encodes to Latin-1, and keeps silent about what that does not have."""
     notifier = Notifier()
     notifier.ready("PID 7 (訓練, jürgen)")
@@ -75,7 +75,7 @@ def test_a_status_in_any_language_is_told_and_none_becomes_an_assignment(inbox: 
     ]
 
 
-def test_a_reload_is_told_with_the_time_by_the_clock_that_systemd_compares(inbox: socket.socket) -> None:
+def test_a_reload_is_sent_with_the_monotonic_time(inbox: socket.socket) -> None:
     before_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     Notifier().reloading("the program is executed again")
     first, second, third = received(inbox)[0].split("\n")
@@ -94,9 +94,7 @@ def test_an_abstract_socket_is_written_to_as_well(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("address", ["", "/nowhere/notify"])
-def test_without_systemd_nothing_is_told_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_without_systemd_notifications_do_nothing(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     notifier = Notifier()
     notifier.ready("serving")
@@ -221,7 +219,7 @@ def look_up() -> object:
     return {"another": 1}["key"]
 
 
-def test_one_cause_is_logged_once_a_minute_and_counted(
+def test_the_same_cause_is_logged_once_a_minute_and_counted(
     log: logging.Logger, clock: Clock, output: io.StringIO
 ) -> None:
     for number in range(1000):

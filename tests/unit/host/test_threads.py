@@ -52,7 +52,7 @@ def test_a_thread_that_cannot_be_started_is_a_shortage_in_words() -> None:
     in_a_child(work)
 
 
-def test_kept_threads_go_on_working_past_a_process_limit() -> None:
+def test_kept_threads_work_at_a_process_limit() -> None:
     def work() -> None:
         deadline, gate = Deadline(), threading.Event()
         assert deadline.call(lambda: 1) == 1

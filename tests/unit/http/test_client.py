@@ -80,7 +80,7 @@ def failure(
     return error.exit_code, error.message, error.hint
 
 
-def test_an_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
+def test_a_get_returns_the_decoded_json(host: ServerHost) -> None:
     assert DaemonClient(host.paths).call(GET_GPUS)["gpus"][0]["name"] == "Tesla P40"
 
 
@@ -109,7 +109,7 @@ def test_a_path_that_cannot_be_one_is_named(paths: Paths) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
+def test_a_user_outside_the_group_gets_a_hint_to_join(host: ServerHost) -> None:
     os.chown(host.paths.socket, 0, 12345)
     with as_user(NOBODY):
         code, wrong, hint = failure(DaemonClient(host.paths))
@@ -201,7 +201,7 @@ def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) ->
     ],
     ids=["binary", "another protocol", "half a body", "half a head", "nothing"],
 )
-def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: str) -> None:
+def test_a_truncated_answer_is_an_error(paths: Paths, answer: bytes, why: str) -> None:
     with listening(paths, answer):
         code, wrong, hint = failure(DaemonClient(paths))
     assert code == 3
@@ -228,14 +228,14 @@ SEE = "see: journalctl -u yunion-mps-daemon"
         (b"403 No", b'{"detail":"not you"}', (4, "not you", SEE)),
     ],
 )  # fmt: skip
-def test_every_answer_that_is_none_is_an_error(
+def test_every_invalid_answer_is_an_error(
     paths: Paths, status: bytes, body: bytes, expected: tuple[int, str, str]
 ) -> None:
     with listening(paths, HEAD.replace(b"200 OK", status) + body):
         assert failure(DaemonClient(paths)) == expected
 
 
-def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> None:
+def test_an_unknown_device_is_an_error_of_the_request(host: ServerHost) -> None:
     assert failure(DaemonClient(host.paths), GET_DEVICE, id="x") == (
         1,
         "there is no device x",
@@ -257,7 +257,7 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
         )
 
 
-def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
+def test_a_post_returns_the_decoded_json(host: ServerHost) -> None:
     host.reloader.reloaded = by_hand.RELOADED
     assert DaemonClient(host.paths).call(RELOAD, mode="drain") == by_hand.RELOADED
     assert host.reloader.done == ["reload drain"]

@@ -142,7 +142,7 @@ def test_requests_behind_one_that_waits_are_answered_in_their_order(host: Server
             assert field in client.answer().json()
 
 
-def test_what_a_client_sends_while_it_waits_is_bounded(host: ServerHost) -> None:
+def test_data_sent_during_a_wait_is_bounded(host: ServerHost) -> None:
     (client,) = waiting(host)
     client.socket.setblocking(False)
     with contextlib.suppress(BlockingIOError):
@@ -213,7 +213,7 @@ def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> Non
 
 
 @pytest.mark.parametrize("pid", ["0", "1", "4194304", "9999999999"])
-def test_a_pid_that_is_no_client_s_is_not_there(host: ServerHost, pid: str) -> None:
+def test_terminating_a_pid_without_client_is_not_found(host: ServerHost, pid: str) -> None:
     assert post(host, f"/v1/clients/{pid}/terminate").problem == (
         404,
         f"PID {pid} is not an MPS client",
@@ -235,7 +235,7 @@ def test_a_refusal_has_its_status_and_words(host: ServerHost, error: Exception, 
     assert host.ask("GET", "/v1/plan").problem == (status, "what", "hint")
 
 
-def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
+def test_an_invalid_configuration_is_reported_line_by_line(host: ServerHost) -> None:
     problems = [Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")]
     host.reloader.error = ConfigError(problems)
     assert host.ask("GET", "/v1/plan").problem == (
@@ -245,9 +245,7 @@ def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
     )
 
 
-def test_a_fault_of_ours_is_told_as_such_and_is_in_the_log(
-    host: ServerHost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_internal_error_is_a_500_and_logged(host: ServerHost, caplog: pytest.LogCaptureFixture) -> None:
     host.reloader.error = RuntimeError("our own")
     assert post(host, "/v1/reload").problem[:2] == (500, "internal error in the daemon")
     assert "the answer to POST /v1/reload failed" in caplog.text
@@ -273,7 +271,7 @@ def test_a_change_is_finished_even_if_its_client_disconnects(
     assert changing.done == ([] if error else changing.asked)
 
 
-def test_what_is_planned_is_never_kept(host: ServerHost) -> None:
+def test_the_plan_is_computed_for_each_request(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/plan").json() == by_hand.NOTHING
     host.reloader.planned = by_hand.PLANNED
     assert host.ask("GET", "/v1/plan").json() == by_hand.PLANNED

@@ -45,7 +45,7 @@ def test_a_client_that_connects_between_programs_is_answered_by_the_next(host: S
         assert client.answer().status == 200
 
 
-def test_what_is_under_way_is_answered_before(host: ServerHost) -> None:
+def test_requests_in_progress_are_answered_before_a_handover(host: ServerHost) -> None:
     host.reloader.gate.clear()
     client = host.connect().send(request("/v1/plan"))
     eventually(lambda: host.reloader.asked, "the question")
@@ -86,7 +86,7 @@ def test_a_client_that_stalls_does_not_delay_the_next_program(serve: Serve, sent
     assert client.ended()
 
 
-def test_an_answer_that_takes_too_long_does_not_either(serve: Serve) -> None:
+def test_a_slow_answer_does_not_delay_the_handover(serve: Serve) -> None:
     host = serve(hand_over_s=0.05)
     host.reloader.gate.clear()
     client = host.connect().send(request("/v1/plan"))
@@ -95,7 +95,7 @@ def test_an_answer_that_takes_too_long_does_not_either(serve: Serve) -> None:
     assert client.ended()
 
 
-def test_without_its_name_it_listens_again_and_drops_no_connection(host: ServerHost) -> None:
+def test_a_removed_socket_is_recreated_without_dropping_connections(host: ServerHost) -> None:
     old = host.connect()
     old.ask("/v1/gpus")
     (client,) = waiting(host, target=WAIT)

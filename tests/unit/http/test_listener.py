@@ -78,7 +78,7 @@ def answers(place: str) -> bool:
         return client.connect_ex(place) == 0
 
 
-def test_what_a_killed_daemon_left_unfinished_is_no_hindrance(paths: Paths) -> None:
+def test_a_half_created_socket_of_a_killed_daemon_is_replaced(paths: Paths) -> None:
     place = Path(paths.socket)
     place.with_name("." + place.name).write_text("")
     with listen(paths):
@@ -97,7 +97,7 @@ def test_a_socket_that_an_earlier_daemon_left_is_replaced(paths: Paths) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_socket_is_not_touched(paths: Paths, kind: str) -> None:
+def test_a_file_that_is_not_a_socket_is_not_removed(paths: Paths, kind: str) -> None:
     place = Path(paths.socket)
     if kind == "file":
         place.write_text("kept")

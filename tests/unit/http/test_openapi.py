@@ -163,7 +163,7 @@ def test_every_operation_has_a_name_of_its_own() -> None:
     assert len(names) == len(set(names)) > 15
 
 
-def test_what_is_not_known_may_be_null() -> None:
+def test_fields_that_may_be_unknown_are_nullable() -> None:
     """The limit of a GPU that is not in the plan, and what a process or a server does not tell."""
     assert errors("Domain", {**by_hand.EXAMPLES["Domain"], "memory_limits_mib": [5760, None]}) == []
     assert errors("MpsClient", by_hand.GONE) == []
@@ -179,7 +179,7 @@ def test_what_is_not_known_may_be_null() -> None:
         ("/v1/leases", b"{}", "LeaseRecord"),
     ],
 )
-def test_what_is_answered_to_a_change_is_as_its_schema_says(target: str, body: bytes, schema: str) -> None:
+def test_answers_to_changes_match_their_schemas(target: str, body: bytes, schema: str) -> None:
     status, answer = ask(snapshots.reference(), target, "POST", body)
     assert (status, errors(schema, answer)) == (201 if target == "/v1/leases" else 200, [])
 

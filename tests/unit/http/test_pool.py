@@ -134,7 +134,7 @@ def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded: Serv
         assert_served(client)
 
 
-def test_a_request_that_waits_for_an_event_makes_room_and_is_told_so(crowded: Serve) -> None:
+def test_a_waiting_event_request_is_closed_to_make_room(crowded: Serve) -> None:
     host = crowded(connections=2)
     clients = fill(host, 2, send=WAIT)
     eventually(lambda: len(host.events.waiting) == 2, "two that wait")
@@ -168,7 +168,7 @@ def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded: Ser
     assert [client.answer().status for client in waiting] == [200, 200]
 
 
-def test_a_connection_that_waits_too_long_is_told_so(crowded: Serve) -> None:
+def test_a_connection_that_waits_too_long_gets_an_error(crowded: Serve) -> None:
     host = crowded(connections=1, waiting=1, answer_timeout_s=0.2)
     host.reloader.gate.clear()
     fill(host, 1, send=request("/v1/plan"))

@@ -73,7 +73,7 @@ def test_each_path_of_the_api_is_a_route(router: Router, operation: Operation[An
         f"/v1/clients/{'9' * 5000}/terminate",
     ],
 )  # fmt: skip
-def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str) -> None:
+def test_unknown_paths_share_one_route(router: Router, target: str) -> None:
     for method in ("GET", "POST", "BREW"):
         status, detail, hint = problem(ask(router, target, method))
         if "[" in target or "]" in target:
@@ -326,7 +326,7 @@ def test_a_target_may_be_spelt_in_every_way_that_http_has(shared: Router, target
 @pytest.mark.parametrize(
     "name", ["%FF", "%00", "%F0%9F%90%8D", "%", "%zz", "..%2f..", "a" * 8000, "%0a%1b[2J"]
 )
-def test_a_device_of_a_strange_name_is_not_there(shared: Router, name: str) -> None:
+def test_a_device_with_an_invalid_name_is_not_found(shared: Router, name: str) -> None:
     status, detail, _ = problem(ask(shared, f"/v1/devices/{name}"))
     assert status == 404
     assert len(detail) < 500

@@ -57,7 +57,7 @@ def test_head_answers_as_get_does_but_without_the_body(host: ServerHost, target:
     assert (head.status, head.body) == (get.status, b"")
 
 
-def test_after_a_head_the_connection_goes_on(host: ServerHost) -> None:
+def test_a_connection_stays_usable_after_head(host: ServerHost) -> None:
     with host.connect() as client:
         first = client.send(request("/v1/gpus", "HEAD")).answer("HEAD")
         assert (first.status, client.ask("/v1/gpus").json()["total"]) == (200, 1)

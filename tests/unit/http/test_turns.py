@@ -107,7 +107,7 @@ def test_the_requests_of_a_client_that_waits_for_its_turn_are_not_too_late(serve
         assert taker.count >= COUNT // 2 - 1
 
 
-def test_what_many_connections_hold_unread_is_bounded_for_root_too(serve: Serve) -> None:
+def test_unread_data_of_many_connections_is_bounded_even_for_root(serve: Serve) -> None:
     """Of requests and answers together, whatever the size of the answers."""
     host = serve(snapshots.large(2400), answer_timeout_s=PATIENCE_S)
     targets = ("/v1/devices?limit=0", "/v1/devices?limit=100", "/v1/devices")

@@ -44,7 +44,7 @@ def states(answer: Answer) -> set[str]:
     return {one["state"] for one in answer.json()["isolated_devices"]}
 
 
-def test_what_the_caller_has_already_is_not_sent_again(host: ServerHost) -> None:
+def test_devices_that_the_caller_has_are_not_sent_again(host: ServerHost) -> None:
     etag = etag_of(host)
     for header in (etag, f"W/{etag}", f'"other", {etag}', "*"):
         answer = host.ask("GET", DEVICES, known(header))
@@ -54,7 +54,7 @@ def test_what_the_caller_has_already_is_not_sent_again(host: ServerHost) -> None
     assert host.ask("GET", "/v1/devices?limit=1", known(etag)).status == 200, "another page"
 
 
-def test_after_304_the_connection_goes_on(host: ServerHost) -> None:
+def test_a_connection_stays_usable_after_304(host: ServerHost) -> None:
     with host.connect() as client:
         assert client.ask(DEVICES, known("*")).status == 304
         assert client.ask("/v1/gpus").status == 200
@@ -87,13 +87,13 @@ def test_a_wait_has_bounds(host: ServerHost, wait_s: str) -> None:
     assert answer.problem[:2] == (400, f"invalid value for wait_s: {wait_s!r}")
 
 
-def test_one_that_goes_away_waits_no_more(host: ServerHost) -> None:
+def test_a_disconnected_client_stops_waiting(host: ServerHost) -> None:
     (client,) = watching(host)
     client.close()
     eventually(lambda: not host.service.changes.waiting, "that none waits")
 
 
-def test_a_program_that_gives_way_answers_those_that_wait(host: ServerHost) -> None:
+def test_a_handover_answers_waiting_requests(host: ServerHost) -> None:
     (client,) = watching(host)
 
     async def end() -> None:

@@ -14,7 +14,7 @@ from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenedHost, OpenHost
 
 
-def test_what_a_call_returns_or_raises_is_the_caller_s() -> None:
+def test_results_and_errors_of_a_call_reach_its_caller() -> None:
     deadline = Deadline()
     assert deadline.call(lambda: 4711) == 4711
     with pytest.raises(ZeroDivisionError):
@@ -128,7 +128,7 @@ def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost)
 
 
 @pytest.mark.parametrize("call", ["restore_compute_mode", "set_compute_mode"])
-def test_a_gpu_that_is_not_there_is_an_error(open_host: OpenHost, call: str) -> None:
+def test_a_missing_gpu_is_an_error(open_host: OpenHost, call: str) -> None:
     with pytest.raises(DriverError, match="NVML error: Not Found"):
         getattr(open_host().nvml, call)("GPU-ffffffff-0000-0000-0000-000000000000", "Default")
 
@@ -143,7 +143,7 @@ def test_a_gpu_is_read_as_nvidia_smi_shows_it(open_host: OpenHost) -> None:
     assert read(host).gpus == {host.sim.gpus[0].uuid: GpuLoad(93, 4096, 64, 512.25, 700.0)}
 
 
-def test_what_the_driver_does_not_tell_is_unknown(open_host: OpenHost) -> None:
+def test_values_that_the_driver_does_not_report_are_unknown(open_host: OpenHost) -> None:
     host = open_host([{"kind": "h100", "mig": True}, {"kind": "t4"}])
     for call in ("Temperature", "PowerUsage", "EnforcedPowerLimit"):
         host.sim.fail(f"nvmlDeviceGet{call}", "not_supported", gpu=0)
@@ -152,7 +152,7 @@ def test_what_the_driver_does_not_tell_is_unknown(open_host: OpenHost) -> None:
     assert other == GpuLoad(0, 0, 32, 8.75, 70.0)
 
 
-def test_only_processes_with_a_sample_are_told(open_host: OpenHost) -> None:
+def test_only_processes_with_a_sample_are_reported(open_host: OpenHost) -> None:
     busy = [
         {"pid": 7, "used_mib": 1, "sm": 35},
         {"pid": 8, "used_mib": 1, "sm": 0},

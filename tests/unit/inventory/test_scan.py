@@ -90,7 +90,7 @@ def test_a_gpu_without_render_node_has_none(open_host: OpenHost) -> None:
     assert open_host([{"kind": "t4", "render": None}]).gpus()[0].render_node is None
 
 
-def test_what_the_driver_names_has_no_control_characters(open_host: OpenHost) -> None:
+def test_names_from_the_driver_are_escaped(open_host: OpenHost) -> None:
     gpu = {"kind": "tesla-p40", "name": "Tesla\n\x1b[2J P40", "uuid": "GPU-\x1b[2J"}
     found = open_host({"driver": {"version": "535\r\n<2>forged"}, "gpus": [gpu]}).scan()
     assert (found.gpus[0].name, found.gpus[0].uuid) == ("Tesla\\n\\x1b[2J P40", "GPU-\\x1b[2J")
@@ -122,7 +122,7 @@ def test_a_scan_after_a_loss_shows_the_gpu_as_it_is_then(open_host: OpenHost) ->
 GPU = Gpu("0000:00:06.0", "GPU-1", "Tesla V100", minor=0, memory_mib=16384, compute_capability=(7, 0))
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_saved_gpus_are_loaded_again(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     assert load_served(paths) == ServedGpus()
     assert save_served(paths, [GPU])
@@ -145,7 +145,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         ("link", [1]),
     ],
 )
-def test_what_is_of_another_kind_names_no_gpu(tmp_path: Path, name: str, value: object) -> None:
+def test_a_field_of_the_wrong_type_names_no_gpu(tmp_path: Path, name: str, value: object) -> None:
     paths = Paths(str(tmp_path))
     save_served(paths, [GPU])
     text = json.loads(Path(paths.served_gpus).read_text())
@@ -155,7 +155,7 @@ def test_what_is_of_another_kind_names_no_gpu(tmp_path: Path, name: str, value: 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"gpus": 7}', '{"gpus": [{}]}'], ids=len)
-def test_what_is_no_such_file_names_no_gpu(tmp_path: Path, text: str) -> None:
+def test_an_invalid_served_gpus_file_names_no_gpu(tmp_path: Path, text: str) -> None:
     paths = Paths(str(tmp_path))
     save_served(paths, [GPU])
     Path(paths.served_gpus).write_text(text)

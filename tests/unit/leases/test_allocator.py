@@ -80,7 +80,7 @@ def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
     assert chosen(Ledger(), LeaseRequest(gpu=name), candidates(2)) == ["01:00.0-0"]
 
 
-def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
+def test_unserved_devices_are_refused_with_the_reason() -> None:
     message, hint = why_not(Ledger(), LeaseRequest(), candidates(1, reason=NOT_READY))
     assert (
         message == "1 device cannot be allocated now: 4 unavailable (GPU 00:00.0: its domain is failed: no)"
@@ -313,7 +313,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 @given(REQUESTS)
-def test_what_is_reserved_for_a_request_is_free_and_would_do(wanted: LeaseRequest) -> None:
+def test_devices_reserved_for_a_request_are_free_and_match(wanted: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
     kept = Allocator(ledger).reserve(wanted, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}

@@ -23,7 +23,7 @@ def waiting(devices: list[Device], *leased: Device) -> dict[str, tuple[int, int]
     return {uuid: (len(wait.pending), wait.total) for uuid, wait in ledger.lease_waits(devices).items()}
 
 
-def test_what_former_leases_have_or_leave_no_room_for_is_pending() -> None:
+def test_devices_that_conflict_with_former_leases_are_pending() -> None:
     assert waiting(QUARTERS, *QUARTERS) == {}, "of the same division"
     assert waiting(HALVES, *QUARTERS) == {"GPU-0": (4, 4)}
     assert waiting(HALVES, QUARTERS[3]) == {"GPU-0": (2, 3)}

@@ -59,7 +59,7 @@ def test_a_request_for_one_gpu_does_not_hold_up_one_for_another() -> None:
     assert served(waiting, ledger, 2) == [1]
 
 
-def test_what_is_reserved_for_queued_requests_is_not_given_to_a_new_one() -> None:
+def test_devices_reserved_for_the_queue_are_not_leased_to_others() -> None:
     ledger = Ledger([lease("a", device(0, 0), device(0, 1), device(0, 2))])
     waiting = queue(ledger, LeaseRequest(2))
     assert waiting.reserved(candidates(1)).devices == {"id-0-4-3"}

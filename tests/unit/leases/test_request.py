@@ -61,7 +61,7 @@ def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: s
         ("12345678-", "12345678- matches 2 leases"),
     ],
 )
-def test_what_names_none_or_several_is_said(name: str, message: str) -> None:
+def test_an_unknown_or_ambiguous_lease_name_is_an_error(name: str, message: str) -> None:
     with pytest.raises(NotFoundError) as caught:
         find_lease(name, LEASES, ALICE)
     assert caught.value.message == message

@@ -49,7 +49,7 @@ def known_next(paths: Paths) -> list[Lease]:
 
 
 @pytest.mark.usefixtures("storage")
-def test_leases_are_there_for_the_next_daemon(store: Store, paths: Paths) -> None:
+def test_leases_survive_for_the_next_daemon(store: Store, paths: Paths) -> None:
     store.close()
     assert known_next(paths) == [A, B]
 

@@ -91,7 +91,7 @@ def test_dcgms_series_of_a_gpu_can_be_joined_by_its_uuid() -> None:
             assert dict(labels).items() >= GPU.items(), name
 
 
-def test_what_nvml_measures_is_in_base_units() -> None:
+def test_measurements_of_nvml_are_in_base_units() -> None:
     shown = {name: value(ALL, f"yunion_mps_gpu_{name}", **GPU) for name in (
         "utilization_ratio", "temperature_celsius", "power_watts", "power_limit_watts", "memory_used_bytes",
     )}  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_gpu_is_usable_by_its_own_health_not_its_control_daemons() -> None:
     assert value(faulty, "yunion_mps_gpu_usable", **GPU) == 1
 
 
-def test_what_is_unknown_is_missing_and_not_0() -> None:
+def test_unknown_values_are_missing_and_not_0() -> None:
     unknown = ALL._replace(use=None, probe_s={})
     shown = {name for name, _ in values(unknown)}
     assert not {name for name in shown if re.search("device_memory_used|clients|probe", name)}
@@ -170,7 +170,7 @@ def test_a_domain_tells_since_when_it_is_in_its_state_by_the_wall_clock() -> Non
     assert value(given, "yunion_mps_domain_probe_duration_seconds", domain="host") == 0.0004
 
 
-def test_two_domains_of_one_name_are_told_once_as_prometheus_demands() -> None:
+def test_a_series_is_never_repeated_for_two_domains_of_one_name() -> None:
     second: DomainStatus = ALL.domains[0]._replace(restarts=7)
     given = ALL._replace(domains=(*ALL.domains, second))
     lines = text_of(given, openmetrics=False).decode().splitlines()
@@ -179,7 +179,7 @@ def test_two_domains_of_one_name_are_told_once_as_prometheus_demands() -> None:
     ]
 
 
-def test_a_gpus_budget_is_told_only_where_it_has_devices() -> None:
+def test_budget_metrics_exist_only_for_gpus_with_devices() -> None:
     given = facts(snapshot(P40, IN_MIG_MODE))
     assert value(given, "yunion_mps_gpu_budget_enforced", **GPU) == 0
     other = {"gpu": "0001:e1:00.0", "gpu_uuid": str(H100.uuid)}
@@ -256,7 +256,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
 
 @given(any_facts())
 @settings(deadline=None, max_examples=60)
-def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> None:
+def test_both_parsers_read_the_same_metrics_of_any_host(given: Facts) -> None:
     read = values(given, openmetrics=True)
     assert read == values(given)
     assert read["yunion_mps_up", ()] == 1

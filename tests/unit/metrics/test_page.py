@@ -39,7 +39,7 @@ def test_each_label_is_named() -> None:
             assert set(labels.split(", ")) - {""} == served, name
 
 
-def test_what_is_told_of_the_process_is_what_is_served() -> None:
+def test_the_documented_process_metrics_are_those_served() -> None:
     text = text_of(ALL, openmetrics=False).decode()
     served = set(re.findall(r"^# HELP (yunion_mps_process_\w+)", text, re.MULTILINE))
     assert set(re.findall(r"`(yunion_mps_process_\w+)`", PAGE)) == served

@@ -73,7 +73,7 @@ def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(bench: Ben
     assert run.states == [STOPPED, STARTING, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_a_survivor_that_was_stopped_is_told_to_go_on_and_adopted(bench: Bench) -> None:
+def test_a_stopped_survivor_is_continued_and_adopted(bench: Bench) -> None:
     survivor = bench.control()
     stop_process(survivor.pid)
     run = bench.domain().start().until(APPLYING).turn(5).until(READY)
@@ -90,7 +90,7 @@ def test_a_survivor_is_spared_when_the_daemon_fails(bench: Bench) -> None:
     assert survivor.status() is None
 
 
-def test_one_that_we_started_is_not_spared(bench: Bench) -> None:
+def test_a_control_daemon_that_we_started_is_not_spared(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     pid = run.pid
     run.domain.stop(run.now_s, spare_adopted=True)

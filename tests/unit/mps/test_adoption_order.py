@@ -44,7 +44,7 @@ def adopt(plan: DomainPlan, process: Process) -> None:
     record_order(order_for(plan, process))
 
 
-def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(bench: Bench) -> None:
+def test_an_adopted_control_daemon_keeps_its_pid_and_gets_our_limits(bench: Bench) -> None:
     stranger = bench.control(environment=theirs(bench.plan))
     assert running_here(bench.plan) == []
     adopt(bench.plan, stranger)
@@ -62,7 +62,7 @@ def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(bench: Bench) -> Non
     assert running_here(bench.plan) == []
 
 
-def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(bench: Bench) -> None:
+def test_an_adopted_server_keeps_its_limits_and_the_next_gets_ours(bench: Bench) -> None:
     environment = theirs(bench.plan, PATH=f"{bench.jobs.stand_ins.folder}:{os.environ['PATH']}")
     stranger = bench.control(environment=environment)
     job = bench.jobs.begin()
@@ -96,7 +96,7 @@ def test_servers_that_outlive_an_adopted_one_are_ours_too(bench: Bench) -> None:
     os.kill(server, signal.SIGKILL)
 
 
-def test_an_order_holds_for_its_process_alone(bench: Bench) -> None:
+def test_an_adoption_order_applies_to_one_process_only(bench: Bench) -> None:
     stranger = bench.control(environment=theirs(bench.plan))
     adopt(bench.plan, stranger)
     order = adoption_order(stranger.pid)
@@ -129,7 +129,7 @@ def test_a_torn_file_is_no_order(place: Path, text: str) -> None:
         pytest.param((5760, 5760), {}, (ONE, TWO), id="in any order with equal limits"),
     ],
 )
-def test_one_whose_gpu_order_is_certain_is_adopted(
+def test_a_control_daemon_with_a_certain_gpu_order_is_adopted(
     bench: Bench, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
 ) -> None:
     plan = bench.planned(limits)
@@ -152,7 +152,7 @@ def test_one_whose_gpu_order_is_certain_is_adopted(
         pytest.param({"CUDA_MPS_PIPE_DIRECTORY": "/b"}, (ONE, TWO), "started for /b", id="elsewhere"),
     ],
 )
-def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
+def test_a_control_daemon_is_refused_with_the_reason(
     bench: Bench, environment: dict[str, str], gpus: tuple[str | None, ...], why: str
 ) -> None:
     plan = bench.planned((5760, 1024))
@@ -161,7 +161,7 @@ def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
     assert "cannot be adopted: " in raised.value.message
 
 
-def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> None:
+def test_a_single_user_control_daemon_is_not_adopted_for_multiuser(plan: DomainPlan) -> None:
     with pytest.raises(HostError, match="cuda_mps_multiuser"):
         create_adoption_order(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
 

@@ -76,7 +76,9 @@ def test_a_client_is_terminated_by_its_server(run: DomainRun, jobs: Jobs, plan: 
     assert client.says() == "terminated"
 
 
-def test_a_client_that_is_none_cannot_be_terminated(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+def test_a_process_that_is_not_a_client_cannot_be_terminated(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan
+) -> None:
     server = run.serve(jobs)
     with pytest.raises(ControlError, match=f"PID {server}.* refused to disconnect it .*answered: 1"):
         terminate(jobs.program, plan, server, os.getpid())
@@ -102,7 +104,7 @@ def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Job
     os.kill(server, signal.SIGCONT)
 
 
-def test_while_another_front_end_is_connected_nothing_is_known(run: DomainRun, bench: Bench) -> None:
+def test_with_another_front_end_connected_clients_are_unknown(run: DomainRun, bench: Bench) -> None:
     client = bench.jobs.begin()
     (server,) = run.domain.server_pids()
     bench.hold_front_end()

@@ -187,7 +187,7 @@ def test_without_a_control_daemon_the_front_ends_words_are_the_error(bench: Benc
     )
 
 
-def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(bench: Bench) -> None:
+def test_a_front_end_that_fails_silently_is_described_by_its_status(bench: Bench) -> None:
     with pytest.raises(ControlError) as caught:
         converse(bench.script("exit 7"), bench.plan, "get_server_list")
     assert caught.value.message == "nvidia-cuda-mps-control reported: status 7"

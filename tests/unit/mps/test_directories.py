@@ -80,7 +80,7 @@ def test_missing_directories_can_be_entered_whatever_the_umask_is(tmp: Path) -> 
     assert (mode_of(path), mode_of(path.parent)) == (0o755, 0o755)
 
 
-def test_made_a_second_time_it_stays_what_it_was(tmp: Path) -> None:
+def test_creating_a_directory_twice_changes_nothing(tmp: Path) -> None:
     make(tmp / "nvidia-mps/pipe")
     before = everything_below(tmp)
     make(tmp / "nvidia-mps/pipe")
@@ -88,7 +88,7 @@ def test_made_a_second_time_it_stays_what_it_was(tmp: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o711, 0o750, 0o751, 0o755])
-def test_a_directory_that_is_there_keeps_its_mode(tmp: Path, mode: int) -> None:
+def test_an_existing_directory_keeps_its_mode(tmp: Path, mode: int) -> None:
     (tmp / "log").mkdir(mode=mode)
     assert mode_of(make(tmp / "log")) == mode
 

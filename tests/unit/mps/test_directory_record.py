@@ -34,7 +34,7 @@ def make(path: Path) -> None:
         pass
 
 
-def test_what_is_made_is_recorded_once_with_what_was_made_on_the_way(record: Path, mps: Path) -> None:
+def test_created_directories_and_their_parents_are_recorded_once(record: Path, mps: Path) -> None:
     make(mps / "pipe")
     make(mps / "pipe")
     make(mps / "log")
@@ -42,7 +42,7 @@ def test_what_is_made_is_recorded_once_with_what_was_made_on_the_way(record: Pat
     assert record.stat().st_mode & 0o777 == 0o600
 
 
-def test_of_what_was_there_the_files_are_theirs(record: Path, mps: Path) -> None:
+def test_existing_files_are_recorded_as_foreign(record: Path, mps: Path) -> None:
     mps.mkdir()
     (mps / "server.log").write_text("of a neighbour")
     (mps / "else").write_text("")
@@ -52,7 +52,7 @@ def test_of_what_was_there_the_files_are_theirs(record: Path, mps: Path) -> None
     assert record.read_text().splitlines() == [f"theirs {mps}/server.log", f"used {mps}"]
 
 
-def test_what_is_refused_or_cannot_be_made_is_not_recorded(record: Path, mps: Path) -> None:
+def test_refused_or_uncreated_directories_are_not_recorded(record: Path, mps: Path) -> None:
     mps.mkdir()
     (mps / "log").mkdir()
     (mps / "log").chmod(0o777)
@@ -63,7 +63,7 @@ def test_what_is_refused_or_cannot_be_made_is_not_recorded(record: Path, mps: Pa
     assert not record.exists() or record.read_text() == ""
 
 
-def test_another_word_is_added_if_a_directory_serves_otherwise_later(record: Path, mps: Path) -> None:
+def test_a_recorded_parent_that_is_used_itself_gets_another_record(record: Path, mps: Path) -> None:
     make(mps / "pipe")
     make(mps)
     assert record.read_text().splitlines() == [f"above {mps}", f"made {mps}/pipe", f"used {mps}"]

@@ -72,7 +72,7 @@ def test_the_control_daemons_environment_is_built_from_nothing(
     }
 
 
-def test_a_program_that_exits_at_once_is_told_with_its_last_words(bench: Bench) -> None:
+def test_a_program_that_exits_at_once_is_reported_with_its_output(bench: Bench) -> None:
     run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     first = run.pid
     run.until(BACKOFF)
@@ -146,7 +146,7 @@ def test_it_is_started_again_at_once_then_later_and_later(bench: Bench) -> None:
     assert run.domain.restarts == 8
 
 
-def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(bench: Bench) -> None:
+def test_a_control_daemon_that_keeps_dying_is_retried_every_minute(bench: Bench) -> None:
     run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     while run.state != FAILED:
         run.until(BACKOFF, FAILED).turn(60)
@@ -227,20 +227,20 @@ def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_stopped_control_daemon_is_let_go_on_to_quit(bench: Bench) -> None:
+def test_a_stopped_control_daemon_is_continued_to_quit(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     stop_process(run.pid)
     run.stop().until(STOPPED)
 
 
-def test_one_that_cannot_be_asked_to_quit_gets_sigterm_at_once(bench: Bench) -> None:
+def test_a_control_daemon_that_cannot_quit_gets_sigterm(bench: Bench) -> None:
     """A stop while it starts: nothing listens yet, so there is nothing to wait for."""
     script = '[ "$1" = -f ] && exec sleep 1000; echo Cannot find MPS control daemon process; exit 1'
     run = bench.domain(program=bench.script(script)).start()
     run.stop().until(STOPPED)
 
 
-def test_one_whose_program_is_gone_gets_sigterm_at_once(
+def test_a_control_daemon_without_its_program_gets_sigterm(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = bench.script(f"exec {bench.program} $1")
@@ -263,7 +263,7 @@ def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(bench: Bench
     assert run.until(STOPPED).domain.restarts == 0
 
 
-def test_a_life_from_start_to_stop_leaves_no_descriptor_open(bench: Bench) -> None:
+def test_a_full_run_leaks_no_descriptor(bench: Bench) -> None:
     bench.domain().start().until(READY).stop().until(STOPPED)
     before = os.listdir("/proc/self/fd")
     for _ in range(3):

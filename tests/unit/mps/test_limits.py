@@ -62,7 +62,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
-def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(run: DomainRun, bench: Bench) -> None:
+def test_a_control_daemon_that_dies_between_checks_is_replaced(run: DomainRun, bench: Bench) -> None:
     bench.ask("set_default_active_thread_percentage 77")
     bench.jobs.begin()
     after = bench.domain(program=bench.jobs.program).start()
@@ -80,7 +80,7 @@ def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(bench: Bench
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
-def test_a_survivor_with_the_planned_limits_is_told_nothing(run: DomainRun, bench: Bench) -> None:
+def test_a_survivor_with_the_planned_limits_gets_no_commands(run: DomainRun, bench: Bench) -> None:
     bench.jobs.begin()
     log = Path(bench.plan.log_directory, "control.log")
     before = log.read_text().count("Cmd:set_")

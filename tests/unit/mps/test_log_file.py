@@ -61,7 +61,7 @@ def test_a_log_that_has_grown_is_emptied_and_its_end_is_kept(plan: DomainPlan, l
     assert log.with_name(f"{name}.1").read_text() == "what matters\n"
 
 
-def test_what_was_kept_grows_no_further_than_the_log(plan: DomainPlan, log: Path) -> None:
+def test_the_old_log_is_as_bounded_as_the_log(plan: DomainPlan, log: Path) -> None:
     for number in range(5):
         log.write_text(f"{number} matters {'x' * 1000}\n" * 2_000)
         bound_logs(plan)
@@ -69,7 +69,7 @@ def test_what_was_kept_grows_no_further_than_the_log(plan: DomainPlan, log: Path
     assert log.with_name(OLDER).read_text().rpartition("\n4 matters ")[1]
 
 
-def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(bench: Bench) -> None:
+def test_a_control_daemon_can_write_to_its_emptied_log(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     log = Path(bench.plan.log_directory, LOG_NAME)
     with log.open("a") as file:

@@ -40,7 +40,7 @@ def test_it_is_tried_once_and_again_only_with_another_program(bench: Bench) -> N
     assert knows_multiuser(program, str(bench.place))
 
 
-def test_one_that_neither_serves_nor_ends_is_tried_again_later(bench: Bench) -> None:
+def test_a_program_that_neither_serves_nor_ends_is_retried_later(bench: Bench) -> None:
     count = bench.place / "count"
     program = bench.script(f"echo x >>{count}; exec sleep 1000")
     assert not knows_multiuser(program, str(bench.place), deadline_s=0.05)

@@ -171,7 +171,7 @@ def test_a_stop_need_not_wait_for_an_orphan_that_ends(run: DomainRun, jobs: Jobs
     run.until(STOPPED)
 
 
-def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: Jobs) -> None:
+def test_a_stopped_orphan_is_continued_before_its_signal(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     run.stop().until_it(lambda: run.domain.status().pid is None)
     stop_process(server)

@@ -59,13 +59,13 @@ def _remove_its_directory(plan: DomainPlan, pid: int) -> None:
 @pytest.mark.parametrize(
     "hide", [_put_a_file_at_its_socket, _put_a_stale_socket_at_its_socket, _remove_its_directory]
 )
-def test_one_of_ours_is_found_whatever_lies_at_its_socket(bench: Bench, hide: Hide) -> None:
+def test_our_control_daemon_is_found_whatever_is_at_its_socket(bench: Bench, hide: Hide) -> None:
     ours = bench.control()
     hide(bench.plan, ours.pid)
     assert running_here(bench.plan) == [(ours.pid, bench.plan.gpu_uuids)]
 
 
-def test_one_whose_queue_is_full_is_named_by_its_process(bench: Bench) -> None:
+def test_a_control_daemon_with_a_full_queue_is_found_by_its_process(bench: Bench) -> None:
     ours = bench.control()
     with full_queue(bench.plan.pipe_directory):
         peer = peer_of(bench.plan.pipe_directory)
@@ -74,7 +74,7 @@ def test_one_whose_queue_is_full_is_named_by_its_process(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(bench: Bench, stopped: bool) -> None:
+def test_a_control_daemon_with_a_full_queue_is_adopted(bench: Bench, stopped: bool) -> None:
     ours = bench.control()
     with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
         if stopped:
@@ -96,7 +96,7 @@ class KilledError(BaseException):
     """Stands for our own death."""
 
 
-def test_one_whose_daemon_dies_as_it_starts_it_is_found(
+def test_a_control_daemon_is_found_if_its_daemon_dies_at_the_spawn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its PID can be recorded, and before a script has come as far as NVIDIA's program."""
@@ -117,7 +117,7 @@ def test_one_whose_daemon_dies_as_it_starts_it_is_found(
         os.waitpid(pid, 0)
 
 
-def test_one_that_was_started_is_found_without_its_mark(bench: Bench) -> None:
+def test_a_recorded_control_daemon_is_found_without_its_mark(bench: Bench) -> None:
     """As if a script started it in another environment."""
     process = start(bench.script("exec env -i sleep 1000"), bench.plan)
     try:
@@ -164,7 +164,7 @@ def test_a_server_that_was_just_forked_is_no_control_daemon(plan: DomainPlan, pl
     assert found == [server]
 
 
-def test_one_that_could_not_be_started_leaves_no_record(plan: DomainPlan) -> None:
+def test_a_failed_spawn_leaves_no_record(plan: DomainPlan) -> None:
     """Else every process of the host would be looked at as if it could be that one."""
     with pytest.raises(HostError):
         start("/nowhere/nvidia-cuda-mps-control", plan)
@@ -180,7 +180,7 @@ def test_a_pid_that_was_given_again_since_the_search_is_not_adopted(bench: Bench
     assert find(bench.plan, [ours._replace(started_ticks=ours.started_ticks - 1)]) is None
 
 
-def test_one_that_was_recorded_needs_no_mark(bench: Bench) -> None:
+def test_a_recorded_process_needs_no_mark(bench: Bench) -> None:
     unmarked = {name: value for name, value in control_environment(bench.plan).items() if name != MARK}
     control = bench.control(environment=unmarked)
     assert running_here(bench.plan) == []
@@ -206,7 +206,7 @@ def test_another_process_with_the_recorded_pid_is_not_adopted(bench: Bench) -> N
     assert running_here(bench.plan) == []
 
 
-def test_one_of_another_root_is_not_ours(bench: Bench) -> None:
+def test_a_control_daemon_of_another_root_is_not_ours(bench: Bench) -> None:
     bench.control(environment={**control_environment(bench.plan), ROOT_VARIABLE: "/elsewhere"})
     assert running_here(bench.plan) == []
 

@@ -39,7 +39,7 @@ def test_it_is_found_within_two_probe_intervals() -> None:
     assert PROBE_S + PROBE_TIMEOUT_S < 2 * PROBE_S
 
 
-def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
+def test_a_stopped_control_daemon_is_reported_and_continued(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = run.pid
@@ -56,7 +56,7 @@ def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
-def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None:
+def test_a_repeatedly_stopped_control_daemon_is_replaced(run: DomainRun) -> None:
     pid = run.pid
     stop_process(pid)
     run.turn(PROBE_S)
@@ -70,7 +70,7 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
     assert f"the control daemon (PID {pid}) was ended because it was not serving" in run.reasons
 
 
-def test_it_goes_on_once_the_silent_connection_is_closed(run: DomainRun, plan: DomainPlan) -> None:
+def test_it_serves_again_once_the_silent_connection_is_closed(run: DomainRun, plan: DomainPlan) -> None:
     pid = run.pid
     with silent_connection(plan) as connection:
         assert find_out(run).state == WEDGED
@@ -79,7 +79,7 @@ def test_it_goes_on_once_the_silent_connection_is_closed(run: DomainRun, plan: D
     assert run.pid == pid
 
 
-def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun, plan: DomainPlan) -> None:
+def test_a_silent_control_daemon_without_jobs_is_replaced(run: DomainRun, plan: DomainPlan) -> None:
     pid = run.pid
     with silent_connection(plan):
         find_out(run)
@@ -90,7 +90,7 @@ def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun
 
 
 @pytest.mark.parametrize(("in_use", "polled_s"), [(None, None), (True, None), (False, 0.0)])
-def test_one_with_jobs_is_replaced_once_their_server_has_ended(
+def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
     run: DomainRun, bench: Bench, in_use: bool | None, polled_s: float | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -117,7 +117,7 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
     assert run.pid != pid
 
 
-def test_one_whose_servers_have_no_jobs_is_replaced_with_them(run: DomainRun, bench: Bench) -> None:
+def test_a_silent_control_daemon_with_idle_servers_is_replaced(run: DomainRun, bench: Bench) -> None:
     bench.jobs.end(bench.jobs.begin())
     run.tick()
     run.domain.note_use(in_use=False)
@@ -178,7 +178,7 @@ def test_a_new_one_waits_for_another_front_end_without_end(bench: Bench, plan: D
 
 
 @as_root
-def test_why_is_found_out_again(run: DomainRun, bench: Bench) -> None:
+def test_the_cause_is_diagnosed_again(run: DomainRun, bench: Bench) -> None:
     run.serve(bench.jobs)
     with silent_connection(bench.plan):
         with full_queue(bench.plan.pipe_directory, STRANGER):
@@ -188,7 +188,7 @@ def test_why_is_found_out_again(run: DomainRun, bench: Bench) -> None:
         assert run.domain.reason.code == CONTROL_DAEMON_SILENT
 
 
-def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRun, bench: Bench) -> None:
+def test_a_stopped_server_is_reported_and_continued(run: DomainRun, bench: Bench) -> None:
     server = run.serve(bench.jobs)
     stop_process(server)
     env = {"CUDA_MPS_PIPE_DIRECTORY": bench.plan.pipe_directory}

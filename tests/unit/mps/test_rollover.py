@@ -69,9 +69,7 @@ def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other:
     assert bench.ask(f"get_active_thread_percentage {server}") == ["12.5"]
 
 
-def test_to_drain_waits_for_the_jobs_and_force_does_not(
-    run: DomainRun, bench: Bench, other: DomainPlan
-) -> None:
+def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
     job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
     run.change(other)
@@ -98,7 +96,7 @@ def test_a_server_asked_to_end_while_it_had_jobs_ends_without_them(
     assert bench.jobs.servers() == []
 
 
-def test_a_request_outlives_the_hearing_of_an_earlier_one(plan: DomainPlan) -> None:
+def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5,)), lambda: (5,), lambda _: None, lambda: None)
     rollover.request_end(0.0, force=False)
     orders = rollover.commands(0.0, every=False, in_use=None)
@@ -127,7 +125,7 @@ def test_nothing_is_asked_to_end_if_nothing_is_pending(run: DomainRun, jobs: Job
 
 @pytest.mark.parametrize("when", ["before the change", "after it"])
 @pytest.mark.parametrize(("force", "for_s"), [(True, 50), (False, 200)])
-def test_an_order_that_was_not_heard_is_given_again(
+def test_an_undelivered_command_is_sent_again(
     run: DomainRun, bench: Bench, other: DomainPlan, when: str, force: bool, for_s: int
 ) -> None:
     """Also a drain of long ago, which costs no job anything."""

@@ -56,7 +56,7 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_one_that_hears_nobody_is_ended_with_its_servers_after_the_time(
+def test_an_unresponsive_control_daemon_is_killed_at_the_deadline(
     run: DomainRun, jobs: Jobs, plan: DomainPlan, is_full: bool
 ) -> None:
     """A connection that says nothing, or a full queue, costs jobs none of their time."""
@@ -96,7 +96,7 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
     eventually(lambda: bench.jobs.servers() == [])
 
 
-def test_the_quit_is_said_again_until_it_is_heard(run: DomainRun, bench: Bench) -> None:
+def test_quit_is_repeated_until_delivered(run: DomainRun, bench: Bench) -> None:
     job = bench.jobs.begin()
     leave = bench.hold_front_end()
     run.stop()

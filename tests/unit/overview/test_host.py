@@ -35,7 +35,7 @@ def parts(shown: Json) -> dict[str, Json]:
     return {",".join(one["devices"]) or one["gpu"]: one for one in shown["parts"]}
 
 
-def test_a_part_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
+def test_a_holding_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
     shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
     states = {name: one["state"] for name, one in parts(shown).items()}
     assert states == {

@@ -283,7 +283,7 @@ def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
     assert messages(settings, found) == [f"{DEVICES}:4: virtual_number is 17, {P40_HAS_16}"]
 
 
-def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
+def test_too_many_devices_are_refused_with_the_maximum() -> None:
     settings = config(entry("00:06.0", 17), entry("01:00.0", 49, 5))
     many = "virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
     assert messages(settings, inventory(P40, gpu(1))) == [
@@ -357,7 +357,7 @@ def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
     assert set(plan.unavailable) == {"0000:01:00.0", "0000:03:00.0"}
 
 
-def test_one_control_daemon_for_more_gpus_than_it_can_limit_is_named() -> None:
+def test_more_than_32_gpus_in_one_domain_are_an_error() -> None:
     gpus = [gpu(slot) for slot in range(33)]
     wrong = "cuda_mps_scope is host, and one control daemon cannot limit more than 32 GPUs"
     assert messages(config(cuda_mps_scope="host"), inventory(*gpus)) == [

@@ -215,7 +215,7 @@ def test_a_configured_gpu_has_devices_a_pool_or_a_reason(case: Case) -> None:
 
 
 @given(right_cases(), st.data())
-def test_what_clients_get_of_a_pool_never_exceeds_its_memory(case: Case, data: st.DataObject) -> None:
+def test_clients_of_a_pool_never_exceed_its_memory(case: Case, data: st.DataObject) -> None:
     plan = planned(*case)
     ids = [device.id for device in plan.devices]
     addresses = [device.addr for device in plan.devices]
@@ -244,7 +244,9 @@ def test_a_pool_loses_less_than_a_unit_of_memory(case: Case) -> None:
 
 
 @given(right_cases(), st.data())
-def test_a_budget_is_allowed_by_its_domain_and_in_its_environment(case: Case, data: st.DataObject) -> None:
+def test_every_budget_is_within_the_domain_and_set_in_its_environment(
+    case: Case, data: st.DataObject
+) -> None:
     plan = planned(*case)
     devices = list(plan.devices)
     for pool in plan.pools:
@@ -263,7 +265,7 @@ def test_a_budget_is_allowed_by_its_domain_and_in_its_environment(case: Case, da
 
 
 @given(right_cases())
-def test_some_client_may_get_just_what_its_domain_allows(case: Case) -> None:
+def test_a_client_can_get_exactly_what_its_domain_allows(case: Case) -> None:
     plan = planned(*case)
     for domain in plan.domains:
         for one in domain.gpus:

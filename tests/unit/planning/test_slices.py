@@ -201,7 +201,7 @@ def test_each_client_takes_the_reserve_beside_its_units() -> None:
     assert (device.memory_limit_mib, device.reserve_mib) == (3072, 100)
 
 
-def test_what_others_have_of_the_gpu_counts_as_well() -> None:
+def test_devices_of_a_former_division_count_against_the_pool() -> None:
     pool = pool_of(V100, units(1024, memory_reserve_mib=100))
     assert free_units(pool, 4096, 1) == 11  # an equal device of the division before
     assert free_units(pool, 20000, 1) == 0

@@ -64,7 +64,7 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
     assert memory_by_gpu([client]) == {"00:06.0": 10, "00:07.0": 1001}
 
 
-def test_what_is_outside_mps_counts_against_no_device() -> None:
+def test_processes_outside_mps_count_against_no_device() -> None:
     found = holdings(DEVICES, [LEASE], [changed(OUTSIDE_MPS, device="00:06.0-1"), CLIENT])
     assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
     assert [one.outside_mps for one in found] == [False, False, False, False, True]
@@ -87,7 +87,7 @@ def test_a_process_that_has_just_ended_has_nothing() -> None:
     assert used(holdings(DEVICES, [], [GONE])) == {}
 
 
-def test_a_lease_of_a_device_that_is_not_listed_yet_is_there() -> None:
+def test_a_lease_of_an_unlisted_device_is_included() -> None:
     assert used(holdings([], [LEASE], [CLIENT])) == {"00:06.0-1": 512}
 
 

@@ -55,7 +55,7 @@ def test_each_process_counts_where_it_has_its_device() -> None:
     assert found.domains == {"host": DomainUsage(1, 2, 3.0)}
 
 
-def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
+def test_a_job_on_two_gpus_counts_its_memory_on_each() -> None:
     found = use(
         memory={A: {TRAIN: 900}, B: {TRAIN: 1500}},
         through_mps={A: {TRAIN}, B: {TRAIN}},

@@ -44,6 +44,6 @@ def test_a_host_that_serves_nothing_is_failed_whatever_its_jobs_do() -> None:
     assert status_of(broken, clients=clients(OUTSIDE_MPS))["state"] == "failed"
 
 
-def test_what_could_not_be_found_out_is_in_the_status() -> None:
+def test_the_status_says_what_is_incomplete() -> None:
     found = status_of(queries(), clients=clients(errors=("the driver hangs",)))
     assert (found["state"], found["errors"]) == ("ready", ["the driver hangs"])

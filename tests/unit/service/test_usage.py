@@ -264,7 +264,7 @@ def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
     assert len(answer["polled"]) == len(answer["gpus"][0]["memory_used_mib"]) == MINUTES
 
 
-def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:
+def test_usage_older_than_an_hour_is_discarded() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: (7, None), DEVICE: (7, None)})
     usage.record(6000 + 59 * 60, {GPU: (8, None)})
@@ -274,7 +274,7 @@ def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:
     assert not usage._series
 
 
-def test_one_gpu_and_its_devices_or_only_gpus_can_be_asked_for() -> None:
+def test_usage_can_be_requested_for_one_gpu_or_gpus_only() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: (2, None), DEVICE: (1, None), "00:07.0": (3, None), OTHER: (3, None)})
     assert set(told(usage, 6000)) == {GPU, DEVICE, "00:07.0", OTHER}

@@ -116,7 +116,7 @@ def test_ctl_does_each_of_its_commands() -> None:
     ]
 
 
-def test_ctl_takes_it_all_back(tmp_path: Path) -> None:
+def test_ctl_undoes_every_change(tmp_path: Path) -> None:
     file = tmp_path / "gpus.yml"
     file.write_text("gpus: [{kind: a100, mig: true}, {kind: t4, lost: true}]\n")
     steps = ["mig 0 off", "remove 0", "restore 0", "restore 1", "load 0 97", "fail '*' unknown", "clear"]
@@ -155,7 +155,7 @@ def test_command_has_the_signals_of_a_shells_child() -> None:
 T4 = {"kind": "t4"}
 
 
-def test_what_is_made_up_is_unique_and_the_same_each_time() -> None:
+def test_generated_gpu_identities_are_unique_and_reproducible() -> None:
     many = [{"kind": kind, "count": 4} for kind in KINDS]
     host = parse_description(many)
     assert host == parse_description(many)
@@ -168,7 +168,7 @@ def test_what_is_made_up_is_unique_and_the_same_each_time() -> None:
         assert len(values) == 64
 
 
-def test_what_a_later_entry_asks_for_is_kept_for_it() -> None:
+def test_generated_nodes_skip_those_that_later_entries_name() -> None:
     host = parse_description([T4, {**T4, "pci": "0000:00:06.0", "render": 128}])
     assert [(gpu.address, gpu.render) for gpu in host.gpus] == [("0000:00:06.0", 128), ("0000:00:07.0", 129)]
 

@@ -62,7 +62,7 @@ def test_library_finds_its_state_without_an_environment(make_host: MakeHost) -> 
     assert host.run(["nvidia-smi", "-L"], env=env).stdout.startswith("GPU 0: Tesla P40")
 
 
-def test_pattern_and_any_version_of_a_call_fail(make_host: MakeHost) -> None:
+def test_a_pattern_matches_every_version_of_a_call(make_host: MakeHost) -> None:
     host = make_host()
     with host.pynvml() as n:
         n.nvmlInit()

@@ -65,7 +65,7 @@ def whats(event_log: EventLog) -> list[str]:
     return [one.event.what for one in event_log.after(0, 10_000)]
 
 
-def test_what_cannot_be_written_is_written_later_in_order_and_said_once(
+def test_unwritten_events_are_written_later_in_order(
     disk: Disk, event_log: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     event_log.record(event("0"))
@@ -85,7 +85,7 @@ def test_what_cannot_be_written_is_written_later_in_order_and_said_once(
     assert whats(event_log)[-1] == "e"
 
 
-def test_what_is_kept_in_memory_is_bounded_and_the_newest_count(disk: Disk, event_log: EventLog) -> None:
+def test_events_in_memory_are_bounded_to_the_newest(disk: Disk, event_log: EventLog) -> None:
     disk.full = True
     for number in range(1500):
         event_log.record(event(str(number)))
@@ -170,7 +170,7 @@ def test_no_event_is_lost_when_the_file_is_damaged_while_in_use(paths: Paths) ->
         assert [one.id for one in event_log.after(0, 9)] == [1, 2, 3]
 
 
-def test_that_there_is_trouble_and_that_it_is_over_is_told(disk: Disk, paths: Paths) -> None:
+def test_a_write_failure_and_its_end_are_reported(disk: Disk, paths: Paths) -> None:
     told: list[str] = []
     kept = EventLog(disk, paths.events_copy, lambda: told.append(kept.write_error))
     disk.full = True
@@ -210,13 +210,13 @@ def test_events_are_given_by_id_by_time_and_by_kind(table: EventTable) -> None:
     assert [one.id for one in table.after(0, 9, "domain")] == [1, 3]
 
 
-def test_an_event_that_is_there_is_not_changed_and_not_added_twice(table: EventTable) -> None:
+def test_a_recorded_event_is_neither_changed_nor_repeated(table: EventTable) -> None:
     table.add(several(1, 3, 1.0))
     table.add(several(2, 3, 9.0))
     assert [(one.id, one.time_s) for one in table.after(0, 9)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 9.0)]
 
 
-def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(table: EventTable) -> None:
+def test_events_are_bounded_in_number_and_age_with_rising_ids(table: EventTable) -> None:
     now_s = time.time()
     table.add(several(1, 5, now_s - OLDEST_EVENT_S - 10))
     table.add(several(6, MAX_EVENTS + 300, now_s))
@@ -235,7 +235,7 @@ def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(table: EventTa
 # -- the copy
 
 
-def test_what_was_added_is_read_by_the_next(tmp_path: Path) -> None:
+def test_the_copys_events_are_read_by_the_next_daemon(tmp_path: Path) -> None:
     file = str(tmp_path / "run/events")
     EventCopy(file).add([recorded(1), recorded(2)])
     EventCopy(file).add([recorded(3)])
@@ -243,7 +243,7 @@ def test_what_was_added_is_read_by_the_next(tmp_path: Path) -> None:
     assert (tmp_path / "run/events").stat().st_mode & 0o777 == 0o600, "others' commands may stand in it"
 
 
-def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_of_the_copy_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "events"
     copy = EventCopy(str(file))
     copy.add([recorded(1)])

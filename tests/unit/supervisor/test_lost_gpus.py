@@ -69,7 +69,7 @@ def reboot(host: SimHost) -> None:
     [(None, "host"), (None, "gpu"), (by_uuid, "gpu"), (by_address, "host"), (by_render_node, "host")],
 )
 @pytest.mark.parametrize("lookup", ["gpu_is_lost", "success", "removed"])
-def test_its_devices_are_listed_and_serve_again_when_it_is_back(
+def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     make_host: MakeHost, supervise: Supervise, entry: Entry | None, lookup: str, scope: str
 ) -> None:
     host = make_host(TWO, cuda_mps_scope=scope, cuda_mps_replicas="4")
@@ -94,7 +94,7 @@ def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_a_control_daemon_that_serves_it_goes_on_with_devices_listed_once(put_to_work: PutToWork) -> None:
+def test_a_lost_gpus_running_control_daemon_is_kept(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(TWO)
     ids, pid = list(shown(first)), first.snapshot.domains[0].pid
     host.gpus[1].lose()
@@ -104,7 +104,7 @@ def test_a_control_daemon_that_serves_it_goes_on_with_devices_listed_once(put_to
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_one_that_fails_in_every_call_is_listed_too(begin: Begin) -> None:
+def test_a_gpu_that_fails_every_call_is_listed(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop()
     host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
@@ -113,7 +113,7 @@ def test_one_that_fails_in_every_call_is_listed_too(begin: Begin) -> None:
     assert reasons(made) == ["NVML error: Unknown Error"] * 4 + [""] * 4
 
 
-def test_one_that_was_switched_to_mig_mode_is_listed_too(begin: Begin) -> None:
+def test_a_gpu_switched_to_mig_mode_is_listed(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop()
     host.gpus[1].mig = True
@@ -125,7 +125,7 @@ def test_one_that_was_switched_to_mig_mode_is_listed_too(begin: Begin) -> None:
     made.until(lambda: made.available == 8)
 
 
-def test_one_that_never_could_serve_has_no_devices(make_host: MakeHost, supervise: Supervise) -> None:
+def test_a_gpu_that_never_could_serve_has_no_devices(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
     host.gpus[1].mig = True
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
         assert LOST in made.snapshot.notice
 
 
-def test_one_that_was_taken_out_of_the_file_is_not_listed(begin: Begin) -> None:
+def test_a_gpu_removed_from_the_file_is_not_listed(begin: Begin) -> None:
     host, first = begin(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
@@ -170,7 +170,7 @@ def test_one_that_was_taken_out_of_the_file_is_not_listed(begin: Begin) -> None:
     assert reasons(made.again()) == [""] * 4
 
 
-def test_one_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(begin: Begin) -> None:
+def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) -> None:
     host, first = begin(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
@@ -200,9 +200,7 @@ def test_mps_that_was_disabled_for_a_while_forgets_none(begin: Begin) -> None:
     ],
     ids=["another in its place", "at another place now", "a lost one of another model"],
 )
-def test_one_that_is_not_there_any_more_is_given_up_for_the_one_that_is(
-    begin: Begin, field: str, before: str, lost: bool, count: int
-) -> None:
+def test_a_replaced_gpu_is_forgotten(begin: Begin, field: str, before: str, lost: bool, count: int) -> None:
     host, first = begin(TWO)
     first.stop()
     name(host, by_address(host, 0), by_address(host, 1))
@@ -229,7 +227,7 @@ def test_after_a_reboot_a_gone_one_is_listed_only_if_the_file_names_it(begin: Be
     assert len(shown(made.again())) == 10, "cuda_mps_replicas of the one that is there"
 
 
-def test_one_that_never_served_is_still_a_mistake_in_the_file(begin: Begin) -> None:
+def test_an_absent_gpu_that_never_served_is_a_configuration_error(begin: Begin) -> None:
     host, made = begin(TWO, 4)
     made.stop()
     host.gpus[1].remove()
@@ -255,7 +253,7 @@ def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     assert modes(host) == ["default"] * 2
 
 
-def test_what_is_lost_while_the_daemon_runs_is_remembered_too(begin: Begin) -> None:
+def test_a_gpu_lost_while_the_daemon_runs_is_remembered(begin: Begin) -> None:
     host, made = begin(TWO)
     host.gpus[0].lose()
     made.rescan()

@@ -56,7 +56,7 @@ def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(begin: Be
     assert modes(host) == ["default"] * 2
 
 
-def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(put_to_work: PutToWork) -> None:
+def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, enable_cuda_mps="false")
@@ -104,7 +104,7 @@ def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
         {"cuda_mps_scope": "gpu"},
     ],
 )
-def test_one_whose_daemon_ended_before_it_served_is_no_obstacle(
+def test_a_control_daemon_that_never_served_does_not_block_the_next(
     make_host: MakeHost, supervise: Supervise, change: dict[str, str]
 ) -> None:
     host = make_host(TWO)
@@ -134,9 +134,7 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: 
     assert modes(host) == ["default"] * 2
 
 
-def test_one_without_a_record_is_reported_and_keeps_its_modes(
-    begin: Begin, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     host, first = begin(TWO)
     pid = killed(first)
@@ -206,7 +204,9 @@ def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(put_to_wo
     assert modes(host) == ["default"] * 2
 
 
-def test_one_without_a_record_that_is_in_the_way_ends_the_start(begin: Begin, supervise: Supervise) -> None:
+def test_an_unrecorded_control_daemon_in_our_directory_stops_the_start(
+    begin: Begin, supervise: Supervise
+) -> None:
     host, first = begin(TWO)
     pid = killed(first)
     forget(first)
@@ -270,7 +270,7 @@ def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(put_to_work
     assert modes(host) == ["exclusive_process", "default"]
 
 
-def test_modes_that_are_restored_at_the_stop_are_told(begin: Begin) -> None:
+def test_restored_modes_are_logged_at_the_stop(begin: Begin) -> None:
     _, made = begin(TWO)
     made.stop()
     with closing(Store(made.paths)) as store:

@@ -72,7 +72,7 @@ def test_a_gpu_more_is_served_and_its_mode_set(begin: Begin) -> None:
     assert pid(made) == before, "that of the other GPU goes on"
 
 
-def test_a_gpu_less_is_let_go_and_its_mode_restored(begin: Begin) -> None:
+def test_a_removed_gpu_is_released_and_its_mode_restored(begin: Begin) -> None:
     host, made = begin(TWO, 2, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2)
@@ -154,7 +154,7 @@ def test_a_bad_file_changes_nothing(begin: Begin, conf: str | None, devices: str
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_changed(begin: Begin) -> None:
+def test_an_occupied_pipe_directory_is_refused_before_any_change(begin: Begin) -> None:
     host, made = begin(TWO)
     before = pid(made)
     (host.root / "run/taken").write_text("")
@@ -179,7 +179,7 @@ def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(begin: Begin) -> None:
     assert (pid(made), made.available) == (before, 6)
 
 
-def test_what_would_change_is_told_and_not_done(begin: Begin) -> None:
+def test_a_plan_shows_changes_without_applying_them(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], 2)
     before = made.snapshot
     host.divide(4)
@@ -228,7 +228,7 @@ def test_another_memory_unit_is_shown_as_it_is_written(begin: Begin) -> None:
     assert made.reload() == []
 
 
-def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
+def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     ((warning, _),) = warnings(made.snapshot)
     assert warning.startswith("cuda_mps_multiuser is true, but ")

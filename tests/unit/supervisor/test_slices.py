@@ -36,7 +36,7 @@ def write(host: SimHost, division: str) -> None:
     (host.root / "etc/yunion/host_container_device.yml").write_text(f"devices:\n{entry}")
 
 
-def test_what_is_recorded_of_slices_and_pools_is_read_as_it_was() -> None:
+def test_recorded_slices_and_pools_are_read_unchanged() -> None:
     recorded = json.loads(json.dumps(LimitsInEffect(PLAN, (5,)).to_json()))
     assert LimitsInEffect.from_json(recorded) == LimitsInEffect(PLAN, (5,))
     read = LimitsInEffect.from_json(recorded)
@@ -89,7 +89,7 @@ def test_a_pool_takes_effect_with_all_of_it_as_the_limit(begin: Begin) -> None:
     assert (shown["state"], shown["devices"], shown["reason"]) == ("available", 0, "")
 
 
-def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
+def test_a_pool_with_a_job_stays_across_a_daemon_restart(
     make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host(V100)

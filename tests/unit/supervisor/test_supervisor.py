@@ -59,7 +59,7 @@ def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(begin: Be
     assert made.available == 8
 
 
-def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(begin: Begin) -> None:
+def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None:
     host, made = begin([{"kind": "a100", "mig": True}])
     reason = made.snapshot.plan.unavailable[FIRST]
     assert reason.startswith("the GPU is in MIG mode")
