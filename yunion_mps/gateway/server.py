@@ -85,6 +85,7 @@ _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
         ),
     ),
 }
+_ADDRESS = re.compile(r"\[[0-9a-f:.]+\]|[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _OVERVIEW = (
     Parameter("mark", "The mark of the overview that the page already has."),
     Parameter("event", "Return an overview that is newer than this event.", "integer", 0, 0, MAX_NUMBER),
@@ -102,7 +103,7 @@ class HostNames:
     def refusal(self, host: str, what: str) -> Response | None:
         """Return the error for a request for `what` with this Host header; None if the name is ours."""
         name = re.sub(r":[0-9]{1,5}$", "", host).lower()
-        if _is_address(name) or name in self._names or name in self._aliases():
+        if _ADDRESS.fullmatch(name) or name in self._names or name in self._aliases():
             return None
         ours = ", ".join(sorted(self._names))
         hint = f"use an IP address or one of {ours}; add other names to their line of /etc/hosts"
@@ -116,12 +117,6 @@ class HostNames:
             if not self._names.isdisjoint(names):
                 found.update(names)
         return found
-
-
-def _is_address(name: str) -> bool:
-    if name.startswith("[") and name.endswith("]"):
-        return re.fullmatch(r"[0-9a-f:.]+", name[1:-1]) is not None
-    return re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", name) is not None
 
 
 class ReadOnlyHandler:
@@ -306,15 +301,11 @@ class Listeners:
 def listen(address: str) -> socket.socket:
     """Return a socket that listens at `127.0.0.1:9434` or `[::1]:9434`; raises OSError."""
     host, port = split_endpoint(address)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((host, port))
-        listener.listen()
-        listener.settimeout(0)
-    except OSError:
-        listener.close()
-        raise
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:  # whose text repeats the address
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
+    listener.settimeout(0)
     return listener
