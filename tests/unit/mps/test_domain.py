@@ -82,14 +82,6 @@ def test_a_program_that_exits_at_once_is_reported_with_its_output(bench: Bench) 
     assert READY not in run.states
 
 
-def test_a_program_that_cannot_be_run_fails_with_its_name(bench: Bench) -> None:
-    (bench.place / "broken").write_text("no program")
-    (bench.place / "broken").chmod(0o755)
-    run = bench.domain(program=str(bench.place / "broken")).start()
-    assert run.states == [STOPPED, FAILED]
-    assert run.domain.reason == f"{bench.place}/broken cannot be started: Exec format error"
-
-
 def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(bench: Bench) -> None:
     run = bench.domain(program=bench.script("exec sleep 1000")).start()
     pid = run.pid

@@ -19,14 +19,6 @@ PERCENTAGE = "get_default_active_thread_percentage"
 MEMORY = "get_default_device_pinned_mem_limit 0"
 
 
-def test_without_servers_they_are_in_effect_at_once(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
-    pid = run.pid
-    run.change(other)
-    assert run.domain.limits_in_effect == LimitsInEffect(other)
-    assert (run.pid, run.pending) == (pid, "")
-    assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]
-
-
 def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other: DomainPlan) -> None:
     pid = run.pid
     with no_descriptor_left():
