@@ -5,7 +5,7 @@ import os
 __version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "__version__"]
 
-TYPE_CHECKING = False  # true for type checkers, as typing's own, whose import every start would pay
+TYPE_CHECKING = False  # like typing.TYPE_CHECKING, whose import would slow down every start
 if TYPE_CHECKING:
     from yunion_mps.client import AsyncClient as AsyncClient
     from yunion_mps.client import Client as Client
@@ -26,7 +26,7 @@ def version_line(program: str) -> str:
 
 
 def revision() -> str:
-    """The git revision: that which scripts/package wrote down, else that of the checkout, else `unknown`."""
+    """Return the git revision: as recorded by scripts/package, or else of the checkout, or else `unknown`."""
     try:
         from yunion_mps._revision import REVISION  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -16,7 +16,7 @@ AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
 #: The states of a device. A pending one is added or removed once leases of a previous division have ended.
 FREE, LEASED, NO_MEMORY, PENDING = "free", "leased", "no memory", "pending"
 DEVICE_STATES = (FREE, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
-#: The states of a lease. It has the first of those that its devices have.
+#: The states of a lease. A lease has the first of these states that any of its devices has.
 IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)
 #: The levels of a problem that `status` shows, in order.

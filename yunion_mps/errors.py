@@ -11,7 +11,7 @@ from yunion_mps.reasons import Reason
 
 
 class YunionError(Exception):
-    """An error to report to a person.
+    """An error to report to the user.
 
     `message` says what is wrong and `hint` what to do, each on one line. `exit_code` is the exit status of a
     command that ends with it. `code` is a reason code, by default that of the class.
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         """Return `FILE:LINE: what is wrong: hint`, the form of compilers and editors, on one line.
 
-        Quoted line ends and control characters are escaped.
+        Line breaks and control characters in quoted text are escaped.
         """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return printable(": ".join(filter(None, (place, self.what, self.hint))))
@@ -114,7 +114,7 @@ class NotAllowedError(YunionError):
 class NothingFreeError(YunionError):
     """No suitable device is free; the message says which ones exist.
 
-    Another code than `nothing_free` is the one reason that makes all of them unavailable until it is removed.
+    A code other than `nothing_free` is the single reason for which all suitable devices are unavailable.
     """
 
     exit_code = 5

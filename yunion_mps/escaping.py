@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, with control characters, line ends, bidirectional marks etc. escaped.
+    """Return the text on one line, with line breaks, control characters, bidirectional marks etc. escaped.
 
     Letters of all languages are kept; printable text is not changed.
     """

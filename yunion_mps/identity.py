@@ -1,4 +1,4 @@
-"""UUIDs of version 5 (RFC 9562, 5.5), equal for equal names, random ones of version 4, and fingerprints.
+"""Version 5 UUIDs (RFC 9562, 5.5), which are equal for equal names; random version 4 UUIDs; and fingerprints.
 
 The same as `uuid.uuid5` and `hashlib`, without importing `platform`, and OpenSSL for SHA-1: 4 ms of the
 daemon's start and 4 MiB of its memory.

@@ -31,7 +31,7 @@ NO_REASON = Reason()
 
 _EVENTS = "see what happened: yunion-mps events --since 1h"
 _DOCTOR = "run the diagnostics: yunion-mps doctor"
-_CLIENTS = "see whose jobs they are: yunion-mps who --clients"
+_CLIENTS = "list the jobs: yunion-mps who --clients"
 _REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
 _RETRIED = f"wait for the automatic restart; {_EVENTS}"
 _END_JOB = "ask its owner, or terminate it: yunion-mps terminate {pid}"
@@ -61,7 +61,9 @@ GPU_FAULT = _code(
     "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
 )
-GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no details of it.", _REPAIRED)
+GPU_ERROR = _code(
+    "gpu_error", "The driver cannot use the GPU, or reports no information about it.", _REPAIRED
+)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code(
     "mig_enabled",
@@ -99,7 +101,7 @@ DEVICE_NODES = _code(
 
 COMPUTE_MODE_PROHIBITED = _code(
     "compute_mode_prohibited",
-    "The GPU's compute mode is Prohibited, and the configuration says to keep it.",
+    "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
     "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
 )
 COMPUTE_MODE_REFUSED = _code(
@@ -152,7 +154,7 @@ DOMAIN_APPLYING = _code(
 )
 DOMAIN_STOPPING = _code("domain_stopping", "The control daemon is waiting for its jobs to end.", _CLIENTS)
 DOMAIN_NOT_READY = _code(
-    "domain_not_ready", "The GPU's domain is not ready; see the domain's own reason.", _EVENTS
+    "domain_not_ready", "The domain that serves the GPU is not ready; see the reason of the domain.", _EVENTS
 )
 NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: yunion-mps reload")
 GPU_NOT_SERVED = _code(
@@ -180,17 +182,19 @@ CONTROL_DAEMON_ERROR = _code(
     "control_daemon_error", "The control daemon gave an unexpected answer.", _RETRIED
 )
 CONTROL_DAEMON_LEFT = _code(
-    "control_daemon_left", "A control daemon from an earlier run is running but not adopted.", _DOCTOR
+    "control_daemon_left",
+    "A control daemon from an earlier run is still running and was not adopted.",
+    _DOCTOR,
 )
 OTHER_CONTROL_DAEMON = _code(
     "other_control_daemon",
     "A control daemon of another program is running; its clients get none of the configured limits.",
-    "end it once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
+    "stop it once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
 )
 ADOPTION_REFUSED = _code(
     "adoption_refused",
     "A running control daemon cannot be adopted.",
-    "end it once its jobs have ended, or change the configuration to match it",
+    "stop it once its jobs have ended, or change the configuration to match it",
 )
 SERVERS_ORPHANED = _code(
     "servers_orphaned",
@@ -207,7 +211,7 @@ LIMITS_NOT_IN_EFFECT = _code(
 )
 LIMITS_OVERWRITTEN = _code(
     "limits_overwritten",
-    "Another program changed the control daemon's limits; they were set again.",
+    "Another program changed the control daemon's limits; the daemon has restored them.",
     "find that program and stop it",
 )
 LIMITS_PENDING = _code(
@@ -233,8 +237,10 @@ CLIENT_WAITING = _code(
     "A process is waiting for an MPS server because another user's server is running.",
     "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
 )
-CLIENT_TERMINATED = _code("client_terminated", "A job was ended by its owner or by root.", _EVENTS)
-CLIENT_KILLED = _code("client_killed", "A job did not end in time when the daemon stopped.", _EVENTS)
+CLIENT_TERMINATED = _code("client_terminated", "A job was terminated by its owner or by root.", _EVENTS)
+CLIENT_KILLED = _code(
+    "client_killed", "A job was killed because it did not end in time when the daemon stopped.", _EVENTS
+)
 PROCESS_OUTSIDE_MPS = _code(
     "process_outside_mps", "A process uses the GPU outside MPS, so no budget limits it.", _END_JOB
 )
@@ -302,7 +308,7 @@ CDI_DRIVER_FAILED = _code(
 )
 EVENTS_NOT_WRITTEN = _code(
     "events_not_written",
-    "Events cannot be written to the state file; they are kept in a temporary copy for now.",
+    "Events cannot be written to the state file and are kept in a temporary copy.",
     "free disk space for the state file: df -h /var/lib/yunion-mps",
 )
 STATE_FILE_DAMAGED = _code(
@@ -322,7 +328,7 @@ PIPE_DIRECTORY = _code(
 )
 SOCKETS_REMOVED = _code(
     "sockets_removed",
-    "A cleanup program would remove the MPS sockets once they are old enough.",
+    "A cleanup program such as systemd-tmpfiles removes the MPS sockets at a certain age.",
     "exclude the directory from the cleanup, for example in tmpfiles.d(5)",
 )
 DISK_FULL = _code("disk_full", "The pipe or log directory is full.", "free disk space: df -h DIRECTORY")

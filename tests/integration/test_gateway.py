@@ -183,7 +183,9 @@ def test_a_start_with_a_public_address_serves_all_else_and_warns(
     """No job waits for the metrics; a reload and `config check` refuse what they find in the files."""
     daemon.configure(metrics_listen="0.0.0.0:9434", web_listen="somewhere", metrics_textfile="/srv/m.txt")
     daemon.start().wait_ready()
-    wrong = "host.conf:2: metrics_listen is 0.0.0.0:9434, which other hosts can reach: write 127.0.0.1:9434,"
+    wrong = (
+        "host.conf:2: metrics_listen is 0.0.0.0:9434, which is reachable from other hosts: write 127.0.0.1"
+    )
     daemon.wait_log(wrong)
     shown = daemon.status()
     assert shown["devices"]["available"] == 4

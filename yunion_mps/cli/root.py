@@ -254,12 +254,12 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
         message = error.message + (f" (did you mean {suggestions[0]}?)" if suggestions else "")
     else:
         message = error.format_message()
-    message = cell(" ".join(message.split()))
-    if not message.endswith("..."):
-        message = message.removesuffix(".")
-    if not message[:2].isupper():  # unlike DEVICE
-        message = message[:1].lower() + message[1:]
-    found = YunionError(message, f"see: {path} --help")
+    words = cell(" ".join(message.split()))
+    if not words.endswith("..."):
+        words = words.removesuffix(".")
+    if not words[:2].isupper():  # unlike DEVICE
+        words = words[:1].lower() + words[1:]
+    found = YunionError(words, f"see: {path} --help")
     found.exit_code = error.exit_code
     return found
 

@@ -113,7 +113,11 @@ class _Reader:
             if near:
                 self._report(key, f"unknown key {name} (did you mean {near}?)")
             elif name in _FILE_KEYS and name in nodes:
-                hint = "put all entries under one" if name == "devices" else "keep one of the two lines"
+                hint = (
+                    "put all entries under one devices: key"
+                    if name == "devices"
+                    else "keep one of the two lines"
+                )
                 self._report(key, f"duplicate key {name}", hint)
             else:
                 nodes.setdefault(name, (key, node))
@@ -160,7 +164,7 @@ class _Reader:
         if len(present) > 1:
             first, second = sorted(present, key=lambda name: (line_of(nodes[name][0]), name))[:2]
             line = line_of(nodes[first][0])
-            what = f"{second} divides the GPU, but {first} in line {line} already does"
+            what = f"{second} divides the GPU, but {first} on line {line} already does"
             self._report(nodes[second][0], what, "keep one of the two")
             return entry
         division = present[0] if present else "virtual_number"

@@ -149,7 +149,7 @@ def written(node: Node) -> str:
     if isinstance(node, SequenceNode):
         return "a list"
     if node.tag.endswith(":null"):
-        return "nothing (null)"
+        return "empty (null)"
     text = node.value if len(node.value) <= 40 else node.value[:39] + "…"
     return f'"{text}"' if node.tag.endswith(":str") else str(text)
 
@@ -206,7 +206,9 @@ def _read(path: str, example: str) -> bytes:
         while len(text) <= MAX_FILE_BYTES and (piece := file.read(1 << 13)):
             text += piece
     if len(text) > MAX_FILE_BYTES:
-        raise _problem(path, None, "is larger than 1 MiB", "replace it with a yunion-mps configuration file")
+        raise _problem(
+            path, None, "is larger than 1 MiB", "check that the path names a yunion-mps configuration file"
+        )
     return text
 
 

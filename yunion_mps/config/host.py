@@ -46,14 +46,16 @@ KEYS: dict[str, Key] = {
     "cuda_mps_pipe_directory": Key(
         own_directory("/tmp/nvidia-mps/pipe"), "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
     ),
-    "cuda_mps_pipe_group": Key(group, None, "limit access to the control daemon to root and this group"),
+    "cuda_mps_pipe_group": Key(
+        group, None, "the only group, besides root, whose members may use the control daemon"
+    ),
     "cuda_mps_log_directory": Key(
         own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
     ),
     "cuda_mps_replicas": Key(
         whole_number(1, MAX_DEVICES_PER_GPU),
         10,
-        "devices per GPU if the device file has no entry of type NVIDIA_MPS",
+        "the number of devices per GPU if the device file has no entry of type NVIDIA_MPS",
     ),
     "cuda_mps_compute_mode": Key(
         one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"
@@ -62,7 +64,7 @@ KEYS: dict[str, Key] = {
     "cuda_mps_thread_percentage": Key(
         one_of("equal", "double", "none"),
         "equal",
-        "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
+        "SM percentage of a device: 100/n, 200/n, or unlimited",
     ),
     "cuda_mps_combine": Key(
         whole_number(1, MAX_DEVICES_PER_GPU),
@@ -72,16 +74,16 @@ KEYS: dict[str, Key] = {
     "cuda_mps_max_clients": Key(
         whole_number(1, MAX_OVERRIDE),
         None,
-        "the MPS client limit of each GPU (Volta or newer), if the driver's differs from the known one",
+        "the MPS client limit of each GPU (Volta or later), if this driver's limit is not the documented one",
     ),
     "cuda_mps_stop_timeout_s": Key(
-        whole_number(0, 86_400), 10, "how long a stop waits for jobs before it ends them, in seconds"
+        whole_number(0, 86_400), 10, "how long a stop waits for jobs before killing them, in seconds"
     ),
     "cuda_mps_multiuser": Key(
         boolean, default=False, help="one MPS server for all users' jobs, if NVIDIA's program supports it"
     ),
     "max_leases_per_user": Key(
-        whole_number(1, 1_000_000), None, "how many leases a user may have, including queued requests"
+        whole_number(1, 1_000_000), None, "the maximum number of leases and queued requests per user"
     ),
     "max_lease_ttl_s": Key(
         whole_number(1, 365 * 86_400),
@@ -197,7 +199,7 @@ def _check_public(config: Config) -> list[tuple[str, Problem]]:
         if address and is_public(address) and not is_allowed:
             port, at = address.rpartition(":")[2], config.sources[listen]
             hint = f"write 127.0.0.1:{port}, or {allow}: true if this is intended"
-            problem = f"{listen} is {address}, which other hosts can reach"
+            problem = f"{listen} is {address}, which is reachable from other hosts"
             found.append((listen, Problem(at.file, at.line, problem, hint)))
     return found
 

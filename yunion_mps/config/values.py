@@ -178,7 +178,7 @@ def max_devices(override: int | None) -> int:
     return max(override or 0, MAX_DEVICES_PER_GPU)
 
 
-def text(key: str, node: Node, what: str = "a text") -> str:
+def text(key: str, node: Node, what: str = "a string") -> str:
     """Accept non-empty text on one line; `what` tells the hint what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:

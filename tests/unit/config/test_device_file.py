@@ -74,8 +74,8 @@ def test_a_list_without_entries_is_right(files: Files) -> None:
         ("{}\n", ":1: missing key devices: begin the file with devices:"),
         ("v: 1\ndevice: []\n", ":2: unknown key device (did you mean devices?)"),
         ("dveices: []\n", ":1: unknown key dveices (did you mean devices?)"),
-        ("devices: []\ndevices: []\n", ":2: duplicate key devices: put all entries under one"),
-        ("devices:\n", ":1: devices is nothing (null), not a list: write each entry after a dash: - path: …"),
+        ("devices: []\ndevices: []\n", ":2: duplicate key devices: put all entries under one devices: key"),
+        ("devices:\n", ":1: devices is empty (null), not a list: write each entry after a dash: - path: …"),
         (
             "devices:\n  path: a\n",
             ":2: devices is a mapping, not a list: write each entry after a dash: - path: …",
@@ -96,7 +96,7 @@ devices:
 - word
 ! an entry of devices is "word", not a mapping: write - path: …, type: … and virtual_number: …
 -
-! an entry of devices is nothing (null), not a mapping: write - path: …, type: … and virtual_number: …
+! an entry of devices is empty (null), not a mapping: write - path: …, type: … and virtual_number: …
 - {path: a, virtual_number: 4}
 ! an entry has no type: write type: NVIDIA_MPS, or the type of other software
 - {path: a, virtual_number: 4, tpye: NVIDIA_MPS}
@@ -129,7 +129,7 @@ devices:
 - {path: a, type: 4}
 ! type is 4, not a string: write type: NVIDIA_MPS
 - {path: a, type: }
-! type is nothing (null), not a string: write type: NVIDIA_MPS
+! type is empty (null), not a string: write type: NVIDIA_MPS
 - {path: a, virtual_number: 4, type: nvidia_mps}
 ! unknown type nvidia_mps (did you mean NVIDIA_MPS?)
 - {type: NVIDIA_MPS}
@@ -139,13 +139,13 @@ devices:
 ! path is 5, not a string: $PATH
 ! virtual_number is "4", not a whole number: $NUMBER, without quotes
 - {type: NVIDIA_MPS, path: , virtual_number: 4.5}
-! path is nothing (null), not a string: $PATH
+! path is empty (null), not a string: $PATH
 ! virtual_number is 4.5, not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: ' ', virtual_number: true}
 ! path is " ", not a string: $PATH
 ! virtual_number is true, not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: }
-! virtual_number is nothing (null), not a whole number: $NUMBER
+! virtual_number is empty (null), not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: 0}
 ! virtual_number is 0, out of range: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: 61}

@@ -85,7 +85,7 @@ devices:
 - {type: NVIDIA_MPS, path: a, slices: 8GiB}
 ! slices is "8GiB", not a list: $DASH
 - {type: NVIDIA_MPS, path: a, slices: }
-! slices is nothing (null), not a list: $DASH
+! slices is empty (null), not a list: $DASH
 - type: NVIDIA_MPS
   path: a
   slices:
@@ -105,7 +105,7 @@ devices:
   - {memory: 8gib}
 ! memory is "8gib", not an amount of memory: $AMOUNT
   - {memory: }
-! memory is nothing (null), not an amount of memory: $AMOUNT
+! memory is empty (null), not an amount of memory: $AMOUNT
   - {memory: 0GiB}
 ! memory is "0GiB", too little: write at least 1MiB
   - {memory: 1GiB, thread_percentage: 0}
@@ -174,7 +174,7 @@ def test_errors_of_a_division_have_a_hint(files: Files) -> None:
 def test_a_second_way_to_divide_the_gpu_is_named(files: Files, first: str, second: str) -> None:
     files.write(devices=f"{ENTRY}  {first}\n  {second}\n")
     means, also = first.partition(":")[0], second.partition(":")[0]
-    what = f"{also} divides the GPU, but {means} in line 4 already does: keep one of the two"
+    what = f"{also} divides the GPU, but {means} on line 4 already does: keep one of the two"
     assert files.messages() == [f"{DEVICES}:5: {what}"]
 
 

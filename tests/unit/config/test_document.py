@@ -188,7 +188,7 @@ def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> N
     assert files.write(text.ljust(MIB, b"x")).load().enable_cuda_mps is True
     files.write(text.ljust(MIB + 1, b"x"))
     assert files.messages() == [
-        f"{HOST}: is larger than 1 MiB: replace it with a yunion-mps configuration file"
+        f"{HOST}: is larger than 1 MiB: check that the path names a yunion-mps configuration file"
     ]
 
 
@@ -196,7 +196,7 @@ def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) ->
     with files.write().host.open("r+b") as file:
         file.truncate(1 << 40)
     assert files.messages() == [
-        f"{HOST}: is larger than 1 MiB: replace it with a yunion-mps configuration file"
+        f"{HOST}: is larger than 1 MiB: check that the path names a yunion-mps configuration file"
     ]
 
 

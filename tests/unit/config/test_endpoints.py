@@ -74,7 +74,7 @@ def test_an_address_that_others_can_reach_takes_a_second_key(files: Files, key: 
     files.write(f"enable_cuda_mps: false\n{key}_listen: {address}\n")
     plain = address.strip("'")
     hint = f"write 127.0.0.1:9434, or {key}_allow_public: true if this is intended"
-    what = f"{key}_listen is {plain}, which other hosts can reach"
+    what = f"{key}_listen is {plain}, which is reachable from other hosts"
     assert files.messages() == [f"{HOST}:2: {what}: {hint}"]
     files.write(f"{key}_listen: {address}\n{key}_allow_public: true\n")
     assert getattr(files.load(), f"{key}_listen") == plain

@@ -8,9 +8,9 @@ from yunion_mps.models import Source
 
 from unit.config.conftest import HOST, Files
 
-NULL = "nothing (null)"
+NULL = "empty (null)"
 MODES, SCOPES, PERCENTAGES = "exclusive_process or keep", "host or gpu", "equal, double or none"
-A_TEXT = "write cuda_mps_log_directory: followed by a text"
+A_TEXT = "write cuda_mps_log_directory: followed by a string"
 PIPE, LOG, DEVICE_FILE = "cuda_mps_pipe_directory", "cuda_mps_log_directory", "container_device_config_file"
 
 
