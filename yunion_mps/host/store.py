@@ -82,16 +82,12 @@ class Store:
         try:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
             with open(paths.boot_id, encoding="ascii") as file:
-                self._boot_id = file.read().strip()
+                self.boot_id = file.read().strip()
             self._connection = self._open()
         except (OSError, sqlite3.Error) as error:
             # SQLite reports a shortage of descriptors as a file that cannot be opened.
             refuse_if_no_file_can_be_opened("the state file cannot be opened")
             raise self._error("used", error) from None
-
-    @property
-    def boot_id(self) -> str:
-        return self._boot_id
 
     @staticmethod
     def exists(paths: Paths) -> bool:
@@ -108,15 +104,15 @@ class Store:
 
     def remember_modes(self, modes: dict[str, str]) -> None:
         """Record the modes (by GPU UUID) before they change; keeps earlier records of this boot."""
-        rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
+        rows = [(uuid, mode, self.boot_id) for uuid, mode in modes.items()]
         with self._lock:
-            self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
+            self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self.boot_id,)])
             self.write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
             self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
-        return {row[0]: row[1] for row in self.read(query, self._boot_id)}
+        return {row[0]: row[1] for row in self.read(query, self.boot_id)}
 
     def trust_copy(self) -> None:
         """Record the copied modes as this boot's, which they always are, because a reboot deletes the copy.
@@ -201,7 +197,7 @@ class Store:
         return self._connect()
 
     def _import_copies(self, connection: sqlite3.Connection) -> None:
-        modes = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
+        modes = [(uuid, mode, self.boot_id) for uuid, mode in self._copied_modes().items()]
         connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", modes)
         leases = []
         with contextlib.suppress(OSError):
@@ -265,12 +261,12 @@ class Store:
             if not modes:
                 os.unlink(self._copy)
                 return
-            write_atomically(self._copy, json.dumps({"boot_id": self._boot_id, "modes": modes}))
+            write_atomically(self._copy, json.dumps({"boot_id": self.boot_id, "modes": modes}))
 
     def _copied_modes(self, *, of_any_boot: bool = False) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:
             copy = json.load(file)
-            if of_any_boot or copy["boot_id"] == self._boot_id:
+            if of_any_boot or copy["boot_id"] == self.boot_id:
                 return {str(uuid): str(mode) for uuid, mode in copy["modes"].items()}
         return {}
 

@@ -233,7 +233,6 @@ class Supervisor:
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
-        """Return the modes to set or restore now; modes that wait for servers are pending."""
         return self._modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
@@ -241,7 +240,6 @@ class Supervisor:
         return self._modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
-        """Record modes that were set or restored, and GPUs that refused."""
         if self._modes.note(result, "the configuration requires it"):
             self._changed()
 

@@ -28,7 +28,7 @@ from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-from .front_ends import RESUME_TIMEOUT_S, connections_to, converse, wait_until_it_answers
+from .front_ends import PATIENCE_S, connections_to, converse, wait_until_it_answers
 
 
 class Jobs:
@@ -141,7 +141,7 @@ class DomainRun:
 
     def until(self, *states: str) -> DomainRun:
         """Tick on real events, with the clock standing still, until it is in one of the states."""
-        end_s = time.monotonic() + RESUME_TIMEOUT_S
+        end_s = time.monotonic() + PATIENCE_S
         while self.state not in states:
             assert time.monotonic() < end_s, f"{self.states}, never {states}: {self.domain.reason}"
             self.tick()
@@ -156,7 +156,7 @@ class DomainRun:
 
     def until_it(self, done: Callable[[], bool]) -> DomainRun:
         """Tick on real events, with the clock standing still, until it has come about."""
-        end_s = time.monotonic() + RESUME_TIMEOUT_S
+        end_s = time.monotonic() + PATIENCE_S
         while not done():
             assert time.monotonic() < end_s, f"{self.states}: {self.domain.reason}; {self.told}"
             self.tick()
@@ -190,14 +190,14 @@ class DomainRun:
         """Wait until the control daemon's end can be seen, without a tick."""
         poll = select.poll()
         poll.register(self.domain.watched()[0], select.POLLIN)
-        assert poll.poll(RESUME_TIMEOUT_S * 1000), "the control daemon did not end"
+        assert poll.poll(PATIENCE_S * 1000), "the control daemon did not end"
         return self
 
     def end(self) -> None:
         """Leave nothing behind, whatever state it is in, and be quick."""
         if self.state not in ("stopped", "stopping"):
             self.domain.stop(self.now_s, timeout_s=0)
-        end_s = time.monotonic() + RESUME_TIMEOUT_S
+        end_s = time.monotonic() + PATIENCE_S
         while self.state != "stopped" and time.monotonic() < end_s:
             self.turn(0.5)  # fifty times as fast as a real clock: no test waits for the patience of a stop
             time.sleep(0.01)

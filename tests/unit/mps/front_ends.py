@@ -26,7 +26,7 @@ from yunion_mps.mps.processes import our_processes
 
 from integration.daemon_host import eventually
 
-RESUME_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
 #: nobody: a user who is neither root nor us.
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
@@ -56,7 +56,7 @@ def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
     poll = select.poll()
     poll.register(conversation.fileno(), select.POLLIN)
     while (answer := conversation.poll(0.0)) is None:
-        assert poll.poll(RESUME_TIMEOUT_S * 1000), "no answer"
+        assert poll.poll(PATIENCE_S * 1000), "no answer"
     return answer
 
 
@@ -69,7 +69,7 @@ def stop_process(pid: int) -> None:
 def silent_connection(plan: DomainPlan) -> socket.socket:
     """A connection to its control daemon that says nothing, which keeps it from all others (measured)."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(RESUME_TIMEOUT_S)
+    connection.settimeout(PATIENCE_S)
     try:
         connection.connect(f"{plan.pipe_directory}/control")
         connection.recv(64)  # its greeting, so that it is at this connection now

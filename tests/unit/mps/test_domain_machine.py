@@ -23,7 +23,7 @@ from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 from simhost.mps import Client
 
 from .driving import Bench, DomainRun
-from .front_ends import RESUME_TIMEOUT_S
+from .front_ends import PATIENCE_S
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2
@@ -124,7 +124,7 @@ class Faults(RuleBasedStateMachine):
         self.free_directory()
         self.run.stop()
         self.let(STOP_WITHIN_S)
-        end_s = time.monotonic() + RESUME_TIMEOUT_S
+        end_s = time.monotonic() + PATIENCE_S
         while self.run.state != STOPPED and time.monotonic() < end_s:
             self.settle()
         assert self.run.state == STOPPED, self.run.domain.reason

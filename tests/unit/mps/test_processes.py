@@ -35,7 +35,7 @@ from yunion_mps.paths import ROOT_VARIABLE, Paths
 from integration.daemon_host import eventually
 
 from .driving import Bench
-from .front_ends import RESUME_TIMEOUT_S, STRANGER, as_root, full_queue, running_here, stop_process
+from .front_ends import PATIENCE_S, STRANGER, as_root, full_queue, running_here, stop_process
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -129,7 +129,7 @@ def test_a_recorded_control_daemon_is_found_without_its_mark(bench: Bench) -> No
 
 def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is empty until then, as this shell's is."""
-    monkeypatch.setattr(processes, "_EXEC_S", RESUME_TIMEOUT_S)
+    monkeypatch.setattr(processes, "_EXEC_S", PATIENCE_S)
     command = ["/bin/sh", "-c", f"read line; exec env -i {MARK}=host sleep 1000"]
     one = subprocess.Popen(command, stdin=-1, env={})
     go = one.stdin
