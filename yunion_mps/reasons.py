@@ -7,7 +7,7 @@ table.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from yunion_mps.tuples import NamedTuple
 
 
 class ReasonCode(NamedTuple):

@@ -7,7 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from yunion_mps.tuples import NamedTuple
 
 if TYPE_CHECKING:
     import click
