@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.escaping import printable
 from yunion_mps.reasons import Reason
-from yunion_mps.tuples import NamedTuple
 
 
 class YunionError(Exception):

@@ -6,9 +6,9 @@ They are named tuples because importing `dataclasses` would add 7 ms to every st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.tuples import NamedTuple
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"

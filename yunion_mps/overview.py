@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.enums import PROBLEM_LEVELS, WARNING
@@ -21,7 +21,6 @@ from yunion_mps.service.holdings import (
     is_memory_unknown,
     memory_by_gpu,
 )
-from yunion_mps.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status, StatusProblem

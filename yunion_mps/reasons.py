@@ -7,7 +7,7 @@ table.
 
 from __future__ import annotations
 
-from yunion_mps.tuples import NamedTuple
+from typing import NamedTuple
 
 
 class ReasonCode(NamedTuple):

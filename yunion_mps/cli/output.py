@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import click
 
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")

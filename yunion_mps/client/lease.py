@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from yunion_mps.client.transport import (
     RECONNECT_TIMEOUT_S,
@@ -32,7 +32,6 @@ from yunion_mps.http.operations import (
     TAKE_LEASE,
 )
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import mebibytes
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps.config.document import Node, nearest, value_of, written
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import mebibytes
 
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.

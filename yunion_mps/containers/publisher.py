@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.containers.spec import (
@@ -31,7 +32,6 @@ from yunion_mps.models import Device, DomainPlan, Event, Gpu, Lease, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps.containers import UNSERVED_ARGUMENT
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import client_environment, whole_environment
-from yunion_mps.tuples import NamedTuple
 
 #: A mount, a hook or a device node, as the format has it.
 Entry = Mapping[str, object]

@@ -8,9 +8,9 @@ import json
 import os
 import signal
 import sys
+from typing import NamedTuple
 
 from yunion_mps.host.processes import reap_inherited_children
-from yunion_mps.tuples import NamedTuple
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP, signal.SIGHUP)

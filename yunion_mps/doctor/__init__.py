@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
 from yunion_mps.doctor.checks import (
@@ -27,7 +27,6 @@ from yunion_mps.doctor.checks import (
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED
-from yunion_mps.tuples import NamedTuple
 
 #: Each check is declared once, by `@check(NAME, CODE)`, in one of these modules, whose order is the report's.
 MODULES = (daemon, gpus, mps, files, environment)

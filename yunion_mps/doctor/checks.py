@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
@@ -21,7 +21,6 @@ from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedG
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, Domain, Status

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
@@ -19,7 +20,6 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import count
 
 #: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from typing import NamedTuple
 
 from yunion_mps.doctor.checks import (
     Finding,
@@ -49,7 +50,6 @@ from yunion_mps.reasons import (
     SERVERS_ORPHANED,
     hint_of,
 )
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import count
 
 #: A control daemon greets immediately; our daemon waits 5 s before it acts.

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.errors import NotAllowedError, UnreachableError, YunionError
 from yunion_mps.http.client import Exchange, answer_on, result_of
@@ -16,7 +16,6 @@ from yunion_mps.http.operation import EncodedRequest, Operation, Value
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import Answers, HostOverview, page
 from yunion_mps.paths import Paths
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, Union
+from typing import Any, Generic, NamedTuple, TypeVar, Union
 
 from yunion_mps.errors import (
     BusyError,
@@ -21,7 +21,6 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]

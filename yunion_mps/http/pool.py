@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from yunion_mps.http.messages import Answer, Request
-from yunion_mps.tuples import NamedTuple
 
 _ROOT = 0
 

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from yunion_mps.errors import NotAllowedError, YunionError
@@ -19,7 +19,6 @@ from yunion_mps.http.messages import Answer, Request, Response, problem, problem
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation, Value
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.identity import fingerprint
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

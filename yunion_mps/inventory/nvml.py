@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from queue import Empty, SimpleQueue
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
@@ -21,7 +21,6 @@ from yunion_mps.host import threads
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.tuples import NamedTuple
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError
@@ -20,7 +20,6 @@ from yunion_mps.inventory.nvml import Nvml, reason_of
 from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.tuples import NamedTuple
 
 GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)

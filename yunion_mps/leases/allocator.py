@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, needs_mib
@@ -25,7 +26,6 @@ from yunion_mps.leases.request import (
 from yunion_mps.models import Device, Lease
 from yunion_mps.planning.division import units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import count
 
 #: The most GPUs, and the most reasons, that an error names.

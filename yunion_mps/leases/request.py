@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
@@ -18,7 +19,6 @@ from yunion_mps.planning.division import (
     why_not_honoured,
 )
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import count
 
 BINPACK = "binpack"

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps import revision
 from yunion_mps.errors import HostError
@@ -47,7 +47,6 @@ from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

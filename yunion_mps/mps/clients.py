@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
 from yunion_mps.host.proc import is_stopped, uid_of
@@ -25,7 +26,6 @@ from yunion_mps.mps.conversation import (
 )
 from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
 from yunion_mps.mps.processes import server_pids
-from yunion_mps.tuples import NamedTuple
 
 _LINE = re.compile(
     rb"^\0*\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ Control +\d+\] (?:"

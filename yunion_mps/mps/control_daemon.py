@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
@@ -32,7 +33,6 @@ from yunion_mps.mps.processes import (
     running_servers,
     server_pids,
 )
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError, YunionError
@@ -23,7 +23,6 @@ from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
 from yunion_mps.mps.tasks import COMMAND_RETRY_S, ControlTask
 from yunion_mps.planning.division import decimal
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

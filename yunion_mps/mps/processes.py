@@ -17,7 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
@@ -34,7 +34,6 @@ from yunion_mps.host.proc import (
 from yunion_mps.host.processes import Process, find_program
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.tuples import NamedTuple
 
 PROGRAM = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"

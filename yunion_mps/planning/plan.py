@@ -7,6 +7,7 @@ and do not depend on the order of GPUs or entries; once a plan is applied, no co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
@@ -34,7 +35,6 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
-from yunion_mps.tuples import NamedTuple
 
 
 class ModeChange(NamedTuple):

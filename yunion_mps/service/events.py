@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

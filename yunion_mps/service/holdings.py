@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, IDLE, IN_USE, LEASE_STATES, NO_MEMORY, OVER_BUDGET, PENDING, UNAVAILABLE
-from yunion_mps.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
@@ -35,7 +35,6 @@ from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import describe_holder, holder_label, lease_json, queued_json, refuse_unserved
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
@@ -32,7 +32,6 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

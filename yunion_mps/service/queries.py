@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.enums import FREE, PENDING, UNAVAILABLE
@@ -27,7 +27,6 @@ from yunion_mps.service.state import (
 )
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.changes import warnings
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
@@ -17,7 +17,6 @@ from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import filled, rfc3339
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
@@ -33,7 +34,6 @@ from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import count
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError, YunionError
@@ -15,7 +16,6 @@ from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import gpus_of, left_running
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

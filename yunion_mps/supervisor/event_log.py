@@ -14,12 +14,12 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
@@ -32,7 +33,6 @@ from yunion_mps.mps.processes import (
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
-from yunion_mps.tuples import NamedTuple
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, UNAVAILABLE
 from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
 from yunion_mps.service.holdings import Holding, is_memory_unknown
-from yunion_mps.tuples import NamedTuple
 from yunion_mps.units import filled, seconds
 
 if TYPE_CHECKING:
