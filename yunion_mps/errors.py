@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.escaping import printable
 from yunion_mps.reasons import Reason
+from yunion_mps.text import printable
 
 
 class YunionError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from yunion_mps import enums
-from yunion_mps.fields import (
+from yunion_mps.answers.fields import (
     Count,
     DeviceAddress,
     Field,

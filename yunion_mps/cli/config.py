@@ -10,7 +10,7 @@ from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show,
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import ConfigError
 from yunion_mps.paths import Paths
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source

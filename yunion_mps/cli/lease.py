@@ -45,10 +45,9 @@ from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
 from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.http.operations import END_LEASE, GET_DEVICE, GET_LEASE, GET_LEASES, NAME, RENEW_LEASE
 from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
-from yunion_mps.units import seconds
+from yunion_mps.text import printable, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseList, LeaseRecord

@@ -25,11 +25,10 @@ from yunion_mps.cli.output import (
 from yunion_mps.client.transport import BlockingTransport, follow_events, iterate_blocking
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.errors import YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_STATUS, MAX_EVENTS
 from yunion_mps.paths import Paths
-from yunion_mps.units import rfc3339, seconds
+from yunion_mps.text import printable, rfc3339, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, EventList

@@ -27,7 +27,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NOTHING_FREE
 from yunion_mps.service.holdings import ID_LENGTH
-from yunion_mps.units import mebibytes
+from yunion_mps.text import mebibytes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import click
 
 from yunion_mps.errors import YunionError
-from yunion_mps.escaping import printable
-from yunion_mps.units import seconds
+from yunion_mps.text import printable, seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 

@@ -12,8 +12,8 @@ import click
 
 from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
 from yunion_mps.errors import YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.reasons import FAILED
+from yunion_mps.text import printable
 
 _PROGRAM = "yunion-mps"
 #: The longest short help, which fits beside the longest name in 80 columns.

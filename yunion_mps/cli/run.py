@@ -38,9 +38,9 @@ from yunion_mps.client.transport import (
     run_blocking,
 )
 from yunion_mps.errors import HostError, ShortageError, YunionError
-from yunion_mps.escaping import command_line
 from yunion_mps.http.operations import BIND_LEASE, COMMAND_LENGTH, END_LEASE, GET_GPUS
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
+from yunion_mps.text import command_line
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord

@@ -27,7 +27,7 @@ from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_ST
 from yunion_mps.overview import Answers, HostOverview, folded, with_hints
 from yunion_mps.paths import Paths
 from yunion_mps.service.holdings import is_memory_unknown
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Domain, Status

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from yunion_mps.containers import UNSERVED_ARGUMENT
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
+from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord

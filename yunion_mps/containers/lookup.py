@@ -11,10 +11,10 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from yunion_mps.escaping import printable
 from yunion_mps.host.files import FileVersion, read_text, version_of
 from yunion_mps.host.proc import parent_of
 from yunion_mps.paths import Paths
+from yunion_mps.text import printable
 
 #: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
 #: `crio-ID.scope`; with the cgroupfs driver the bare id; nested, `SLICE:cri-containerd:ID`.

@@ -64,7 +64,7 @@ def _given(arguments: Sequence[str]) -> Options:
 
 def _refuse(*lines: str) -> NoReturn:
     """Exit with the status of wrong usage, with lines as the command line prints them."""
-    from yunion_mps.escaping import printable
+    from yunion_mps.text import printable
 
     with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
         sys.stderr.write("".join(f"{PROGRAM}: {printable(' '.join(line.split()))}\n" for line in lines))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
@@ -21,6 +20,7 @@ from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedG
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, Domain, Status

@@ -40,7 +40,7 @@ from yunion_mps.reasons import (
     VERSION_DIFFERS,
     hint_of,
 )
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails

@@ -20,7 +20,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 #: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)

@@ -25,7 +25,7 @@ from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -26,7 +26,7 @@ from yunion_mps.reasons import (
     PROGRAM_MISSING,
     VGPU,
 )
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")

@@ -50,7 +50,7 @@ from yunion_mps.reasons import (
     SERVERS_ORPHANED,
     hint_of,
 )
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 #: A control daemon greets immediately; our daemon waits 5 s before it acts.
 _GREETING_S = 2.0

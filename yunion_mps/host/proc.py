@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from yunion_mps.errors import ShortageError
-from yunion_mps.escaping import command_line, decoded, printable
+from yunion_mps.text import command_line, decoded, printable
 
 #: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
 #: A process may later declare any of its memory to be its environment (prctl(2), PR_SET_MM).

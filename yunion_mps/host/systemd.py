@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from traceback import walk_tb
 
-from yunion_mps.escaping import printable
 from yunion_mps.host.proc import is_exiting
+from yunion_mps.text import printable
 
 #: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
 _JOB_UNIT = r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.escaping import printable
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import BadRequestError
@@ -21,6 +20,7 @@ from yunion_mps.service.permissions import Caller, process_holder
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.status import StatusService
+from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps import answers

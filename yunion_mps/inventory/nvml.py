@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
-from yunion_mps.escaping import decoded, printable
 from yunion_mps.host import threads
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.text import decoded, printable
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

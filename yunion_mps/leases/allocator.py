@@ -26,7 +26,7 @@ from yunion_mps.leases.request import (
 from yunion_mps.models import Device, Lease
 from yunion_mps.planning.division import units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4

@@ -19,7 +19,7 @@ from yunion_mps.planning.division import (
     why_not_honoured,
 )
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 BINPACK = "binpack"
 SPREAD = "spread"

@@ -28,7 +28,7 @@ from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
-from yunion_mps.units import seconds
+from yunion_mps.text import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from yunion_mps import revision
 from yunion_mps.errors import HostError
-from yunion_mps.escaping import printable
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.threads import on_thread
 from yunion_mps.http.operations import OPENMETRICS
@@ -47,6 +46,7 @@ from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.processes import Process, describe_exit, spawn
 from yunion_mps.models import DomainPlan, Event
@@ -33,6 +32,7 @@ from yunion_mps.mps.processes import (
     running_servers,
     server_pids,
 )
+from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError
-from yunion_mps.escaping import decoded
 from yunion_mps.host.proc import (
     Peer,
     all_pids,
@@ -28,6 +27,7 @@ from yunion_mps.host.proc import (
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
+from yunion_mps.text import decoded
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0

@@ -19,8 +19,8 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.escaping import printable
 from yunion_mps.host.proc import credentials_of, user_name
+from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

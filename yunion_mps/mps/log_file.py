@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.escaping import decoded
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
+from yunion_mps.text import decoded
 
 LOG_NAME = "control.log"
 OLDER = "control.log.1"

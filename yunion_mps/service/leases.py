@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
-from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
@@ -35,6 +34,7 @@ from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import describe_holder, holder_label, lease_json, queued_json, refuse_unserved
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.text import random_uuid
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
-from yunion_mps.escaping import printable
 from yunion_mps.host.proc import command_of, name_of, started_s, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
@@ -32,7 +31,7 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.units import rfc3339
+from yunion_mps.text import printable, rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
-from yunion_mps.escaping import decoded
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.ledger import Ledger
@@ -20,7 +19,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.units import count
+from yunion_mps.text import count, decoded
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -26,7 +26,7 @@ from yunion_mps.models import (
 from yunion_mps.mps.states import READY
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.units import rfc3339
+from yunion_mps.text import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -17,7 +17,7 @@ from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.units import filled, rfc3339
+from yunion_mps.text import filled, rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

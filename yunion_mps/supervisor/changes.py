@@ -34,7 +34,7 @@ from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from yunion_mps.cli import output
 from yunion_mps.cli.output import Column, age, display_width, fit, table
-from yunion_mps.units import count
+from yunion_mps.text import count
 
 from unit.cli.conftest import Cli, table_of
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional, Union, get_args, get_origin, get_ty
 
 import pytest
 from yunion_mps import answers
-from yunion_mps import fields as types_of_fields
+from yunion_mps.answers import fields as types_of_fields
 from yunion_mps.client import values
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, Status, members
 from yunion_mps.errors import VersionError

@@ -235,7 +235,7 @@ def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(loaded.split()) == {
         "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.http.messages", "yunion_mps.http.operations",
-        "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.escaping",
+        "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.text",
         "yunion_mps.http.operation", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
-        "yunion_mps.units", "yunion_mps.enums",
+        "yunion_mps.enums",
     }  # fmt: skip

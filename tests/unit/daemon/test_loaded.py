@@ -14,7 +14,7 @@ ELSEWHERE = (
     "yunion_mps.cli",
     "yunion_mps.containers.hook",
     "yunion_mps.client",
-    "yunion_mps.fields",
+    "yunion_mps.answers.fields",
     "yunion_mps.http.client",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",

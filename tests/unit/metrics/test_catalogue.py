@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yunion_mps.escaping import printable
 from yunion_mps.http.router import BOUNDS_S, LatencyHistogram, RequestCounts
 from yunion_mps.metrics.catalogue import (
     CATALOGUE,
@@ -21,6 +20,7 @@ from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
+from yunion_mps.text import printable
 
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.enums import FREE, UNAVAILABLE
 from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
 from yunion_mps.service.holdings import Holding, is_memory_unknown
-from yunion_mps.units import filled, seconds
+from yunion_mps.text import filled, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, Gpu
