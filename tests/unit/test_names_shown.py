@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import Column, notes, print_notice, show, table, wrapped
-from yunion_mps.doctor import run_checks
 from yunion_mps.doctor.checks import Check, Host, problem
+from yunion_mps.doctor.report import run_checks
 from yunion_mps.host.systemd import JournalFormatter, LineFormatter, Notifier
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.paths import Paths

@@ -31,8 +31,8 @@ from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Domain, Status
-    from yunion_mps.doctor import Report
     from yunion_mps.doctor.checks import Finding
+    from yunion_mps.doctor.report import Report
 
 _DOMAIN_COLUMNS = (
     Column("DOMAIN", "name"),
@@ -209,8 +209,8 @@ def doctor(
       yunion-mps doctor --selftest
       yunion-mps doctor --output json
     """
-    from yunion_mps.doctor import run_checks, selected_checks
     from yunion_mps.doctor.checks import Host
+    from yunion_mps.doctor.report import run_checks, selected_checks
 
     host = Host(Paths.from_environment(), timeout)
     report = run_checks(selected_checks(dict(os.environ), pid, command, selftest_too=selftest), host)

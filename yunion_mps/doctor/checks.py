@@ -234,7 +234,7 @@ class Check(NamedTuple):
 def check(
     name: str, code: str, all_clear: str = "", timeout_factor: float = 1
 ) -> Callable[[Callable[[Host], Findings]], Check]:
-    """Declare a function in a module of `doctor.MODULES` as a check of the host.
+    """Declare a function in a module of `report.MODULES` as a check of the host.
 
     It changes nothing, and returns or yields findings; it raises YunionError if it cannot be checked here.
     """

@@ -22,7 +22,7 @@ from yunion_mps.cli.config import ConfigRecord, PlanRecord
 from yunion_mps.cli.output import display_width
 from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.cli.who import UseList
-from yunion_mps.doctor import ReportRecord
+from yunion_mps.doctor.report import ReportRecord
 
 from unit.cli.conftest import Cli, Done
 from unit.cli.golden_host import LEASES, golden_host, leasing

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.doctor import HOST_CHECKS
 from yunion_mps.doctor.checks import Finding, Host, Lazy, findings_of
+from yunion_mps.doctor.report import HOST_CHECKS
 from yunion_mps.errors import DriverError, UnreachableError
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.paths import Paths

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.doctor import run_checks, selected_checks
 from yunion_mps.doctor.checks import Host
+from yunion_mps.doctor.report import run_checks, selected_checks
 from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 
 from unit.doctor.hosts import host_of, one, write

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor import HOST_CHECKS, Report, run_checks, selected_checks
 from yunion_mps.doctor.checks import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
+from yunion_mps.doctor.report import HOST_CHECKS, Report, run_checks, selected_checks
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
