@@ -241,7 +241,7 @@ def test_a_client_that_waits_for_another_users_server_is_listed(
     assert began_s - 2 < seconds(waiting["since"]) <= time.time()
     said = printed(ready.host, "who", "--clients")
     assert f"Waiting: PID {other.pid} of nobody (" in said
-    assert f"for the MPS server (PID {server}) of root, domain host\n" in said
+    assert f"for the MPS server of root (PID {server}, domain host) to exit\n" in said
     assert f"is waiting for the MPS server of root (PID {server}, domain" in printed(ready.host, "status")
     third = stand_ins.client(ready.pipe_directory, STRANGER)
     assert third.says() == "asking"
