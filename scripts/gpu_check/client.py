@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
-from yunion_mps.cuda_client import (
+from yunion_mps.doctor.cuda_client import (
     MIB,
     MPS_ENABLED,
     MULTIPROCESSOR_COUNT,

@@ -8,8 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from yunion_mps import __version__, cuda_client
-from yunion_mps.cuda_client import DeviceProbe, Failure
+from yunion_mps import __version__
+from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.checks import (
     Finding,
     Findings,
@@ -22,6 +22,7 @@ from yunion_mps.doctor.checks import (
     skipped,
     warning,
 )
+from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
 from yunion_mps.enums import FREE, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
