@@ -175,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _process(self) -> None:
         """Handle one turn; the rest waits for the next turn, and nothing is read until then."""
-        self._turn = None
+        had_to_wait, self._turn = self._turn is not None, None
         if self._transport is None or self._transport.is_closing() or self._blocked or self._pending:
             return
         if not self._is_admitted:
@@ -199,6 +199,9 @@ class Connection(asyncio.BufferedProtocol):
             self._turn = asyncio.get_running_loop().call_soon(self._process)
         elif not self._blocked:
             self._transport.resume_reading()
+            if had_to_wait:  # what the client has sent meanwhile is not late
+                begun = self._request_has_begun
+                self._set_deadline(self._limits.request_timeout_s if begun else self._idle_timeout_s)
 
     def _handle(self) -> bool:
         """Handle received events, up to one answer; returns whether more may be buffered."""
