@@ -113,6 +113,18 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     assert kept() > before_s
 
 
+def test_the_next_daemon_shows_the_same_holders(ready_daemon: Daemon) -> None:
+    def holders() -> list[str | None]:
+        return [device["holder"] for device in ready_daemon.ask("GET", "/v1/devices")[1]["isolated_devices"]]
+
+    take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
+    before = holders()
+    restart(ready_daemon)
+    assert before[0] is not None
+    assert holders() == before
+    assert (ready_daemon.reexec(), holders())[1] == before
+
+
 def test_a_repeated_request_ties_the_lease_to_its_own_connection(ready_daemon: Daemon) -> None:
     request = "/v1/leases", f"holder.kind=connection&Idempotency-Key={FIRST}"
     with contextlib.closing(Connection(ready_daemon)) as connection:

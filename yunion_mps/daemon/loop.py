@@ -95,7 +95,6 @@ class _Loop:
         self._poll_now = asyncio.Event()
         self._cdi = CdiPublisher(paths, supervisor)
         self._leases = LeaseService(paths, supervisor, queries, self._cdi)
-        queries.ledger = self._leases.ledger
         self._reloader = Reloader(
             paths,
             supervisor,

@@ -68,7 +68,8 @@ class LeaseService:
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
         # Cached, because the devices are listed again after each change: a container keeps its first name.
-        queries.name_holder = lru_cache(4096)(partial(holder_label, containers=self._containers))
+        name_holder = lru_cache(4096)(partial(holder_label, containers=self._containers))
+        queries.set_leases(self.ledger, name_holder)
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)

@@ -65,11 +65,15 @@ class Queries:
         self._cached_version = -1
         self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
-        #: Describes a lease's holder for people.
-        self.name_holder: Callable[[Holder], str] = str
+        self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
         #: The requests that wait for an answer to change.
         self.changes = LongPolls()
+
+    def set_leases(self, ledger: Ledger, name_holder: Callable[[Holder], str]) -> None:
+        """Show these leases from now on; `name_holder` describes a holder for people."""
+        self.ledger, self._name_holder = ledger, name_holder
+        self._cached_version = -1  # the versions of two ledgers may be equal
 
     @property
     def version(self) -> int:
@@ -78,7 +82,7 @@ class Queries:
 
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
-            self._devices = devices_json(self._snapshot(), self.ledger, self.name_holder)
+            self._devices = devices_json(self._snapshot(), self.ledger, self._name_holder)
             self._cached_version = self.version
         return self._devices
 

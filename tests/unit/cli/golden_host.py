@@ -228,9 +228,8 @@ def golden_host() -> Iterator[Cli]:
             refuse_infeasible(request, candidates)
             Allocator(ledger).choose(request, candidates)
 
-        host.service.ledger = ledger
         names = {lease.holder: holder_label(one) for lease, one in zip(ledger.leases.values(), LEASES)}
-        host.service.name_holder = names.__getitem__
+        host.service.set_leases(ledger, names.__getitem__)
         host.leases.check = check
         load = {
             H100[0].uuid: GpuLoad(44, 35900, 58, 402.2, 700.0),

@@ -52,7 +52,6 @@ class LeaseHost:
     def _daemon(self) -> LeaseService:
         queries = Queries(lambda: self.snapshot, 0.0, 1)
         leases = LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
-        queries.ledger = leases.ledger
         return leases
 
     @property
