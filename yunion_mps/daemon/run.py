@@ -183,7 +183,7 @@ class _Daemon:
         from yunion_mps.service.state import one_line
 
         queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
-        # Only numbers are shown until the lease service takes over, without the names of holders.
+        # Only numbers are shown of them; the lease service replaces them.
         queries.set_leases(recorded_ledger(self._supervisor.store(), self._paths.lease_copies), str)
         line = one_line(queries.service())
         log.info("yunion-mps %s is ready: %s", __version__, line)

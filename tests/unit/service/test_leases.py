@@ -51,8 +51,7 @@ class LeaseHost:
 
     def _daemon(self) -> LeaseService:
         queries = Queries(lambda: self.snapshot, 0.0, 1)
-        leases = LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
-        return leases
+        return LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
 
     @property
     def events(self) -> list[tuple[str, str]]:
