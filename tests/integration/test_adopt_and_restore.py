@@ -148,9 +148,15 @@ def test_the_command_for_an_unrestored_mode_is_printed(daemon: Daemon, killed: i
     daemon.host.fail("nvmlDeviceSetComputeMode", "no_permission")
     assert daemon.run("--restore") == 1
     uuid = daemon.host.gpus[0].uuid
-    assert f"restore it: nvidia-smi -i {uuid} -c DEFAULT" in daemon.log
+    restore = f"restore it: nvidia-smi -i {uuid} -c DEFAULT"
+    assert f"the compute mode of GPU 00:06.0 differs from the original; {restore}" in daemon.log
     assert not is_running(killed)
     daemon.host.clear()
+    daemon.host.gpus[0].lose()
+    assert daemon.run("--restore") == 1
+    reset = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host"
+    assert f"differs from the original; {reset}, then {restore}" in daemon.log
+    daemon.host.gpus[0].restore()
     assert daemon.run("--restore") == 0
     assert daemon.host.gpus[0].compute_mode == "default"
 

@@ -43,8 +43,7 @@ def test_under_systemd_each_line_has_its_level_and_no_time(ready_daemon: Daemon)
     lines = ready_daemon.log.splitlines()
     assert [line for line in lines if not re.match(r"<[0-7]>\S", line)] == []
     assert not re.search(r"\d\d:\d\d:\d\d", ready_daemon.log)
-    uuid = ready_daemon.host.gpus[0].uuid
-    assert lines[0] == f"<6>GPU {uuid}: compute mode Default -> Exclusive_Process"
+    assert lines[0] == "<6>GPU 00:06.0: compute mode Default -> Exclusive_Process"
     assert any(line.startswith("<4>GPU 00:06.0 (Tesla P40): budgets are not enforced") for line in lines)
     assert lines[-1] == "<6>stopped"
 

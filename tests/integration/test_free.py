@@ -60,7 +60,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: D
     assert lease(daemon, "holder.name=old") == "00:06.0-0"
     host.divide(4)
     printed(host, "reload")
-    told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
+    told = "GPU 00:06.0: 2 devices pending: the new division of the GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
     assert (
         f"Pending:  {told}Hint:     wait for the leases to end; see who holds them: yunion-mps who\n"
@@ -114,7 +114,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
     assert [one["memory_mib"] for one in listed] == [4096] * 4, "as they were given"
-    assert {one["reason"] for one in listed} == {f"the new division of its GPU waits for {leases} to end"}
+    assert {one["reason"] for one in listed} == {f"the new division of the GPU waits for {leases} to end"}
     environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
     assert lease(daemon, "gpu=00:06.0&holder.name=next") == ""

@@ -68,7 +68,7 @@ def test_if_nothing_is_free_a_request_fails_or_queues(ready_daemon: Daemon) -> N
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use [nothing_free]",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 leased [nothing_free]",
     )
     assert done.stderr.splitlines()[1] == (
         "yunion-mps: wait for it: --wait; see who holds the devices: yunion-mps who"
@@ -192,6 +192,8 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["memory_mib"] for one in shown) == 23040
+    counts = daemon.get("/v1/gpus")[1]["gpus"][0]["devices"], daemon.status()["devices"]["total"]
+    assert counts == (12, 12)
     left = "00:06.0: 0 of 23040 MiB can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
     for screen in ("gpus", "status", "list"):
         assert left in host.run(["yunion-mps", screen]).stdout

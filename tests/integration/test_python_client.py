@@ -143,7 +143,7 @@ def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> Non
 
 def test_unavailable_infeasible_and_unknown_have_their_own_errors(client: Client) -> None:
     with client.lease(devices=[ADDRESSES[0]]):
-        with pytest.raises(NothingFreeError, match="1 of 1 in use"):
+        with pytest.raises(NothingFreeError, match="1 of 1 leased"):
             client.lease(devices=[ADDRESSES[0]])
         with pytest.raises(InfeasibleError, match="can never be allocated"):
             client.lease(count=2, across=True, wait_s=math.inf)
@@ -157,7 +157,7 @@ def test_a_caller_that_waits_gets_the_device_once_it_is_free(
     first = client.lease(devices=[ADDRESSES[0]])
     second = background.submit(client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
     eventually(lambda: said, "that it waits")
-    assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 in use"]
+    assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 leased"]
     first.release()
     second.result(PATIENCE_S).release()
 

@@ -84,7 +84,7 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use [nothing_free]",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 leased [nothing_free]",
     )
     assert done.stderr.endswith("; use a GPU that does not enforce budgets: --allow-unlimited\n")
     assert run(host, *any_gpu).stdout == "00:06.0-0\n"

@@ -114,7 +114,7 @@ class Gpu(TypedDict):
     render_node: str | None
     index: Annotated[Count | None, Field("NVML's index.")]
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
-    devices: Annotated[Count, Field("How many devices it is divided into.")]
+    devices: Annotated[Count, Field("How many devices it has, including those created for leases.")]
     state: Annotated[
         str, Field("Whether it serves devices.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.NOT_USED])
     ]

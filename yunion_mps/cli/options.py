@@ -25,7 +25,7 @@ from yunion_mps.http.operations import (
     MAX_WAIT_S,
 )
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NOTHING_FREE
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.text import mebibytes
 
@@ -369,6 +369,12 @@ def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
             if not wanted.get("allow_unlimited") and _is_free({**wanted, "allow_unlimited": True}):
                 hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
             error.hint = "; ".join(hints)
+        elif (
+            error.code == INFEASIBLE
+            and wanted.get("count")
+            and not (wanted.get("gpu") or wanted.get("across"))
+        ):
+            error.hint += "; for different GPUs: --across"
         raise
 
 

@@ -281,7 +281,7 @@ class Nvml:
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect."""
-        _set_mode(_handle_of(uuid), uuid, mode)
+        _set_mode(_handle_of(uuid), mode)
 
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
         """Like `set_compute_mode`, but only if the mode differs; return whether it did.
@@ -293,7 +293,7 @@ class Nvml:
             handle = _handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
-                _set_mode(handle, uuid, mode)
+                _set_mode(handle, mode)
             return differs
 
         return self.deadline.call(restore, may_hang=True)
@@ -385,12 +385,12 @@ def _mode(handle: Any) -> str:
     return COMPUTE_MODES.get(number, str(number))
 
 
-def _set_mode(handle: Any, uuid: str, mode: str) -> None:
+def _set_mode(handle: Any, mode: str) -> None:
     _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
     actual = _mode(handle)
     if actual != mode:
         raise DriverError(
-            f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
+            f"the GPU is in compute mode {actual} after it was set to {mode}",
             "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
             reasons.COMPUTE_MODE_REFUSED,
         )

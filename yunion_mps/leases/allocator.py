@@ -247,7 +247,7 @@ class Allocator:
         parts = [
             f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
         ]
-        parts += [f"{used} of {len(ids)} in use"] if used else []
+        parts += [f"{used} of {len(ids)} leased"] if used else []
         parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MAX_NAMED]]
         if reserved.devices & ids:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")

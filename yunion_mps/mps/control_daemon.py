@@ -136,7 +136,7 @@ class ControlDaemon:
             try:
                 set_access(desired)
             except HostError as error:  # jobs continue
-                log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
+                log.error("domain %s: %s; %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
 
     def note_served(self) -> None:

@@ -380,7 +380,7 @@ class Domain(StateMachine):
             self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
-            log.error("domain %s: %s. Trying to resume it. %s", self.in_effect.name, self.reason, hint)
+            log.error("domain %s: %s; trying to resume it; %s", self.in_effect.name, self.reason, hint)
             return
         if control.has_process and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())
@@ -394,6 +394,6 @@ class Domain(StateMachine):
         self.restarts += 1
         self.error, self._deadline_s = error, now_s + wait_s
         log.error(
-            "domain %s: %s; next start in %g s. %s", self.in_effect.name, error.message, wait_s, error.hint
+            "domain %s: %s; next start in %g s; %s", self.in_effect.name, error.message, wait_s, error.hint
         )
         self._change(state, now_s, error.message, error.code)

@@ -344,7 +344,7 @@ def require_one_budget(devices: Sequence[Device], domain: DomainPlan, planned: D
         pending = "the new limit takes effect once the MPS servers with the old one have ended"
         raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
     more = f"set cuda_mps_combine: {len(devices)} in host.conf"
-    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs (across), or {more}")
+    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs, or {more}")
 
 
 def decimal(percentage: float) -> str:

@@ -91,7 +91,7 @@ class Monitor:
                 return
             except DriverError as error:
                 if error.message != self._last_error:
-                    log.error("cannot poll the GPUs: %s. %s", error.message, error.hint)
+                    log.error("cannot poll the GPUs: %s; %s", error.message, error.hint)
                 self._last_error = error.message
                 self._answering = frozenset()
                 self._usage.forget()
@@ -140,7 +140,7 @@ class Monitor:
         """Warn that the GPUs cannot be polled now; the next poll retries."""
         what = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
         if self._last_error != what:
-            log.error("%s. %s", what, error.hint)
+            log.error("%s; %s", what, error.hint)
         self._last_error = what
         self._supervisor.set_warning("polling", Reason(what, error.code))
 

@@ -13,6 +13,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.scan import load_served
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
@@ -30,7 +31,8 @@ from yunion_mps.mps.processes import (
 from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
+from yunion_mps.reasons import GPU_LOST
+from yunion_mps.supervisor.compute_modes import name_of, original_modes, restore_unused
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -76,13 +78,16 @@ def _restore(paths: Paths, store: Store) -> int:
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     left = left_running(store)
-    restore_unused(store, None, gpus_of(left))
+    gpus = load_served(paths).gpus
+    errors = restore_unused(store, None, gpus_of(left), gpus).not_restored
     for one in left:
         log.error("%s is still running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
     still = original_modes(store)
     for uuid, mode in still.items():
-        how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
-        log.error("the compute mode of GPU %s differs from the original; restore it: %s", uuid, how)
+        name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
+        if uuid in errors and errors[uuid].code == GPU_LOST:
+            how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
+        log.error("the compute mode of %s differs from the original; %s", name, how)
     if left or still:
         return 1
     log.info(

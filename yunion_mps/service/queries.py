@@ -116,7 +116,7 @@ class Queries:
         snapshot = self._snapshot()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
-        counts = Counter(device.gpu_uuid for device in snapshot.plan.devices)
+        counts = Counter(device["gpu_uuid"] for device in self.all_devices())
         gpus = [
             gpu_json(
                 gpu,

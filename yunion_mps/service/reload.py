@@ -103,7 +103,7 @@ class Reloader:
             if any(work):
                 self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
         except HostError as error:
-            log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
+            log.error("compute modes cannot be set: %s; %s", error.message, error.hint)
 
     async def reexec(self) -> answers.Reexec:
         """Run the program again in this process; raises HostError if the new one refuses to start."""

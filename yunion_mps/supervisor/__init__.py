@@ -129,7 +129,7 @@ class Supervisor:
             left = left_running(self._store)
         except ShortageError as error:
             what = "compute modes are not restored, because a job may still need them"
-            log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --restore")
+            log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
@@ -207,7 +207,7 @@ class Supervisor:
             try:
                 self.apply(now_s)
             except HostError as error:
-                log.error("%s. %s", error.message, error.hint)
+                log.error("%s; %s", error.message, error.hint)
 
     def driver_failed(self, error: DriverError, now_s: float) -> None:
         for domain in self.domains:
@@ -298,5 +298,5 @@ class Supervisor:
         self._leftovers_notice = found.notice
         if store:
             needed = {*self.desired.plan.compute_modes, *gpus_of(found.running)}
-            restore_unused(store, self.nvml, needed)
+            restore_unused(store, self.nvml, needed, self._gpus.inventory.gpus)
         return found

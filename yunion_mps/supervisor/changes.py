@@ -71,7 +71,7 @@ class LeaseWait(NamedTuple):
 
     @property
     def reason(self) -> Reason:
-        what = f"the new division of its GPU waits for {self.description} to end"
+        what = f"the new division of the GPU waits for {self.description} to end"
         return Reason(what, reasons.LEASES_PENDING)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -32,52 +32,72 @@ class ModeResult(NamedTuple):
 
     modes: Mapping[str, str]
     errors: Mapping[str, DriverError]
+    #: Why modes could not be restored.
+    not_restored: Mapping[str, YunionError] = {}
 
 
-def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
+def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
+    """Return `GPU 00:06.0` if it is among `gpus`, otherwise its UUID, which begins with `GPU-`."""
+    return next((f"GPU {gpu.address}" for gpu in gpus if gpu.uuid == uuid), uuid)
+
+
+def carry_out(work: ModeWork, nvml: Nvml | None, store: Store, gpus: Collection[Gpu]) -> ModeResult:
     """Set and restore modes, by driver calls that may be slow; raises HostError if they cannot be recorded.
 
-    If `nvml` is None because MPS is disabled, NVML is opened for this call.
+    If `nvml` is None because MPS is disabled, NVML is opened for this call. `gpus` give the GPUs' addresses.
     """
     if not any(work):
         return ModeResult({}, {})
     if nvml is None:
         try:
             with Nvml() as own:
-                return carry_out(work, own, store)
+                return carry_out(work, own, store, gpus)
         except DriverError as error:
-            log.error("compute modes cannot be restored: %s. %s", error.message, error.hint)
+            log.error("compute modes cannot be restored: %s; %s", error.message, error.hint)
             return ModeResult({}, {})
     modes: dict[str, str] = {}
     errors: dict[str, DriverError] = {}
     if work.changes:
         store.remember_modes({change.gpu_uuid: change.before for change in work.changes})
     for uuid, before, after in work.changes:
+        name = name_of(uuid, gpus)
         try:
             nvml.set_compute_mode(uuid, after)
-            log.info("GPU %s: compute mode %s -> %s", uuid, before, after)
+            log.info("%s: compute mode %s -> %s", name, before, after)
             modes[uuid] = after
         except DriverError as error:
-            log.error("GPU %s: compute mode cannot be set: %s. %s", uuid, error.message, error.hint)
+            log.error("%s: compute mode cannot be set: %s; %s", name, error.message, error.hint)
             errors[uuid] = error
-    restored = {uuid: mode for uuid, mode in work.restore.items() if _restore(uuid, mode, nvml, store)}
-    return ModeResult({**modes, **restored}, errors)
+    not_restored = _restore(work.restore, nvml, store, gpus)
+    modes |= {uuid: mode for uuid, mode in work.restore.items() if uuid not in not_restored}
+    return ModeResult(modes, errors, not_restored)
 
 
-def _restore(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
-    try:
-        if nvml.restore_compute_mode(uuid, mode):
-            log.info("GPU %s: compute mode %s was restored", uuid, mode)
-    except YunionError as error:
-        what = error.message
-        log.error("GPU %s: compute mode %s cannot be restored: %s. %s", uuid, mode, what, error.hint)
-        return False
+def _restore(
+    modes: Mapping[str, str], nvml: Nvml, store: Store, gpus: Collection[Gpu]
+) -> dict[str, YunionError]:
+    """Restore the modes and delete their records; return the errors by GPU UUID."""
+    errors: dict[str, YunionError] = {}
+    for uuid, mode in modes.items():
+        name = name_of(uuid, gpus)
+        try:
+            if nvml.restore_compute_mode(uuid, mode):
+                log.info("%s: compute mode %s was restored", name, mode)
+        except YunionError as error:
+            what = error.message
+            log.error("%s: compute mode %s cannot be restored: %s; %s", name, mode, what, error.hint)
+            errors[uuid] = error
+        else:
+            _forget(uuid, mode, name, store)
+    return errors
+
+
+def _forget(uuid: str, mode: str, name: str, store: Store) -> None:
     try:
         store.forget_mode(uuid)
     except HostError as error:
         what = "its record could not be deleted, so the next start restores it again"
-        log.warning("GPU %s: compute mode %s was restored, but %s: %s", uuid, mode, what, error.message)
-    return True
+        log.warning("%s: compute mode %s was restored, but %s: %s", name, mode, what, error.message)
 
 
 def original_modes(store: Store) -> dict[str, str]:
@@ -85,14 +105,16 @@ def original_modes(store: Store) -> dict[str, str]:
     try:
         return store.former_modes()
     except HostError as error:
-        log.error("compute modes cannot be restored: %s. %s", error.message, error.hint)
+        log.error("compute modes cannot be restored: %s; %s", error.message, error.hint)
         return {}
 
 
-def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> ModeResult:
-    """Restore the modes of all GPUs except those `used` (UUIDs)."""
+def restore_unused(
+    store: Store, nvml: Nvml | None, used: Collection[str], gpus: Collection[Gpu]
+) -> ModeResult:
+    """Restore the modes of all GPUs except those `used` (UUIDs); `gpus` give their addresses."""
     modes = {uuid: mode for uuid, mode in original_modes(store).items() if uuid not in used}
-    return carry_out(ModeWork(restore=modes), nvml, store)
+    return carry_out(ModeWork(restore=modes), nvml, store, gpus)
 
 
 class ComputeModes:
@@ -125,7 +147,9 @@ class ComputeModes:
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
         """Do the work, unless `end()` was called; run it on a thread, because it calls the driver."""
         with self._lock:
-            return ModeResult({}, {}) if self._ended else carry_out(work, nvml, store)
+            if self._ended:
+                return ModeResult({}, {})
+            return carry_out(work, nvml, store, self._gpus.inventory.gpus)
 
     def end(self) -> None:
         self._ended = True
@@ -133,7 +157,8 @@ class ComputeModes:
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
         """Restore the modes of all GPUs except those in `left`; return whether there were any."""
         with self._lock:  # wait for work that is under way
-            return self.note(restore_unused(store, nvml, left), "the original mode was restored")
+            result = restore_unused(store, nvml, left, self._gpus.inventory.gpus)
+            return self.note(result, "the original mode was restored")
 
     def note(self, result: ModeResult, why: str) -> bool:
         """Record modes that were set or restored, and GPUs that refused; return whether there were any."""

@@ -239,7 +239,7 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         )
         if needed & set(process.gpu_uuids):
             raise HostError(what, hint)
-        log.error("%s. %s", what, hint)
+        log.error("%s; %s", what, hint)
         found = found._replace(notice=f"{what}; {hint}")
     return found
 
@@ -256,7 +256,7 @@ def left_running(store: Store | None, watched: Collection[str] = ()) -> list[Mps
             if store and directory not in used:
                 store.forget_limits(directory)
     except HostError as error:
-        log.warning("records of ended control daemons cannot be deleted: %s. %s", error.message, error.hint)
+        log.warning("records of ended control daemons cannot be deleted: %s; %s", error.message, error.hint)
     return [process for process in running if process.pipe_directory not in watched]
 
 

@@ -58,7 +58,7 @@ def test_a_lease_of_a_former_division_is_pending_until_it_ends(own: Cli) -> None
     own.host.service.set_leases(Ledger([Lease(LEASE["id"], (former,), Holder("process", 0), 0.0)]), str)
     first, second = listed(own)
     assert (first["state"], second["state"], second["reason"]) == ("pending", "idle", "")
-    waits = "the new division of its GPU waits for lease 7c1f0e7a of root to end"
+    waits = "the new division of the GPU waits for lease 7c1f0e7a of root to end"
     assert first["reason"] == f"GPU 00:06.0: {waits}"
 
 

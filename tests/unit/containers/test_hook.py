@@ -84,7 +84,7 @@ def test_a_lease_is_bound_to_the_containers_first_process(host: ServerHost, tmp_
 
 
 def test_the_hook_names_the_device_holder_in_one_line(host: ServerHost) -> None:
-    why = "device 00:06.0-1 cannot be allocated now: 1 of 1 in use"
+    why = "device 00:06.0-1 cannot be allocated now: 1 of 1 leased"
     host.leases.refusal = NothingFreeError(why, "wait for it")
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
     host.leases.found = {"leases": [held], "waiting": [], "total": 1}
@@ -145,7 +145,7 @@ def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     host: ServerHost, system_log: socket.socket
 ) -> None:
     """The holder of the device has chosen its command, and root reads it."""
-    host.leases.refusal = NothingFreeError("1 of 1 in use", "wait")
+    host.leases.refusal = NothingFreeError("1 of 1 leased", "wait")
     held = {**LEASE, "command": "python -c \x1b[2J\nprint()\r" + "a" * 100_000}
     host.leases.found = {"leases": [held], "waiting": [], "total": 1}
     state = json.dumps({"id": "\n\ud800", "pid": os.getpid()})

@@ -123,7 +123,7 @@ def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost)
         host.nvml.set_compute_mode(uuid, "Exclusive_Process")
     meddler.join()
     assert caught.value.message == (
-        f"GPU {uuid} is in compute mode Prohibited after it was set to Exclusive_Process"
+        "the GPU is in compute mode Prohibited after it was set to Exclusive_Process"
     )
 
 

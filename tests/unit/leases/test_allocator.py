@@ -63,7 +63,7 @@ def test_devices_across_gpus_are_of_as_many_gpus() -> None:
     message, _ = why_not(ledger, LeaseRequest(3, across=True), candidates(3))
     assert (
         message
-        == "3 devices on different GPUs cannot be allocated now: 4 of 12 in use; 8 free, at most 4 on one GPU"
+        == "3 devices on different GPUs cannot be allocated now: 4 of 12 leased; 8 free, at most 4 on one GPU"
     )
 
 
@@ -71,7 +71,7 @@ def test_devices_across_gpus_are_of_as_many_gpus() -> None:
 def test_one_device_is_named_by_address_or_id(name: str) -> None:
     assert chosen(Ledger(), LeaseRequest(devices=(name,)), candidates(2)) == ["01:00.0-2"]
     message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(devices=(name,)), candidates(2))
-    assert message == f"device {name} cannot be allocated now: 1 of 1 in use"
+    assert message == f"device {name} cannot be allocated now: 1 of 1 leased"
     assert hint == "see who holds the devices: yunion-mps who"
 
 
@@ -102,7 +102,7 @@ def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
     full = Ledger([lease("a", *(device(3, slot) for slot in range(4)))])
     message, _ = why_not(full, LeaseRequest(), Candidates(devices, [pool(4)._replace(reason=LOST)]))
     assert message == (
-        "1 device cannot be allocated now: 4 of 16 in use; "
+        "1 device cannot be allocated now: 4 of 16 leased; "
         "8 unavailable (GPU 01:00.0, 02:00.0: in MIG mode); 4 unavailable (GPU 00:00.0: lost)"
     )
 
@@ -113,7 +113,7 @@ def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
     assert len(Allocator(ledger).choose(LeaseRequest(2), candidates(1))) == 2
     message, _ = why_not(ledger, LeaseRequest(3), candidates(1))
     assert message == (
-        "3 devices on one GPU cannot be allocated now: 2 pending (the new division of its GPU waits for "
+        "3 devices on one GPU cannot be allocated now: 2 pending (the new division of the GPU waits for "
         f"lease a of {user_name(1000)} (PID 4260) to end); 2 free, at most 2 on one GPU"
     )
 
@@ -183,7 +183,7 @@ def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
     assert {one.gpu_uuid for one in Allocator(ledger).choose(LeaseRequest(), there)} == {"GPU-0"}
     assert {one.gpu_uuid for one in Allocator(ledger).choose(LeaseRequest(2), there)} == {"GPU-1"}
     full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
-    with pytest.raises(NothingFreeError, match="3 of 4 in use"):
+    with pytest.raises(NothingFreeError, match="3 of 4 leased"):
         Allocator(full).choose(LeaseRequest(2), there)
     assert Allocator(full).reserve(LeaseRequest(2), there).devices == {"id-1-4-3"}, (
         "nothing is kept that is of no use"
@@ -326,7 +326,7 @@ def test_all_devices_are_had_together_or_not_at_all() -> None:
     assert chosen(Ledger(), LeaseRequest(devices=("all",)), candidates(2)) == everything
     ledger = Ledger([lease("a", device(1, 2))])
     message, _ = why_not(ledger, LeaseRequest(devices=("all",)), candidates(2))
-    assert message.startswith("all devices cannot be allocated now: 1 of 8 in use; 7 free")
+    assert message.startswith("all devices cannot be allocated now: 1 of 8 leased; 7 free")
     kept = Allocator(ledger).reserve(LeaseRequest(devices=("all",)), candidates(2))
     assert len(kept.devices) == 7, "a request for all of them is not starved"
     message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason=NOT_READY))

@@ -52,7 +52,7 @@ def test_a_stopped_control_daemon_is_reported_and_continued(
     assert run.reasons[-2] == "it answers again; its limits are being read"
     assert run.pid == pid
     assert run.domain.error is None
-    assert any("Trying to resume it." in message for message in caplog.messages)
+    assert any("trying to resume it;" in message for message in caplog.messages)
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 

@@ -11,6 +11,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.state import devices_json
 from yunion_mps.supervisor.changes import warnings
+from yunion_mps.supervisor.compute_modes import ModeResult
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 
@@ -80,7 +81,7 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
     assert made.available == 4
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
-    assert f"GPU {host.gpus[0].uuid}: {why}" in caplog.text
+    assert f"GPU 00:06.0: {why}" in caplog.text
     made.rescan()
     assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
     made.stop()
@@ -118,7 +119,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     host, made = begin(TWO)
     host.gpus[1].lose()
     made.stop()
-    assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be restored" in caplog.text
+    assert "GPU 00:07.0: compute mode Prohibited cannot be restored" in caplog.text
     host.gpus[1].restore()
     assert modes(host) == ["default", "exclusive_process"]
     made.again().stop()
@@ -133,5 +134,5 @@ def test_no_mode_is_set_any_more_once_a_stop_has_begun(begin: Begin) -> None:
     work = made.supervisor.mode_work()
     assert [change.after for change in work.changes] == ["Exclusive_Process"]
     made.stop()
-    assert made.supervisor.set_modes(work) == ({}, {})
+    assert made.supervisor.set_modes(work) == ModeResult({}, {})
     assert modes(host) == ["default"]
