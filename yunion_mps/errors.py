@@ -30,6 +30,12 @@ class YunionError(Exception):
     def reason(self) -> Reason:
         return Reason(self.message, self.code)
 
+    @property
+    def lines(self) -> list[str]:
+        """What a program prints: the message with the reason code, unless it is `failed`, and the hint."""
+        reason_code = "" if self.code == reasons.FAILED else f" [{self.code}]"
+        return f"{self.message}{reason_code}".split("\n") + (self.hint.split("\n") if self.hint else [])
+
 
 class Problem(NamedTuple):
     """A problem in a configuration file; `hint` is empty if `what` contains it (`did you mean ...?`).

@@ -132,7 +132,7 @@ def test_a_second_instance_names_the_first_and_leaves_it_alone(
     second = make_daemon(ready_daemon.host, notify=False)
     assert second.run(NOTIFY_SOCKET="/nowhere") == 1
     assert second.log.splitlines()[-2:] == [
-        f"<3>another yunion-mps-daemon is already running (PID {ready_daemon.pid})",
+        f"<3>another yunion-mps-daemon is already running (PID {ready_daemon.pid}) [host_error]",
         "<3>check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
     ]
     assert ready_daemon.status()["state"] == "ready"
@@ -153,11 +153,15 @@ def test_the_socket_is_private_and_the_log_is_not_for_everybody(ready_daemon: Da
     [
         (["--version"], 0, f"{version_line('yunion-mps-daemon')}\n"),
         (["--help"], 0, "Usage: yunion-mps-daemon [OPTIONS]\n"),
-        (["--chek"], 2, "yunion-mps-daemon: No such option: --chek (Possible options: --check, --help)\n"),
+        (["--chek"], 2, "yunion-mps-daemon: no such option: --chek (did you mean --check?)\n"),
         (["--log-level", "loud"], 2, "'--log-level': 'loud' is not one of 'debug'"),
-        (["--adopt", "0"], 2, "Invalid value for '--adopt': 0 is not a PID.\n"),
-        (["start"], 2, "Got unexpected extra argument (start)"),
-        (["--check", "--restore"], 2, "--check, --restore and --adopt are mutually exclusive"),
+        (["--adopt", "0"], 2, "yunion-mps-daemon: invalid value for '--adopt': 0 is not a PID\n"),
+        (["start"], 2, "got unexpected extra argument (start)"),
+        (
+            ["--check", "--restore"],
+            2,
+            "--check, --restore and --adopt are mutually exclusive: use one of them\n",
+        ),
     ],
 )
 def test_options_answer_without_starting_anything(
@@ -252,7 +256,7 @@ def refused(daemon: Daemon, code: int) -> list[str]:
 def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
     daemon.host.hide_library()
     assert refused(daemon, 1) == [
-        "<3>no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
+        "<3>no NVIDIA driver: its library libnvidia-ml.so.1 is not installed [driver_missing]",
         "<3>install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
     ]
 
@@ -264,6 +268,7 @@ def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) ->
     lines = refused(daemon, 6)
     conf = daemon.host.root / "etc/yunion/host.conf"
     assert [line.split(": ")[0] for line in lines[:-1]] == [f"<3>{conf}:2", f"<3>{conf}:3", f"<3>{devices}:4"]
+    assert lines[-2].endswith(" [invalid_configuration]")
     assert lines[-1] == "<3>fix these lines, then run: yunion-mps config check"
 
 
@@ -272,7 +277,7 @@ def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) ->
         pytest.skip("this machine has the program where drivers put it")
     daemon.env["PATH"] = str(Path(shutil.which("yunion-mps-daemon", path=daemon.env["PATH"]) or "").parent)
     *_, message, hint = refused(daemon, 1)
-    assert message == f"<3>{PROGRAM} is not installed"
+    assert message == f"<3>{PROGRAM} is not installed [program_missing]"
     assert hint.startswith("<3>install it: nvidia-cuda-mps on Debian")
 
 
@@ -281,7 +286,7 @@ def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
     lines = refused(daemon, 1)
     assert lines[-2] == (
         "<3>the memory limit of device 0 is not in effect: it was set to 5760M, "
-        "but the control daemon reports '4G'"
+        "but the control daemon reports '4G' [limits_not_in_effect]"
     )
     assert control_daemons(daemon.host.root) == []
 
@@ -313,7 +318,7 @@ def test_another_programs_control_daemon_is_reported_and_left_alone(
     daemon.control("set_default_active_thread_percentage 77")
     *_, message, hint = refused(daemon, 1)
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}) not started by yunion-mps"
-    assert message == f"<3>{who} serves {daemon.pipe_directory}"
+    assert message == f"<3>{who} serves {daemon.pipe_directory} [adoption_refused]"
     assert hint.startswith("<3>once its jobs have ended: ")
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]

@@ -10,10 +10,10 @@ import sys
 
 import click
 
-from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
+from yunion_mps.cli.output import refuse_closed_output, unwritable
 from yunion_mps.errors import YunionError
-from yunion_mps.reasons import FAILED
 from yunion_mps.text import printable
+from yunion_mps.wrong_usage import CLOSE, wrong_usage
 
 _PROGRAM = "yunion-mps"
 #: The longest short help, which fits beside the longest name in 80 columns.
@@ -79,8 +79,6 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 """
 
 
-#: The similarity from which a word is suggested for another: `clients` is not close to `events`.
-_CLOSE = 0.7
 #: Replacements of former commands.
 _MOVED = {"clients": "who --clients"}
 
@@ -112,7 +110,7 @@ class SuggestingGroup(click.Group):
             from difflib import get_close_matches
 
             moved = [_MOVED[args[0]]] if args[0] in _MOVED else []
-            suggestions = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=_CLOSE)
+            suggestions = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=CLOSE)
             if suggestions:
                 error.message = f"{error.message.rstrip('.')} (did you mean {suggestions[0]}?)"
             raise
@@ -218,7 +216,7 @@ def run() -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        return _fail(_wrong_usage(error))
+        return _fail(wrong_usage(error, _PROGRAM))
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of our output has read enough
@@ -243,27 +241,6 @@ def _main() -> object:
     return status
 
 
-def _wrong_usage(error: click.ClickException) -> YunionError:
-    """Return click's message on one line, with a hint at the command's help."""
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    path = context.command_path if context else _PROGRAM
-    if isinstance(error, click.NoSuchOption):
-        from difflib import get_close_matches
-
-        suggestions = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=_CLOSE)
-        message = error.message + (f" (did you mean {suggestions[0]}?)" if suggestions else "")
-    else:
-        message = error.format_message()
-    words = cell(" ".join(message.split()))
-    if not words.endswith("..."):
-        words = words.removesuffix(".")
-    if not words[:2].isupper():  # unlike DEVICE
-        words = words[:1].lower() + words[1:]
-    found = YunionError(words, f"see: {path} --help")
-    found.exit_code = error.exit_code
-    return found
-
-
 def _discard_output() -> None:
     """Discard unwritten output; otherwise, Python would try to write it at exit and report an error."""
     if sys.stdout is not None:
@@ -271,14 +248,8 @@ def _discard_output() -> None:
 
 
 def _fail(error: YunionError) -> int:
-    """Print the error and its hint; return its exit status.
-
-    The error ends with its reason code, which docs/reason-codes.md lists. `failed`, the general code, is left
-    out.
-    """
-    reason_code = "" if error.code == FAILED else f" [{error.code}]"
-    lines = f"{error.message}{reason_code}".split("\n") + (error.hint.split("\n") if error.hint else [])
+    """Print the error and its hint; return its exit status."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
-            print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in lines), file=sys.stderr)
+            print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in error.lines), file=sys.stderr)
     return error.exit_code

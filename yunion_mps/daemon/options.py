@@ -26,7 +26,7 @@ or SIGINT, it gives running jobs time to end, stops, and restores the GPUs' comp
 """
 _STATUSES = """\b
 Exit status:
-  0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
+  0 stopped cleanly; 1 failure; 2 wrong usage; 4 permission denied; 6 invalid configuration
 """
 _ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of them."
 
@@ -58,7 +58,9 @@ def _given(arguments: Sequence[str]) -> Options:
     try:
         options = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except click.ClickException as error:
-        _refuse(error.format_message(), f"see: {PROGRAM} --help")
+        from yunion_mps.wrong_usage import wrong_usage
+
+        _refuse(*wrong_usage(error, PROGRAM).lines)
     return options if isinstance(options, Options) else sys.exit(0)  # --help or --version
 
 
@@ -67,7 +69,7 @@ def _refuse(*lines: str) -> NoReturn:
     from yunion_mps.text import printable
 
     with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
-        sys.stderr.write("".join(f"{PROGRAM}: {printable(' '.join(line.split()))}\n" for line in lines))
+        sys.stderr.write("".join(f"{PROGRAM}: {printable(line)}\n" for line in lines))
     sys.exit(2)
 
 

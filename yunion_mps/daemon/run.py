@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
-from yunion_mps.errors import ConfigError, ShortageError, YunionError
+from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
 from yunion_mps.host import systemd
 from yunion_mps.host.files import take_lock
@@ -57,11 +57,8 @@ def run(options: Options) -> int:
             os.close(lock)
     except YunionError as error:
         systemd.set_log_prefix(PROGRAM)
-        problems = error.problems if isinstance(error, ConfigError) else (error.message,)
-        for problem in problems:
-            log.error("%s", problem)
-        if error.hint:
-            log.error("%s", error.hint)
+        for line in error.lines:
+            log.error("%s", line)
         return error.exit_code
     return 0
 

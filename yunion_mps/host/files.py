@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
 import time
 
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, NotAllowedError
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.paths import Paths
 
@@ -115,8 +116,10 @@ def _open(paths: Paths) -> int:
         os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
         descriptor = os.open(paths.lock, flags, 0o600)
     except OSError as error:
-        hint = f"run as root, and check it: ls -ld {paths.lock}"
-        raise HostError(f"{paths.lock} cannot be opened: {error.strerror}", hint) from None
+        message = f"{paths.lock} cannot be opened: {error.strerror}"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise NotAllowedError(message, "run as root") from None
+        raise HostError(message, f"check it: ls -ld {paths.lock}") from None
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
         os.close(descriptor)

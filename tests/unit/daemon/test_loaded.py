@@ -21,6 +21,7 @@ ELSEWHERE = (
     "yunion_mps.gateway.server",
     "yunion_mps.overview",
     "yunion_mps.service.offline",
+    "yunion_mps.wrong_usage",
 )
 
 #: What takes more than 20 ms to load, and is needed only after READY, or never.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, NotAllowedError
 from yunion_mps.host.files import UNFINISHED, take_lock, version_of, write_atomically
 from yunion_mps.paths import Paths
 
@@ -171,5 +171,19 @@ def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> 
     lock.symlink_to(tmp_path / "target")
     error = refused(paths)
     assert error.message == f"{lock} cannot be opened: Too many levels of symbolic links"
-    assert error.hint == f"run as root, and check it: ls -ld {lock}"
+    assert error.hint == f"check it: ls -ld {lock}"
     assert not (tmp_path / "target").exists()
+
+
+@needs_root
+def test_another_user_is_told_that_it_is_not_allowed(paths: Paths) -> None:
+    os.makedirs(paths.run_directory)
+    os.seteuid(STRANGER)
+    try:
+        with pytest.raises(NotAllowedError) as caught:
+            take_lock(paths)
+    finally:
+        os.seteuid(0)
+    error = caught.value
+    assert error.message == f"{paths.lock} cannot be opened: Permission denied"
+    assert (error.exit_code, error.hint) == (4, "run as root")
