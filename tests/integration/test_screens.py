@@ -30,7 +30,7 @@ SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 request queued; 2 processes
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-  hint: ask its owner, or terminate it: yunion-mps terminate 4260
+  Hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS…
 1 more; show all: yunion-mps status
 GPU                   USED GiB  TOTAL TEMP C UTIL % IN USE     PROCS NAME
@@ -101,7 +101,7 @@ def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None
     watch(screen, "yunion-mps top --interval 3600")
     screen.resize(120, 40)
     screen.wait(r"^DEVICE .* AGE +COMMAND$")
-    screen.wait("  hint: ask its owner, or terminate it: yunion-mps terminate 4711")
+    screen.wait("  Hint: ask its owner, or terminate it: yunion-mps terminate 4711")
     screen.resize(80, 24)
     wanted = shown(SCREEN_80, 24)[:-1]
     eventually(lambda: timeless(screen.lines())[:-1] == wanted, "the screen as it was")

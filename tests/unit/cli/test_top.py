@@ -100,7 +100,7 @@ def test_top_shows_above_old_data_that_the_daemon_is_down() -> None:
     assert [line.rstrip() for line in lines[:4]] == [
         f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; showing the last data",
         "Problem: the daemon is not running",
-        "  hint: start it",
+        "  Hint: start it",
         "1 GPU; 4 devices: 3 used, 1 free; 2 leases; 2 processes",
     ]
     assert not any("ready" in line for line in lines[:4])
@@ -165,7 +165,7 @@ def test_rows_that_do_not_fit_are_counted_even_if_folded() -> None:
         "Problem: GPU 0",
         "Problem: GPU 1",
         "Problem: and 48 more of the same kind (all: yunion-mps status -o json)",
-        "  hint: reload",
+        "  Hint: reload",
     ]
     more = many._replace(problems=[*many.problems, ShownProblem("warning", "", "a", "b")])
     assert lines_of(more, 80, 24)[5] == "1 more; show all: yunion-mps status"
@@ -191,7 +191,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     busy(own.host)
     out = own.good("top", "--once")
     assert "\x1b" not in out
-    assert "  hint: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
+    assert "  Hint: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
     assert re.search(r"\n00:06.0-0  ░+             5.6             25        free\n", out)
     assert re.search(r"00:06.0-1! .* 25     42 alice", out), "its budget, then what it uses of the SMs"
     assert "outside MPS, so no budget limits it\n" in out

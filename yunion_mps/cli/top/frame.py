@@ -16,7 +16,7 @@ from yunion_mps.text import count, seconds
 Line = list[tuple[str, str]]
 
 #: The beginning of a line with a hint.
-HINT = "  hint: "
+HINT = "  Hint: "
 VIEWS = ("all", "GPUs", "devices")
 #: As many rows as there are lines, to print a complete frame.
 WHOLE = 1_000_000
@@ -106,7 +106,8 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
         state,
         now_s,
     )
-    lines = [*top, *gpus, *devices, *_events(scene, state, layout.events, now_s)]
+    hidden = _hidden(widths) if whole else []
+    lines = [*top, *gpus, *devices, *hidden, *_events(scene, state, layout.events, now_s)]
     if whole:
         fitted = [[(cell(text), style) for text, style in line] for line in lines]
     else:
@@ -213,6 +214,14 @@ def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
     if "command" in widths:
         widths["command"] += max(spare, 0)
     return widths
+
+
+def _hidden(widths: dict[str, int]) -> list[Line]:
+    """Name the columns that the terminal is too narrow for."""
+    columns = [column for column in _WIDTHS if column not in widths]
+    names = [_HEADINGS[name][column] for column in columns for name in _HEADINGS if column in _HEADINGS[name]]
+    text = f"(hidden: {', '.join(names)}; show all: yunion-mps top --once | cat)"
+    return [[(text, "")]] if names else []
 
 
 def _total_width(widths: dict[str, int]) -> int:
