@@ -41,7 +41,9 @@ MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}
 _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
 #: The keys that divide a GPU; an entry has one of them.
 _DIVIDING = ("virtual_number", "slices", "memory_unit")
-_KEYS = ("path", "type", *_DIVIDING, "memory_reserve", "thread_overcommit")
+#: Keys that only our entries have; beside `devices`, too, they can only be meant for one of them.
+_OUR_KEYS = (*_DIVIDING, "memory_reserve", "thread_overcommit")
+_KEYS = ("path", "type", *_OUR_KEYS)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
@@ -109,8 +111,12 @@ class _Reader:
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
         nodes: Nodes = {}
         for name, key, node in pairs_of(root):
-            near = None if name in _FILE_KEYS else nearest_key(name, _FILE_KEYS)
-            if near:
+            near = None if name in _FILE_KEYS else nearest_key(name, (*_FILE_KEYS, *_OUR_KEYS))
+            if near in _OUR_KEYS:
+                guess = "" if near == name else f" (did you mean {near}?)"
+                what = f"unknown key {name} beside devices{guess}"
+                self._report(key, what, "indent it below an entry of devices")
+            elif near:
                 self._report(key, f"unknown key {name} (did you mean {near}?)")
             elif name in _FILE_KEYS and name in nodes:
                 hint = (

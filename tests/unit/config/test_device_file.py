@@ -10,6 +10,7 @@ from yunion_mps.config import load
 
 from unit.config.conftest import DEVICES, Files, annotated
 
+INDENT = "indent it below an entry of devices"
 EMPTY = (
     "write devices: [] to divide every GPU into cuda_mps_replicas devices, "
     "or enable_cuda_mps: false in host.conf to divide none"
@@ -73,6 +74,12 @@ def test_a_list_without_entries_is_right(files: Files) -> None:
         ("version: 1\n", ":1: missing key devices: begin the file with devices:"),
         ("{}\n", ":1: missing key devices: begin the file with devices:"),
         ("v: 1\ndevice: []\n", ":2: unknown key device (did you mean devices?)"),
+        ("devices: []\nvirtual_number: 3\n", f":2: unknown key virtual_number beside devices: {INDENT}"),
+        ("memory_unit: 1GiB\ndevices: []\n", f":1: unknown key memory_unit beside devices: {INDENT}"),
+        (
+            "devices: []\nvirtual_numbr: 3\n",
+            f":2: unknown key virtual_numbr beside devices (did you mean virtual_number?): {INDENT}",
+        ),
         ("dveices: []\n", ":1: unknown key dveices (did you mean devices?)"),
         ("devices: []\ndevices: []\n", ":2: duplicate key devices: put all entries under one devices: key"),
         ("devices:\n", ":1: devices is empty (null), not a list: write each entry after a dash: - path: …"),
