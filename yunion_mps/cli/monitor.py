@@ -232,7 +232,7 @@ def web(address: str, allow_public: bool) -> None:
 
 
 def _check_address(address: str, *, allow_public: bool) -> str:
-    """Return the normalised address; raises YunionError if other hosts can reach it."""
+    """Return the normalised address; raises BadParameter if other hosts can reach it."""
     from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normalise_endpoint
 
     try:
@@ -242,11 +242,9 @@ def _check_address(address: str, *, allow_public: bool) -> str:
             f"{address!r} is {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
         ) from None
     if is_public(endpoint) and not allow_public:
+        what = f"other hosts can reach {endpoint}, and the page is not protected by a password"
         hint = "use 127.0.0.1, or add --allow-public if this is intended"
-        raise YunionError(
-            f"{endpoint}: other hosts can reach this address, and the page is not protected by a password",
-            hint,
-        )
+        raise click.BadParameter(f"{what}: {hint}", param_hint="'--listen'")
     return endpoint
 
 

@@ -342,7 +342,8 @@ def _memory(text: str) -> int:
     """Parse an amount of memory into MiB; accepts `2G`, too. Raises UsageError."""
     mib = mebibytes(text if text.endswith("iB") else f"{text}iB")
     if not mib:
-        raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, such as 2GiB.")
+        what = f"{text!r} is not an amount of memory: use a whole number of MiB or GiB, such as 2GiB."
+        raise click.BadParameter(what, param_hint="'--gpu-mem'")
     return mib
 
 

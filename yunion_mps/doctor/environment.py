@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
 from yunion_mps.doctor.gpus import library_version
+from yunion_mps.enums import FREE
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
@@ -25,6 +27,9 @@ from yunion_mps.text import count
 #: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
 _MAX_SCRIPT_BYTES = 1 << 16
+#: Stand in a hint for a command and a device that are not known.
+_COMMAND, _DEVICE = "COMMAND", "DEVICE"
+_MAX_COMMAND = 100
 
 
 class Subject(NamedTuple):
@@ -33,6 +38,7 @@ class Subject(NamedTuple):
     title: str
     variables: Mapping[str, str]
     pid: int | None = None
+    command: str = _COMMAND
 
 
 def of_process(host: Host, pid: int) -> Findings:
@@ -46,7 +52,9 @@ def of_process(host: Host, pid: int) -> Findings:
                 "run this as root, or as the user that the process runs as",
             )
         ]
-    subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)
+    subject = Subject(
+        f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid, _command_of(pid)
+    )
     return list(_check(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
 
 
@@ -78,7 +86,7 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
             "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
         )
         return list(variables.misspelt(environ)) or [ready]
-    found = list(_check(host, Subject(argv[0], environ)))
+    found = list(_check(host, Subject(argv[0], environ, command=_shell_words(argv))))
     return found or [ok(f"{argv[0]} would have everything that an MPS client needs")]
 
 
@@ -104,7 +112,8 @@ def outside_mps(host: Host) -> Findings:
                     f"{describe_process(pid)} uses GPU {gpu.address} outside yunion-mps "
                     f"(its pipe directory is {directory})"
                 )
-                hint = f"start it with: yunion-mps run COMMAND; see why: yunion-mps doctor --pid {pid}"
+                start = f"start it with: yunion-mps run {_command_of(pid)}"
+                hint = f"{start}; see why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
     if found or not unreadable:
         return found or [
@@ -166,12 +175,31 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
             )
             yield problem(what, hint)
         else:
-            yield variables.not_served(subject.variables, default, served)
+            yield variables.not_served(subject.variables, default, served, _start_hint(host, subject))
     elif domain:
-        yield from variables.check_values(subject.variables, domain)
+        yield from variables.check_values(subject.variables, domain, _start_hint(host, subject))
         yield from _check_device(host, subject)
     if subject.pid is not None:
         yield from _check_visibility(host, subject.pid, domain)
+
+
+def _start_hint(host: Host, subject: Subject) -> str:
+    try:
+        device = next((one["addr"] for one in host.devices() if one["state"] == FREE), _DEVICE)
+    except YunionError:
+        device = _DEVICE
+    return variables.start_hint(subject.command, device)
+
+
+def _command_of(pid: int) -> str:
+    """Return the process's command for a shell; COMMAND if it cannot be started again like this."""
+    words = read_text(f"/proc/{pid}/cmdline", 4 * _MAX_COMMAND).split("\0")[:-1]
+    return _shell_words(words) if words and shutil.which(words[0]) else _COMMAND
+
+
+def _shell_words(words: Sequence[str]) -> str:
+    text = shlex.join(words)
+    return text if text.isprintable() and len(text) <= _MAX_COMMAND else _COMMAND
 
 
 def _domain_at(host: Host, subject: Subject) -> DomainPlan | None:

@@ -41,9 +41,11 @@ _OTHERS = (
 _LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
-_START_HINT = (
-    'start it with: yunion-mps run COMMAND; or set the variables of a device: eval "$(yunion-mps env DEVICE)"'
-)
+
+def start_hint(command: str, device: str) -> str:
+    """Return how to start a command as an MPS client, on any device or on `device`."""
+    variables = f'eval "$(yunion-mps env {device})"'
+    return f"start it with: yunion-mps run {command}; or set the variables of a device: {variables}"
 
 
 def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -59,16 +61,19 @@ def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
             yield warning(f"{name} is not a known MPS variable", f"known variables: {real}")
 
 
-def check_values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
-    """Find values that give a client of the domain something other than was likely meant."""
+def check_values(variables: Mapping[str, str], domain: DomainPlan, hint: str) -> Iterator[Finding]:
+    """Find values that give a client of the domain something other than was likely meant.
+
+    `hint`: how to start it with the right ones, from `start_hint`.
+    """
     visible = _visible_gpus(variables.get(VISIBLE), domain)
-    yield from _check_visible(variables, domain)
+    yield from _check_visible(variables, domain, hint)
     yield from _check_order(variables, domain)
     yield from _check_memory(variables.get(MEMORY), visible, domain)
     yield from _check_threads(variables.get(THREADS), domain)
 
 
-def not_served(variables: Mapping[str, str], default: str, served: Sequence[str]) -> Finding:
+def not_served(variables: Mapping[str, str], default: str, served: Sequence[str], hint: str) -> Finding:
     """Return the finding for a pipe directory that none of our control daemons serves."""
     directory = variables.get(PIPE)
     if directory is None:
@@ -79,7 +84,7 @@ def not_served(variables: Mapping[str, str], default: str, served: Sequence[str]
             f"{' and '.join(served)})"
         )
     what += "; the program runs without limits, or fails because the GPU is in mode Exclusive_Process"
-    return problem(what, _START_HINT)
+    return problem(what, hint)
 
 
 def _words(text: str) -> list[str]:
@@ -105,20 +110,20 @@ def _find_gpu(word: str, domain: DomainPlan) -> str | None:
     return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
 
 
-def _check_visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
+def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) -> Iterator[Finding]:
     text = variables.get(VISIBLE)
     if text is None:
         if len(domain.gpu_uuids) > 1:
             seen = f"all {len(domain.gpu_uuids)} GPUs of its control daemon"
-            yield warning(f"{VISIBLE} is not set, so the program sees {seen}", _START_HINT)
+            yield warning(f"{VISIBLE} is not set, so the program sees {seen}", hint)
         return
     words = _words(text)
     unknown = [word for word in words if domain.gpu_uuids and _find_gpu(word, domain) is None]
     if any(word.startswith("MIG-") for word in words):
-        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", _START_HINT)
+        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", hint)
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
-        yield problem(f"{what}, so CUDA ignores this entry and all that follow", _START_HINT)
+        yield problem(f"{what}, so CUDA ignores this entry and all that follow", hint)
     elif any(word.isdigit() for word in words):
         what = f"{VISIBLE} is {text!r}: with MPS, the control daemon numbers GPUs, not nvidia-smi"
         yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")

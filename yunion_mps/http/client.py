@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import socket
 import struct
 import time
@@ -216,9 +217,12 @@ def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -
 
 def unreachable_error(path: str, error: OSError) -> YunionError:
     if error.errno in (errno.EACCES, errno.EPERM):
+        from yunion_mps.host.proc import user_name
+
+        join = f"usermod -aG yunion-mps {user_name(os.geteuid())}"
         return NotAllowedError(
             f"permission denied: cannot connect to {path}",
-            "run as root, or join the group: usermod -aG yunion-mps USER, then log in again",
+            f"run as root, or join the group: {join}, then log in again",
         )
     if error.errno == errno.ENOENT:
         what = f"the daemon is not running: {path} does not exist"

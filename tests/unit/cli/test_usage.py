@@ -69,7 +69,7 @@ TIMES = (
     "a local time ('2026-11-20 13:45'), or 2026-11-20T13:45:00Z"
 )
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
-JOIN = "run as root, or join the group: usermod -aG yunion-mps USER, then log in again"
+JOIN = "run as root, or join the group: usermod -aG yunion-mps nobody, then log in again"
 START = (
     "yunion-mps: start it: systemctl start yunion-mps-daemon; "
     "if that fails, see: systemctl status yunion-mps-daemon\n"

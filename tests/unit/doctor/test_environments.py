@@ -128,19 +128,31 @@ def test_doctor_reports_a_missing_process(scene: Scene) -> None:
 
 
 def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
+    read = ["sh", "-c", "echo ready; read _"]
     outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
-    with job(scene.given) as inside, job(outside) as wild:
+    with job(scene.given) as inside, job(outside, read) as wild:
         scene.host.users = Lazy(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
         found = one(scene.host, "outside MPS", "warning")
-    assert found.what.startswith(f"PID {wild} (python")
+    assert found.what.startswith(f"PID {wild} (sh")
     assert (
         "uses GPU 00:06.0 outside yunion-mps (its pipe directory is /nowhere): it has no limits"
     ) in found.what
+    start = "yunion-mps run sh -c 'echo ready; read _'"
+    assert found.hint == f"start it with: {start}; see why: yunion-mps doctor --pid {wild}"
     scene.host.users = Lazy(dict)
     assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
 
 
 # -- commands
+
+
+def test_the_hint_names_the_command_and_a_free_device(scene: Scene) -> None:
+    found = the(scene.of_command("python3", "-c", "print(1)", own={}), "problem")
+    start = "start it with: yunion-mps run python3 -c 'print(1)'"
+    device = 'eval "$(yunion-mps env 00:06.0-0)"'
+    assert found.hint == f"{start}; or set the variables of a device: {device}"
+    long = the(scene.of_command("python3", "-c", "1" * 100, own={}), "problem")
+    assert long.hint.startswith("start it with: yunion-mps run COMMAND; ")
 
 
 def test_a_command_has_the_variables_before_it_and_is_not_run(scene: Scene, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from yunion_mps.doctor.variables import (
     misspelt,
     not_served,
     sharing_problems,
+    start_hint,
     variables_in,
 )
 from yunion_mps.models import DomainPlan, PlannedGpu
@@ -17,6 +18,8 @@ from yunion_mps.models import DomainPlan, PlannedGpu
 FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
 ONE = DomainPlan("one", "/run/mps", "/var/log/mps", (PlannedGpu(FIRST, 5760),), 25.0)
 TWO = ONE._replace(gpus=(*ONE.gpus, PlannedGpu(SECOND, 5760)))
+
+HINT = start_hint("python3 train.py", "00:06.0-1")
 
 #: What `yunion-mps show` tells of a device.
 RIGHT = {
@@ -63,7 +66,7 @@ def test_variables_of_other_software_are_ignored(name: str) -> None:
 @pytest.mark.parametrize("domain", [ONE, TWO])
 def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
     right = {**RIGHT, "CUDA_VISIBLE_DEVICES": domain.gpu_uuids[-1]}
-    assert [*misspelt(right), *check_values(right, domain)] == []
+    assert [*misspelt(right), *check_values(right, domain, HINT)] == []
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
     changed: dict[str, str | None], level: str, words: str
 ) -> None:
     given = {name: value for name, value in {**RIGHT, **changed}.items() if value is not None}
-    found = [one for one in check_values(given, TWO) if words in one.what]
+    found = [one for one in check_values(given, TWO, HINT) if words in one.what]
     assert [one.level for one in found] == [level]
     assert found[0].hint
 
@@ -101,21 +104,24 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
 @pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}])
 def test_numbers_without_the_order_of_pci_addresses_are_found(order: dict[str, str]) -> None:
     given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps", **order}
-    assert any("CUDA numbers GPUs by speed" in one.what for one in check_values(given, TWO))
-    assert not any("fastest" in one.what for one in check_values(given, ONE))
+    assert any("CUDA numbers GPUs by speed" in one.what for one in check_values(given, TWO, HINT))
+    assert not any("fastest" in one.what for one in check_values(given, ONE, HINT))
 
 
 def test_limits_in_any_unit_that_is_known_are_compared() -> None:
     for text in ("0=5G", "0=5760MB", "0=5898240K", "0=1000000000"):
-        assert list(check_values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO)) == []
+        assert list(check_values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO, HINT)) == []
 
 
 def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
-    found = not_served({}, "/tmp/nvidia-mps", ["/run/mps"])
+    found = not_served({}, "/tmp/nvidia-mps", ["/run/mps"], HINT)
     assert found.level == "problem"
     assert "CUDA looks in /tmp/nvidia-mps, which no yunion-mps control daemon serves" in found.what
-    assert "yunion-mps run COMMAND" in found.hint
-    other = not_served({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
+    assert found.hint == (
+        "start it with: yunion-mps run python3 train.py; "
+        'or set the variables of a device: eval "$(yunion-mps env 00:06.0-1)"'
+    )
+    other = not_served({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"], HINT)
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what
 
 

@@ -115,7 +115,7 @@ def test_a_user_outside_the_group_gets_a_hint_to_join(host: ServerHost) -> None:
         code, wrong, hint = failure(DaemonClient(host.paths))
     assert code == 4
     assert wrong == f"permission denied: cannot connect to {host.paths.socket}"
-    assert hint == "run as root, or join the group: usermod -aG yunion-mps USER, then log in again"
+    assert hint == "run as root, or join the group: usermod -aG yunion-mps nobody, then log in again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
