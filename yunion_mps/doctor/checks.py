@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.reasons import Reason
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
+    from yunion_mps import answers
     from yunion_mps.answers import Device, DeviceDetails, Domain, Status
 
 T = TypeVar("T")
@@ -100,6 +102,8 @@ class Host:
         self.status: Lazy[Status] = Lazy(lambda: client.call(GET_STATUS))
         #: The daemon's devices as in /v1/devices; raises like `status`.
         self.devices: Lazy[list[Device]] = Lazy(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
+        #: The daemon's GPUs as in /v1/gpus; raises like `status`.
+        self.gpus: Lazy[list[answers.Gpu]] = Lazy(lambda: client.call(GET_GPUS)["gpus"])
         #: Memory in MiB of the processes on GPUs, by GPU UUID and PID; raises DriverError.
         self.users: Lazy[dict[str, dict[int, int | None]]] = Lazy(lambda: self.nvml().processes())
         #: The running domains, or else the planned ones; their directories are below the root.
@@ -122,6 +126,21 @@ class Host:
         except YunionError:
             return None
 
+    def served_gpus(self) -> dict[str, answers.Gpu]:
+        """Return the GPUs that the daemon divides, by PCI address; empty if it does not run or denies access.
+
+        If the configuration has changed or has errors, these are not the planned ones.
+        """
+        if not self.known_status():
+            return {}
+        try:
+            gpus = self.gpus()
+        except YunionError:
+            return {}
+        return {
+            gpu["pci_address"]: gpu for gpu in gpus if gpu["devices"] or gpu["memory_free_mib"] is not None
+        }
+
     def known_pids(self) -> dict[str, int | None]:
         """Return the control daemons' PIDs by domain, as the daemon reports them."""
         status = self.known_status()
@@ -133,11 +152,20 @@ class Host:
         return not config.enable_cuda_mps and not problems and not self.domains()
 
     def our_gpus(self) -> list[Gpu]:
-        """Return the GPUs that are or would be divided into devices; raises SkipError if there are none."""
+        """Return the GPUs that are or would be divided into devices; raises SkipError if there are none.
+
+        One that only the daemon knows, because it is no longer present, has the daemon's reason.
+        """
         plan, _ = self.plan()
+        served = self.served_gpus()
         uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
+        addresses = plan.unavailable.keys() | served.keys()
         gpus = self.inventory().gpus
-        ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
+        ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in addresses]
+        for address in served.keys() - {gpu.pci_address for gpu in gpus}:
+            gone = served[address]
+            reason = Reason(gone["reason"], gone["reason_code"])
+            ours.append(Gpu(address, gone["uuid"], gone["name"], reason=reason))
         if not ours:
             raise SkipError
         return ours

@@ -129,6 +129,9 @@ def daemon(host: Host) -> Findings:
         found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
     summary = f"running; {devices['available']} of {devices['total']} devices available"
+    if devices["unavailable"] and not found:
+        codes = [gpu["reason_code"] for gpu in host.served_gpus().values() if gpu["reason_code"]]
+        found = [warning(summary, "see: yunion-mps status", *codes[:1])]
     return found or [ok(summary)]
 
 

@@ -23,8 +23,11 @@ from yunion_mps.reasons import (
     DRIVER_ERROR,
     GPU_ERROR,
     MIG_ENABLED,
+    NO_DOMAIN,
     PROGRAM_MISSING,
+    TEMPORARY,
     VGPU,
+    Reason,
 )
 from yunion_mps.text import count
 
@@ -181,6 +184,9 @@ def _is_deleted(pid: int) -> bool:
         return False
 
 
+#: Reasons of the domain that serves a GPU, which the check of the daemon reports.
+_OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
+
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -189,7 +195,7 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
+    ours, unavailable, served = host.our_gpus(), host.plan()[0].unavailable, host.served_gpus()
     ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled]  # the others are reported by `mig`
     if not ours:
         raise SkipError
@@ -197,6 +203,9 @@ def gpus(host: Host) -> Findings:
     found = []
     for gpu in ours:
         reason = gpu.reason or unavailable.get(gpu.pci_address)
+        known = served.get(gpu.pci_address)
+        if not reason and known and known["reason_code"] not in _OF_DOMAINS:
+            reason = Reason(known["reason"], known["reason_code"])
         if reason:
             found.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     return found or [ok(f"{len(ours)} divided, all working")]

@@ -42,6 +42,7 @@ def host_of(root: Path, *gpus: Gpu, snapshot: Snapshot | None = None, **keys: st
     if snapshot:
         queries = Queries(lambda: snapshot, time.time(), 4200)
         host.status = Lazy(lambda: status_of(queries))
+        host.gpus = Lazy(lambda: queries.gpus()["gpus"])
     else:
         host.status = Lazy(_no_daemon)
     host.users = Lazy(dict)

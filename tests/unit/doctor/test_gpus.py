@@ -177,6 +177,26 @@ def test_a_gpu_that_cannot_serve_or_not_as_promised_is_found(
     assert hint in finding.hint
 
 
+@pytest.mark.parametrize("is_present", [True, False])
+def test_a_lost_gpu_is_found_though_the_device_file_no_longer_names_it(
+    tmp_path: Path, is_present: bool
+) -> None:
+    """The file has an error, so the daemon keeps the previous division and its GPUs."""
+    reason = Reason("the GPU is lost", GPU_LOST)
+    before = snapshot(FIRST, SECOND)
+    lost = before._replace(inventory=builders.inventory(FIRST, SECOND._replace(reason=reason)))
+    silent = [Gpu(SECOND.pci_address, reason=reason)] if is_present else []
+    host = host_of(tmp_path, FIRST, *silent, snapshot=lost)
+    entry = f"- {{path: {FIRST.pci_address}, type: NVIDIA_MPS, virtual_number: x}}"
+    write(tmp_path / "etc/yunion/host_container_device.yml", f"devices:\n{entry}\n")
+    finding = one(host, "GPUs", "problem")
+    assert finding.what.startswith("GPU 07:00.0")
+    assert finding.what.endswith(": the GPU is lost")
+    assert finding.code == GPU_LOST
+    summary = one(host, "daemon", "warning")
+    assert (summary.what, summary.code) == ("running; 4 of 8 devices available", GPU_LOST)
+
+
 def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST, SECOND._replace(compute_mode=EXCLUSIVE))
     what = "GPU 07:00.0 (Tesla T4) is in mode Exclusive_Process without a control daemon"
