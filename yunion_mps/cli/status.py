@@ -250,7 +250,7 @@ def _report_text(report: Report) -> str:
         begin = f"{level:<8} {names_of_checks}:"
         for finding in found[:_MAX_ALIKE]:
             text += wrapped(f"{begin} {finding.what}", _REPORT_INDENT)
-            text += hint_text(finding.hint, f"{'':<8} -> ", _REPORT_INDENT)
+            text += hint_text(finding.hint, f"{'':<8} Hint: ", _REPORT_INDENT)
         left = len(found) - _MAX_ALIKE
         text += (
             wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT) if left > 0 else ""

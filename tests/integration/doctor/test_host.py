@@ -45,7 +45,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
     lines = done.stdout.splitlines()
     assert (done.returncode, lines[0]) == (1, "Found 2 problems (22 ok)")
     assert lines[1].startswith("problem  compute mode: GPU 00:07.0 (Tesla T4) is in compute mode Default")
-    assert lines[2].startswith("         -> find what changed it")
+    assert lines[2].startswith("         Hint: find what changed it")
 
 
 def test_it_changes_nothing_and_leaves_no_process(ready: Scene) -> None:
