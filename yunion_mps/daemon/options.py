@@ -26,7 +26,8 @@ or SIGINT, it gives running jobs time to end, stops, and restores the GPUs' comp
 """
 _STATUSES = """\b
 Exit status:
-  0 stopped cleanly; 1 failure; 2 wrong usage; 4 permission denied; 6 invalid configuration
+  0 stopped cleanly; 1 failure; 2 wrong usage;
+  4 permission denied; 6 invalid configuration
 """
 _ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of them."
 
