@@ -35,9 +35,10 @@ def value(daemon: Daemon, name: str, **labels: str) -> float | None:
     return samples(printed(daemon)).get((name, tuple(sorted(labels.items()))))
 
 
-def of_device(address: str) -> dict[str, str]:
+def of_device(daemon: Daemon, address: str) -> dict[str, str]:
     """The labels of its metrics."""
-    return {"device": address, "gpu": address.rpartition("-")[0]}
+    device = daemon.get(f"/v1/devices/{address}")[1]
+    return {"device": address, "gpu": address.rpartition("-")[0], "gpu_uuid": device["gpu_uuid"]}
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def textfile(daemon: Daemon) -> Path:
 
 
 def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
-    device = of_device("00:06.0-1")
+    device = of_device(ready_daemon, "00:06.0-1")
     assert value(ready_daemon, "yunion_mps_up") == 1
     assert value(ready_daemon, "yunion_mps_domain_state", domain="host", state="ready") == 1
     assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
@@ -95,7 +96,7 @@ def test_a_leases_peak_survives_the_daemon(ready_daemon: Daemon) -> None:
         host.gpus[0].load(64, 55, 310.5)
         host.gpus[0].add_process(job.pid, 3000, "M+C", sm=37)
         eventually(lambda: daemon.polls() and lease() == [[3000], [37]], "a poll")
-        device = of_device("00:06.0-1")
+        device = of_device(daemon, "00:06.0-1")
         assert value(daemon, "yunion_mps_device_sm_utilization_ratio", **device) == 0.37
         assert value(daemon, "yunion_mps_device_memory_peak_bytes", **device) == 3000 << 20
         (gpu,) = daemon.get("/v1/gpus")[1]["gpus"]

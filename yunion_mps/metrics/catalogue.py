@@ -128,9 +128,10 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
 def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
-            yield (device["addr"], device["addr"].rpartition("-")[0]), value(facts, device)
+            gpu = device["addr"].rpartition("-")[0]
+            yield (device["addr"], gpu, device["gpu_uuid"]), value(facts, device)
 
-    return Metric(kind, name, help_, ("device", "gpu"), samples)
+    return Metric(kind, name, help_, ("device", *_GPU), samples)
 
 
 def _domain(name: str, help_: str, value: Callable[[Facts, DomainStatus], Any], kind: str = GAUGE) -> Metric:
@@ -242,7 +243,9 @@ CATALOGUE = (
           lambda facts: facts.use and facts.use.taken_s),
 
     _gpu("yunion_mps_gpu_info", "A GPU of the host; the value is always 1.",
-         lambda _, gpu: {name: gpu[name] or "" for name in ("name", "compute_mode")}, INFO),
+         # Hyphens as in the node label nvidia.com/gpu.product.
+         lambda _, gpu: {"name": (gpu["name"] or "").replace(" ", "-"),
+                         "compute_mode": gpu["compute_mode"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
            (AVAILABLE, UNAVAILABLE, NOT_USED),
@@ -289,7 +292,7 @@ CATALOGUE = (
 
     # There may be thousands of devices: each metric iterates over them and stores none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",
-            lambda _, device: {name: device[name] for name in ("gpu_uuid", "id")}, INFO),
+            lambda _, device: {"id": device["id"]}, INFO),
     _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",
             lambda _, device: int(device["state"] not in (UNAVAILABLE, PENDING))),
     _device("yunion_mps_device_leased", "Whether the device is leased (1) or not (0).",
