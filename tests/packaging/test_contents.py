@@ -100,11 +100,11 @@ import importlib, sys
 sys.path[:0] = [{str(library)!r}, {str(library / "vendor")!r}]
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
-for name in ("click", "h11", "prometheus_client.samples", "pynvml", "yaml"):
+for name in ("click", "h11", "h2.connection", "prometheus_client.samples", "pynvml", "yaml"):
     print(sys.modules.get(name) or importlib.import_module(name))
 """
     found = run(sys.executable, "-B", "-IS", "-c", code).splitlines()
-    assert len(found) == 5
+    assert len(found) == 6
     assert all(str(library / "vendor") in line for line in found)
 
 

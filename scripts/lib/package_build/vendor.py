@@ -32,6 +32,9 @@ class Component(NamedTuple):
 COMPONENTS = (
     Component("click", r"click/.+\.py", "BSD-3-Clause"),
     Component("h11", r"h11/.+\.py", "MIT"),
+    Component("h2", r"h2/.+\.py", "MIT"),
+    Component("hpack", r"hpack/.+\.py", "MIT"),
+    Component("hyperframe", r"hyperframe/.+\.py", "MIT"),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
     # Only the modules that format metrics; yunion_mps/metrics/exporter.py says why.
     Component(

@@ -1,0 +1,381 @@
+"""gRPC as grpcio speaks it: our server answers its client, our client asks its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import ResponseReceived, TrailersReceived
+from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, Status, call
+
+from kubernetes.peers import PATIENCE_S, Loop, channel, our_server, their_server
+
+pytestmark = pytest.mark.processes
+
+REASON = "device 00:06.0-1 is in use:\n100 % of “trainer” has it"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+class Methods:
+    """What the server answers in these tests."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Semaphore(0)
+        self.cancelled = threading.Semaphore(0)
+        self._release: asyncio.Event | None = None
+
+    def all(self) -> dict[str, Method]:
+        return {
+            "/test.Test/Echo": Method(self._echo),
+            "/test.Test/Refuse": Method(self._refuse),
+            "/test.Test/Break": Method(self._break),
+            "/test.Test/Wait": Method(self._wait),
+            "/test.Test/Count": Method(self._count, is_stream=True),
+            "/test.Test/Watch": Method(self._wait, is_stream=True),
+        }
+
+    async def _echo(self, request: bytes) -> AsyncIterator[bytes]:
+        yield request
+
+    async def _refuse(self, _: bytes) -> AsyncIterator[bytes]:
+        raise RpcError(Status.FAILED_PRECONDITION, REASON)
+        yield b""
+
+    async def _break(self, _: bytes) -> AsyncIterator[bytes]:
+        raise ValueError("broken")
+        yield b""
+
+    async def _wait(self, request: bytes) -> AsyncIterator[bytes]:
+        yield b"first"
+        self.waiting.release()
+        try:
+            self._release = self._release or asyncio.Event()
+            await self._release.wait()
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
+
+    def release(self) -> None:
+        """Let the calls that wait end; in their event loop."""
+        assert self._release
+        self._release.set()
+
+    async def _count(self, request: bytes) -> AsyncIterator[bytes]:
+        for number in range(int(request)):
+            yield bytes([number]) * 100_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "test.sock"
+
+
+@pytest.fixture
+def methods() -> Methods:
+    return Methods()
+
+
+@pytest.fixture
+def loop(methods: Methods, path: Path) -> Iterator[Loop]:
+    with our_server(methods.all(), path) as loop:
+        yield loop
+
+
+@pytest.fixture
+def client(loop: Loop, path: Path) -> Iterator[grpc.Channel]:
+    with channel(path) as opened:
+        yield opened
+
+
+def ask(client: grpc.Channel, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
+    answer: bytes = client.unary_unary(f"/test.Test/{method}")(request, timeout=timeout_s)
+    return answer
+
+
+def refusal(client: grpc.Channel, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> Any:
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(client, method, request, timeout_s)
+    return caught.value
+
+
+def test_messages_up_to_the_limit_are_echoed(client: grpc.Channel) -> None:
+    for size in (0, 1, 20_000, MAX_MESSAGE_BYTES):
+        assert ask(client, "Echo", b"x" * size) == b"x" * size
+
+
+def test_a_longer_message_is_refused(client: grpc.Channel) -> None:
+    refused = refusal(client, "Echo", b"x" * (MAX_MESSAGE_BYTES + 1))
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert ask(client, "Echo", b"the connection goes on") == b"the connection goes on"
+
+
+def test_each_message_of_a_stream_arrives(client: grpc.Channel) -> None:
+    answers = client.unary_stream("/test.Test/Count")(b"20", timeout=PATIENCE_S)
+    assert [(answer[0], len(answer)) for answer in answers] == [(number, 100_000) for number in range(20)]
+
+
+def test_a_refusal_has_its_status_and_its_text(client: grpc.Channel) -> None:
+    refused = refusal(client, "Refuse")
+    assert (refused.code(), refused.details()) == (grpc.StatusCode.FAILED_PRECONDITION, REASON)
+
+
+def test_an_unknown_method_is_unimplemented(client: grpc.Channel) -> None:
+    assert refusal(client, "Nothing").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_an_error_of_ours_is_told_and_logged(client: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
+    refused = refusal(client, "Break")
+    assert (refused.code(), refused.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "internal error: ValueError('broken')",
+    )
+    assert "ValueError: broken" in caplog.text
+    assert ask(client, "Echo", b"still there") == b"still there"
+
+
+def test_a_call_ends_at_its_deadline(client: grpc.Channel, methods: Methods) -> None:
+    assert refusal(client, "Wait", timeout_s=0.05).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    methods.waiting.acquire()
+    assert methods.cancelled.acquire(timeout=PATIENCE_S)
+
+
+def test_a_call_that_the_client_gives_up_is_cancelled(client: grpc.Channel, methods: Methods) -> None:
+    answers = client.unary_stream("/test.Test/Watch")(b"")
+    assert next(answers) == b"first"
+    answers.cancel()
+    assert methods.cancelled.acquire(timeout=PATIENCE_S)
+
+
+def test_calls_end_with_their_connection(loop: Loop, path: Path, methods: Methods) -> None:
+    with channel(path) as client:
+        assert next(client.unary_stream("/test.Test/Watch")(b"")) == b"first"
+    assert methods.cancelled.acquire(timeout=PATIENCE_S)
+
+
+def test_many_calls_are_answered_at_the_same_time(client: grpc.Channel, methods: Methods, loop: Loop) -> None:
+    calls = [client.unary_unary("/test.Test/Wait").future(b"", timeout=PATIENCE_S) for _ in range(90)]
+    for _ in calls:
+        assert methods.waiting.acquire(timeout=PATIENCE_S)
+    loop.call(methods.release)
+    assert {future.result() for future in calls} == {b"first"}
+
+
+def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods: Methods) -> None:
+    with channel(path) as client:
+        with our_server(methods.all(), path) as loop:
+            stream = client.unary_stream("/test.Test/Watch")(b"")
+            assert next(stream) == b"first"
+            waiting = client.unary_unary("/test.Test/Wait").future(b"", timeout=PATIENCE_S)
+            for _ in range(2):
+                assert methods.waiting.acquire(timeout=PATIENCE_S)
+
+            def finish() -> None:
+                assert methods.cancelled.acquire(timeout=PATIENCE_S)  # the stream has ended
+                loop.call(methods.release)
+
+            finishing = threading.Thread(target=finish)
+            finishing.start()
+        finishing.join()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "the server is stopping"
+        assert waiting.result() == b"first"
+    assert not path.exists()
+
+
+def test_a_peer_that_does_not_read_delays_nobody(client: grpc.Channel, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(path))
+        for stream in range(1, 40, 2):
+            slow.sendall(_request(stream, "Count", b"50"))
+        assert ask(client, "Echo", b"x") == b"x"
+
+
+def test_a_peer_that_asks_and_never_reads_is_disconnected(loop: Loop, path: Path) -> None:
+    ping = b"\0\0\x08\x06\0\0\0\0\0" + b"12345678"
+    with socket.socket(socket.AF_UNIX) as greedy:
+        greedy.settimeout(PATIENCE_S)
+        greedy.connect(str(path))
+        greedy.sendall(_PREFACE)
+        with contextlib.suppress(ConnectionError):
+            while True:  # the kernel's buffers, then ours, and then it must end
+                greedy.sendall(ping * 1000)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\0" * 100,
+        _PREFACE + b"\0\x40\x01" + b"\0" * 20_000,  # a frame that is too long
+        _PREFACE + b"\0\0\x05\x01\x04\0\0\0\x01\xff\xff\xff\xff\xff",  # headers that cannot be decompressed
+        _PREFACE + b"\0\0\x04\x08\0\0\0\0\0\0\0\0\0",  # a window that grows by 0
+    ],
+)
+def test_what_is_not_http_2_is_disconnected(client: grpc.Channel, path: Path, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(PATIENCE_S)
+        peer.connect(str(path))
+        peer.sendall(data)
+        while peer.recv(65536):
+            pass
+    assert ask(client, "Echo", b"x") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (b"", Status.INTERNAL),
+        (b"\0\0\0\0\x05four", Status.INTERNAL),
+        (b"\0\0\0\0\x03four", Status.INTERNAL),
+        (b"\x01\0\0\0\x04zzzz", Status.UNIMPLEMENTED),
+        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_a_request_that_is_not_one_message_is_refused(
+    loop: Loop, path: Path, message: bytes, expected: Status
+) -> None:
+    assert _status(path, _request(1, "Echo", framed=message)) == expected
+
+
+def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:
+    request = _request(1, "Echo", b"", content_type="application/json")
+    assert _status(path, request) == Status.UNIMPLEMENTED
+
+
+def _request(
+    stream: int,
+    method: str,
+    message: bytes = b"",
+    *,
+    framed: bytes | None = None,
+    content_type: str = "application/grpc",
+) -> bytes:
+    """A call by hand; the connection begins with the first."""
+    http = H2Connection(H2Configuration(client_side=True))
+    http.initiate_connection()
+    if stream > 1:
+        http.clear_outbound_data_buffer()
+    headers = {":method": "POST", ":scheme": "http", ":authority": "localhost", "content-type": content_type}
+    http.send_headers(stream, [(":path", f"/test.Test/{method}"), *headers.items()])
+    http.send_data(
+        stream, b"\0" + len(message).to_bytes(4, "big") + message if framed is None else framed, True
+    )
+    return http.data_to_send()
+
+
+def _status(path: Path, request: bytes) -> int:
+    """The status that a request by hand is answered with."""
+    http = H2Connection(H2Configuration(client_side=True))
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(PATIENCE_S)
+        peer.connect(str(path))
+        peer.sendall(request)
+        http.initiate_connection()
+        http.send_headers(1, [(":method", "POST"), (":path", "/"), (":scheme", "http"), (":authority", "x")])
+        while True:
+            for event in http.receive_data(peer.recv(65536)):
+                if isinstance(event, (ResponseReceived, TrailersReceived)):
+                    headers = dict(event.headers)
+                    if b"grpc-status" in headers:
+                        return int(headers[b"grpc-status"])
+
+
+class Theirs:
+    """What grpcio's server answers in these tests."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[float] = []
+
+    def methods(self) -> dict[str, Any]:
+        return {"Echo": self._echo, "Refuse": self._refuse, "Large": self._large, "Wait": self._wait}
+
+    def _echo(self, request: bytes, context: Any) -> bytes:
+        self.deadlines.append(context.time_remaining())
+        return request
+
+    def _refuse(self, _: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, REASON)
+        return b""
+
+    def _large(self, request: bytes, _: Any) -> bytes:
+        return b"x" * int(request)
+
+    def _wait(self, _: bytes, context: Any) -> bytes:
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        ended.wait(PATIENCE_S)
+        return b""
+
+
+@pytest.fixture
+def theirs(path: Path) -> Iterator[Theirs]:
+    theirs = Theirs()
+    with their_server("test.Test", theirs.methods(), path):
+        yield theirs
+
+
+def asked(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
+    return asyncio.run(call(str(path), f"/test.Test/{method}", request, timeout_s))
+
+
+def failure(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> RpcError:
+    with pytest.raises(RpcError) as caught:
+        asked(path, method, request, timeout_s)
+    return caught.value
+
+
+def test_our_calls_are_answered(theirs: Theirs, path: Path) -> None:
+    for size in (0, 1, 1_000_000):
+        assert asked(path, "Echo", b"x" * size) == b"x" * size
+    assert asked(path, "Large", b"%d" % MAX_MESSAGE_BYTES) == b"x" * MAX_MESSAGE_BYTES
+    assert max(theirs.deadlines) <= PATIENCE_S
+
+
+def test_our_calls_hear_refusals(theirs: Theirs, path: Path) -> None:
+    refused = failure(path, "Refuse")
+    assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
+    assert failure(path, "Nothing").status == Status.UNIMPLEMENTED
+
+
+def test_an_answer_that_is_too_long_is_refused(theirs: Theirs, path: Path) -> None:
+    assert failure(path, "Large", b"%d" % (MAX_MESSAGE_BYTES + 1)).status == Status.RESOURCE_EXHAUSTED
+
+
+def test_our_calls_end_at_their_deadline(theirs: Theirs, path: Path) -> None:
+    assert failure(path, "Wait", timeout_s=0.1).status == Status.DEADLINE_EXCEEDED
+
+
+def test_a_socket_without_a_server_is_unavailable(path: Path) -> None:
+    missing = failure(path, "Echo")
+    assert (missing.status, missing.message) == (Status.UNAVAILABLE, f"{path}: No such file or directory")
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 1000])
+def test_a_server_that_does_not_speak_grpc_is_unavailable(path: Path, answer: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
+
+        server = threading.Thread(target=serve)
+        server.start()
+        assert failure(path, "Echo").status == Status.UNAVAILABLE
+        server.join()
