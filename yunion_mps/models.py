@@ -329,10 +329,10 @@ class Holder(NamedTuple):
     """The holder of a lease, and what ends it.
 
     `binding` is `process` (the lease ends with `pid`, which `started`, in clock ticks since boot, makes
-    unique), `container` (the same, with the container's first process), `connection` (ends with the
-    connection to the daemon; after a restart of the daemon, as `process`) or `name` (ends `ttl_s` after the
-    last renewal). `unit` is the job's unit that it was taken for, and `command` the command line that the
-    process is about to execute; both may be empty.
+    unique), `container` (the same, with the container's first process; there is no `pid` before it starts),
+    `connection` (ends with the connection to the daemon; after a restart of the daemon, as `process`) or
+    `name` (ends `ttl_s` after the last renewal). `unit` is the job's unit that it was taken for, and
+    `command` the command line that the process is about to execute; both may be empty.
     """
 
     binding: str
@@ -343,6 +343,11 @@ class Holder(NamedTuple):
     ttl_s: float = 0.0
     unit: str = ""
     command: str = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is a container that has not started yet."""
+        return self.binding == "container" and self.pid is None
 
     @property
     def owner(self) -> Owner:
@@ -372,6 +377,11 @@ class Lease(NamedTuple):
     @property
     def addresses(self) -> str:
         return ", ".join(device.addr for device in self.devices)
+
+    @property
+    def cdi_name(self) -> str:
+        """Its name as a CDI device: its id, or the name that it was taken by for a container."""
+        return (self.holder.binding == "container" and self.holder.name) or self.id
 
 
 class Snapshot(NamedTuple):

@@ -144,12 +144,12 @@ def devices_spec(
 
 
 def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[str, object]:
-    """A lease as a device, named by its id; a device created for it also has its address and id as names.
+    """A lease as a device with its name; a device created for it also has its address and id as names.
 
     `planned` are the ids of the devices that exist without a lease.
     """
     edits = _device_edits(lease.environment, lease.id, host)
-    names = [lease.id]
+    names = [lease.cdi_name]
     if len(lease.devices) == 1 and lease.devices[0].id not in planned:
         names += [lease.devices[0].addr, lease.devices[0].id]
     return _spec([_named(name, edits) for name in names], host)

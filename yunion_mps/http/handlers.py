@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import BadRequestError
-from yunion_mps.http.operations import COMMAND_LENGTH
+from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Holder
+from yunion_mps.models import ALL, Holder
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService, LongPolls
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.permissions import Caller, process_holder
+from yunion_mps.service.permissions import Caller, awaited_container, process_holder
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.status import StatusService
@@ -200,9 +201,16 @@ def _holder(
             if value is not None:
                 raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")
         return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).owner.unit)
-    for member, value in (("name", name), ("ttl_s", ttl_s)):
-        if value is not None:
-            raise BadRequestError(f"holder.{member} requires kind name", "omit one of them")
+    if ttl_s is not None:
+        raise BadRequestError("holder.ttl_s requires kind name", "omit one of them")
+    if name is not None:
+        if kind != "container" or pid is not None or command is not None:
+            what = "holder.name requires kind name, or container without pid and command"
+            raise BadRequestError(what, "omit one of them")
+        if name == ALL or not re.fullmatch(CONTAINER_NAME, name):
+            what = f"holder.name: {name} cannot be the name of a CDI device of a container"
+            raise BadRequestError(what, "write lower-case letters, digits and - inside, at most 32")
+        return awaited_container(_caller(request), name)
     if kind == "connection" and pid not in (None, request.pid):
         raise BadRequestError("holder.pid requires kind process or container", "omit one of them")
     holder = process_holder(_caller(request), kind or "process", request.pid if pid is None else pid)

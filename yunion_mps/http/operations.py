@@ -33,8 +33,10 @@ MAX_WAIT_S = 30 * 86_400
 MAX_TTL_S = 9_999_999_999
 #: A holder's command line is cut to this many characters.
 COMMAND_LENGTH = 100
-#: The names of leases, and idempotency keys (regular expressions).
+#: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is
+#: also a CDI device's, so it has neither the form of a device's address nor of an id.
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
+CONTAINER_NAME = "(?=.{1,32}$)[a-z0-9]+(-[a-z0-9]+)*"
 IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
 
 
@@ -144,7 +146,8 @@ HOLDER = (
               "this connection, or a name with a time to live (the default with `name`).", choices=BINDINGS),
     _number("pid", "For `process` and `container`: another process of the caller's user.", 1, MAX_PID),
     Parameter("command", "The command line that the process is about to execute, for display only."),
-    Parameter("name", "For `name`: the holder's name.", pattern=NAME, hint=_NAME_HINT),
+    Parameter("name", "For `name`: the holder's name. For `container` without `pid`, by root: a name for a "
+              "container that is about to start, and for its CDI device.", pattern=NAME, hint=_NAME_HINT),
     _number("ttl_s", "For `name`: the time to live after each renewal, at most `max_lease_ttl_s`.",
             1, MAX_TTL_S),
 )  # fmt: skip

@@ -58,6 +58,9 @@ class HolderWatch:
             cause = "it was not renewed in time"
             self._timers[lease.id] = loop.call_at(lease.ends_s or 0.0, self._end, lease.id, cause)
             return True
+        if holder.is_awaited:
+            self.forget(lease.id)
+            return True
         process = Process.adopt(holder.pid or 0)
         if process is None:
             return False

@@ -167,6 +167,8 @@ class LeaseService:
             lease, is_new, _ = await self._answered(queued, wait_s)
         elif lease.holder.binding == "name":
             lease = self._renewed(lease)
+        elif lease.holder.is_awaited:
+            refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
         return Grant(self._json(lease), is_new)
@@ -204,17 +206,15 @@ class LeaseService:
     def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
-        The owner does not change. A lease taken by name stays one, because containers may share it. Binding
-        the same container again changes nothing. Raises what `release` raises, and HostError, with nothing
-        changed, if another container has the lease, or if a device is not served now, or is served by another
-        control daemon.
+        Its owner does not change; one taken by name stays one, because containers may share it. Raises what
+        `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
         lease = self._own(name, caller, of_any_unit=not caller.unit)
-        holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
+        holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
-        if lease.holder.binding == "container":
+        if lease.holder.binding == "container" and not lease.holder.is_awaited:
             what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
             raise HostError(what, "take another lease: yunion-mps run --podman")
         bound = lease._replace(holder=holder)

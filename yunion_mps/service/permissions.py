@@ -59,6 +59,17 @@ def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
     return Holder(binding, owner.uid, pid, started, unit=owner.unit)
 
 
+def awaited_container(caller: Caller, name: str) -> Holder:
+    """The holder for a container that is about to start; raises NotAllowedError unless the caller is root.
+
+    Until its hook binds the lease, only a release ends it, so its caller must know of the container's end.
+    """
+    if not is_privileged(caller.uid):
+        what = "only root may take a lease for a container that does not run yet"
+        raise NotAllowedError(what, "use holder.kind name with holder.ttl_s")
+    return Holder("container", caller.uid, name=name, unit=caller.owner.unit)
+
+
 def check_may_change(lease: Lease, caller: Owner, *, of_any_unit: bool = False) -> None:
     """Raise NotAllowedError unless the lease is the caller's, or the caller is root.
 

@@ -292,7 +292,7 @@ def lease_json(
         "binding": lease.holder.binding,
         **_holder_json(lease.holder, lease.since_s, containers),
         "expires": None if expires_s is None else rfc3339(expires_s),
-        "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
+        "cdi": f"{CDI_KIND}={lease.cdi_name}" if lease.cdi else None,
         "environment": dict(lease.environment),
     }
 
@@ -304,7 +304,7 @@ def queued_json(queued: QueuedRequest, containers: Containers) -> answers.Queued
 
 def describe_holder(holder: Holder, containers: Containers) -> str:
     who = user_name(holder.uid)
-    if holder.binding == "name":
+    if holder.pid is None:
         return f"{holder.name} of {who}"
     inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
     command = holder.command or command_of(holder.pid or 0) or "a process"
@@ -318,7 +318,7 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
 def holder_label(holder: Holder, containers: Containers) -> str:
     """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
     inside = containers.of(holder.pid) if holder.pid is not None else None
-    return f"{user_name(holder.uid)} ({holder.name or (inside and inside.name) or f'PID {holder.pid}'})"
+    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {holder.pid}'})"
 
 
 def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:

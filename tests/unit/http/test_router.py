@@ -280,6 +280,9 @@ TOGETHER = "memory_mib and memory_units are mutually exclusive"
 NEEDS = "a holder of kind name requires both name and ttl_s"
 SO = 'write "holder": {"name": "job-17", "ttl_s": 600}'
 LEAVE_OUT = "omit one of them"
+WITH_NAME = "holder.name requires kind name, or container without pid and command"
+NOT_OF_CDI = "cannot be the name of a CDI device of a container"
+CDI_NAME = "write lower-case letters, digits and - inside, at most 32"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,10 @@ LEAVE_OUT = "omit one of them"
         ),
         ("holder.name=a&holder.ttl_s=9&holder.pid=1", "holder.pid does not apply to kind name", LEAVE_OUT),
         ("holder.ttl_s=5", "holder.ttl_s requires kind name", LEAVE_OUT),
-        ("holder.name=a&holder.kind=process", "holder.name requires kind name", LEAVE_OUT),
+        ("holder.name=a&holder.kind=process", WITH_NAME, LEAVE_OUT),
+        ("holder.name=a&holder.kind=container&holder.pid=1", WITH_NAME, LEAVE_OUT),
+        ("holder.name=A1&holder.kind=container", f"holder.name: A1 {NOT_OF_CDI}", CDI_NAME),
+        ("holder.name=all&holder.kind=container", f"holder.name: all {NOT_OF_CDI}", CDI_NAME),
         ("holder.kind=connection&holder.pid=1", "holder.pid requires kind process or container", LEAVE_OUT),
     ],
 )
