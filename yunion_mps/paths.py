@@ -58,6 +58,12 @@ class Paths:
     served_gpus = _PathBelowRoot("/var/lib/yunion-mps/served-gpus.json")
     #: The kernel's log (dmesg(1)).
     kernel_log = _PathBelowRoot("/dev/kmsg")
+    #: The configuration of the kubelet plugin.
+    kubelet_plugin = _PathBelowRoot("/etc/yunion/kubelet-plugin.yml")
+    #: The kubelet's directory of the sockets of device plugins, wherever its root directory is.
+    device_plugins = _PathBelowRoot("/var/lib/kubelet/device-plugins")
+    #: The kubelet's list of the devices of pods.
+    pod_resources = _PathBelowRoot("/var/lib/kubelet/pod-resources/kubelet.sock")
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")
     #: Udev's links to render nodes, by PCI address.
     render_nodes = _PathBelowRoot("/dev/dri/by-path")

@@ -1,0 +1,46 @@
+"""Hosts with the daemon, as in the tests of integration, a kubelet and the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
+from integration.daemon_host import Daemon
+from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
+
+__all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
+
+StartContainer = Callable[[Pod], Container]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
+
+
+@pytest.fixture
+def kubelet(ready_daemon: Daemon) -> Iterator[Kubelet]:
+    with Kubelet(ready_daemon.host) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def plugin(kubelet: Kubelet, ready_daemon: Daemon) -> Iterator[KubeletPlugin]:
+    """The plugin, which has registered, and whose devices are known."""
+    with KubeletPlugin(ready_daemon.host) as plugin:
+        kubelet.wait_registered()
+        yield plugin
+
+
+@pytest.fixture
+def start_container(ready_daemon: Daemon) -> Iterator[StartContainer]:
+    started: list[Container] = []
+
+    def start(pod: Pod) -> Container:
+        started.append(Container(ready_daemon.host, pod))
+        return started[-1]
+
+    yield start
+    for container in started:
+        container.close()

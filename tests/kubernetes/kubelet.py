@@ -1,0 +1,245 @@
+"""The kubelet of a simulated host, by grpcio, the plugin on it, and containers as an engine starts them.
+
+with Kubelet(host) as kubelet, KubeletPlugin(host) as plugin:
+    kubelet.wait_healthy(4)
+    pod = kubelet.run_pod("trainer", 1)      # preferred allocation, Allocate, PreStartContainer
+    container = Container(host, pod)         # the hook of its CDI device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grpc
+from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
+
+from integration.daemon_host import eventually
+from kubernetes.peers import PATIENCE_S, channel, their_server
+from simhost import SimHost
+from simhost.host import Closes
+
+RESOURCE = "yunion.io/mps"
+
+
+class Pod(NamedTuple):
+    """A pod of one container, as the kubelet has admitted it."""
+
+    name: str
+    devices: tuple[str, ...]
+    answer: api.ContainerAllocateResponse
+
+    @property
+    def cdi(self) -> str:
+        (device,) = self.answer.cdi_devices
+        return device.name.partition("=")[2]
+
+
+class Kubelet(Closes):
+    """It allocates each device once, and forgets plugins when it is restarted. A context manager."""
+
+    def __init__(self, host: SimHost, resource: str = RESOURCE) -> None:
+        self._directory = host.root / "var/lib/kubelet/device-plugins"
+        self._pod_resources = host.root / "var/lib/kubelet/pod-resources"
+        for path in (self._directory, self._pod_resources):
+            path.mkdir(parents=True)
+        self.resource = resource
+        self.pods: dict[str, Pod] = {}
+        self.registrations: list[api.RegisterRequest] = []
+        #: Each list that the plugin has sent since it has registered last.
+        self.lists: list[api.ListAndWatchResponse] = []
+        self._stack = contextlib.ExitStack()
+        self._channel: grpc.Channel | None = None
+        self.start()
+
+    def start(self) -> None:
+        for path in self._directory.iterdir():
+            path.unlink()
+        self._stack = contextlib.ExitStack()
+        for service, methods, path in (
+            ("v1.PodResourcesLister", {"List": self._list}, self._pod_resources / "kubelet.sock"),
+            ("v1beta1.Registration", {"Register": self._register}, self._directory / "kubelet.sock"),
+        ):
+            self._stack.enter_context(their_server(service, methods, path))
+
+    def stop(self) -> None:
+        """Stop as the kubelet does: its sockets remain."""
+        self._disconnect()
+        self._stack.close()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        self.stop()
+
+    def _register(self, data: bytes, context: Any) -> bytes:
+        request = api.RegisterRequest.decode(data)
+        if request.resource_name != self.resource:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.resource_name} is invalid")
+        threading.Thread(target=self._connect, args=(request,)).start()
+        return b""
+
+    def _connect(self, request: api.RegisterRequest) -> None:
+        self._disconnect()
+        lists: list[api.ListAndWatchResponse] = []
+        self.lists = lists
+        opened = self._stack.enter_context(channel(self._directory / request.endpoint))
+        self._channel = opened
+        answers = opened.unary_stream(api.LIST_AND_WATCH.path)(b"")
+        self._stack.callback(answers.cancel)
+        threading.Thread(target=_collect, args=(answers, lists)).start()
+        self.registrations.append(request)
+
+    def _disconnect(self) -> None:
+        if self._channel:
+            self._channel.close()
+        self._channel = None
+
+    def _list(self, _: bytes, __: Any) -> bytes:
+        """One entry for each device, as the kubelet answers."""
+        return api.ListPodResourcesResponse(
+            tuple(
+                api.PodResources(
+                    pod.name,
+                    "default",
+                    (
+                        api.ContainerResources(
+                            "main", tuple(api.ContainerDevices(self.resource, (one,)) for one in pod.devices)
+                        ),
+                    ),
+                )
+                for pod in list(self.pods.values())
+            )
+        ).encode()
+
+    # -- what it does with the plugin
+
+    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+        opened: Any = eventually(lambda: self._channel, "a plugin")
+        return rpc.answer.decode(opened.unary_unary(rpc.path)(request.encode(), timeout=PATIENCE_S))
+
+    @property
+    def health(self) -> dict[str, str]:
+        """Of each device that the plugin has listed last."""
+        return {one.id: one.health for one in self.lists[-1].devices} if self.lists else {}
+
+    @property
+    def healthy(self) -> list[str]:
+        return [device for device, health in self.health.items() if health == HEALTHY]
+
+    def wait_healthy(self, number: int) -> list[str]:
+        """Wait until so many devices are healthy, and return those."""
+        eventually(lambda: self.lists and len(self.healthy) == number, f"{number} healthy devices")
+        return self.healthy
+
+    def wait_registered(self, times: int = 1) -> None:
+        eventually(lambda: len(self.registrations) >= times, f"{times} registrations")
+
+    def preferred(self, size: int, required: Sequence[str] = ()) -> tuple[str, ...]:
+        taken = {device for pod in self.pods.values() for device in pod.devices}
+        available = tuple(sorted(set(self.healthy) - taken))
+        one = api.ContainerPreferredAllocationRequest(available, tuple(required), size)
+        answer = self.call(api.GET_PREFERRED_ALLOCATION, api.PreferredAllocationRequest((one,)))
+        return answer.container_responses[0].device_ids
+
+    def admit(self, name: str, devices: Sequence[str]) -> Pod:
+        """Allocate devices to a pod, whose container is not started yet."""
+        request = api.AllocateRequest((api.ContainerAllocateRequest(tuple(devices)),))
+        (answer,) = self.call(api.ALLOCATE, request).container_responses
+        self.pods[name] = Pod(name, tuple(devices), answer)
+        return self.pods[name]
+
+    def start_container(self, pod: Pod) -> None:
+        """Ask whether the container may start."""
+        self.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(pod.devices))
+
+    def run_pod(self, name: str, size: int) -> Pod:
+        pod = self.admit(name, self.preferred(size))
+        self.start_container(pod)
+        return pod
+
+
+def _collect(answers: Any, lists: list[api.ListAndWatchResponse]) -> None:
+    with contextlib.suppress(grpc.RpcError):
+        for answer in answers:
+            lists.append(api.ListAndWatchResponse.decode(answer))
+    lists.clear()  # the kubelet's devices are unhealthy without a plugin
+
+
+class KubeletPlugin(Closes):
+    """The program, with its log; it can be killed and started again. A context manager."""
+
+    def __init__(self, host: SimHost) -> None:
+        self._host = host
+        self._log = host.root / "var/log/kubelet-plugin"
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            self.process = self._host.popen(["yunion-mps-kubelet-plugin"], stdout=log, stderr=log)
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def restart(self) -> None:
+        self.end()
+        self.start()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Container(Closes):
+    """A container's first process, whose hook has run as its CDI file says. A context manager."""
+
+    def __init__(self, host: SimHost, pod: Pod) -> None:
+        """Raises HookError if the hook refuses it."""
+        edits = _edits(host, pod.cdi)
+        self.environment = dict(entry.partition("=")[::2] for entry in edits["env"])
+        bundle = host.root / "bundle"
+        bundle.mkdir(exist_ok=True)
+        (bundle / "config.json").write_text(json.dumps({"process": {"env": edits["env"]}}))
+        self._process = subprocess.Popen(["sleep", "1000"])
+        self.pid = self._process.pid
+        (hook,) = edits["hooks"]
+        state = {"pid": self.pid, "id": pod.name, "bundle": str(bundle)}
+        done = host.run(["yunion-mps", *hook["args"][1:]], input=json.dumps(state))
+        if done.returncode:
+            self.close()
+            raise HookError(done.stderr)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class HookError(Exception):
+    """The hook has refused a container."""
+
+
+def _edits(host: SimHost, name: str) -> dict[str, Any]:
+    """What the CDI files of a host say of a device; a name in no file, or in two, cannot be resolved."""
+    directory = host.root / "run/cdi"
+    found = [
+        device["containerEdits"]
+        for file in sorted(os.listdir(directory))
+        for device in json.loads((directory / file).read_text())["devices"]
+        if device["name"] == name
+    ]
+    assert len(found) == 1, name
+    return dict(found[0])

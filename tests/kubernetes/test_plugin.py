@@ -1,0 +1,263 @@
+"""The plugin between a kubelet and the real daemon on a simulated host."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import grpc
+import pytest
+from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.plugin import lease_name
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import ADDRESSES, leases_of, restart, take
+from kubernetes.conftest import StartContainer
+from kubernetes.kubelet import RESOURCE, HookError, Kubelet, KubeletPlugin
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+
+
+def refused(kubelet: Kubelet, devices: tuple[str, ...]) -> tuple[grpc.StatusCode, str]:
+    """The status and reason for which a container with these devices may not start."""
+    with pytest.raises(grpc.RpcError) as caught:
+        kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(devices))
+    return caught.value.code(), str(caught.value.details())
+
+
+def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+    assert kubelet.wait_healthy(4) == ADDRESSES
+    (request,) = kubelet.registrations
+    assert (request.version, request.resource_name) == ("v1beta1", RESOURCE)
+    assert request.options == kubelet.call(api.GET_OPTIONS, api.Empty())
+    assert request.options == api.DevicePluginOptions(True, True)
+    assert plugin.end(signal.SIGTERM) == 0
+    assert kubelet.registrations == [request]
+
+
+def test_a_restarted_kubelet_is_registered_with_again(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+    for times in (2, 3):
+        kubelet.restart()
+        kubelet.wait_registered(times)
+        assert kubelet.wait_healthy(4) == ADDRESSES
+
+
+def test_the_plugin_waits_for_a_kubelet(ready_daemon: Daemon) -> None:
+    with KubeletPlugin(ready_daemon.host) as plugin:
+        eventually(lambda: "No such file or directory; trying again" in plugin.log, "the report")
+        with Kubelet(ready_daemon.host) as kubelet:
+            assert kubelet.wait_healthy(4) == ADDRESSES
+
+
+def test_health_follows_the_gpu(kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon) -> None:
+    kubelet.wait_healthy(4)
+    ready_daemon.host.gpus[0].lose()
+    eventually(lambda: ready_daemon.polls() and not kubelet.healthy, "the loss of the devices")
+    assert set(kubelet.health) == set(ADDRESSES)
+    ready_daemon.host.gpus[0].restore()
+    eventually(lambda: ready_daemon.polls() and len(kubelet.healthy) == 4, "the devices")
+
+
+def test_health_follows_the_daemon(kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon) -> None:
+    kubelet.wait_healthy(4)
+    for end in (ready_daemon.stop, ready_daemon.kill):
+        end()
+        kubelet.wait_healthy(0)
+        assert set(kubelet.health) == set(ADDRESSES)
+        ready_daemon.start().wait_ready()
+        kubelet.wait_healthy(4)
+
+
+def test_a_reexecution_of_the_daemon_is_not_noticed(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    kubelet.wait_healthy(4)
+    ready_daemon.reexec()
+    pod = kubelet.run_pod("trainer", 1)
+    assert start_container(pod).environment["YUNION_MPS_DEVICE"] == pod.devices[0]
+
+
+def test_what_others_lease_is_not_healthy(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    lease = take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[2]}")
+    assert kubelet.wait_healthy(3) == [ADDRESSES[0], ADDRESSES[1], ADDRESSES[3]]
+    code, reason = refused(kubelet, (ADDRESSES[2],))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert f"device {ADDRESSES[2]} cannot be allocated now: 1 of 1 in use" in reason
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    kubelet.wait_healthy(4)
+
+
+def test_a_container_has_its_budget_and_its_lease_until_it_ends(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    kubelet.wait_healthy(4)
+    pod = kubelet.admit("trainer", kubelet.preferred(1))
+    assert pod.answer.envs == {"YUNION_MPS_MEMORY_MIB": "4096", "YUNION_MPS_SM_PERCENT": "25"}
+    assert leases_of(ready_daemon) == [], "an allocation takes nothing yet"
+    for _ in range(2):  # the second container is the first one, started again
+        kubelet.start_container(pod)
+        (lease,) = leases_of(ready_daemon)
+        assert (lease["name"], lease["pid"]) == (lease_name(pod.devices), None)
+        container = start_container(pod)
+        (lease,) = leases_of(ready_daemon)
+        assert (lease["devices"], lease["pid"]) == (list(pod.devices), container.pid)
+        assert kubelet.wait_healthy(4) == ADDRESSES, "ours are healthy while they are used"
+        assert "the previous container still runs" in refused(kubelet, pod.devices)[1]
+        container.close()
+        eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
+
+
+def test_several_devices_become_one_budget(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    kubelet.wait_healthy(4)
+    with pytest.raises(grpc.RpcError) as caught:
+        kubelet.run_pod("trainer", 2)
+    assert "set cuda_mps_combine: 2 in host.conf" in str(caught.value.details())
+    ready_daemon.configure(cuda_mps_combine=2)
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    kubelet.wait_healthy(4)
+    pod = kubelet.run_pod("trainer", 2)
+    assert pod.answer.envs == {"YUNION_MPS_MEMORY_MIB": "8192", "YUNION_MPS_SM_PERCENT": "50"}
+    container = start_container(pod)
+    assert container.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+    (lease,) = leases_of(ready_daemon)
+    assert (tuple(lease["devices"]), lease["pid"]) == (pod.devices, container.pid)
+
+
+def test_of_two_containers_that_race_for_a_device_one_gets_it(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    kubelet.wait_healthy(4)
+    pod = kubelet.admit("trainer", kubelet.preferred(1))
+    answers: list[object] = []
+
+    def start() -> None:
+        kubelet.start_container(pod)
+        try:
+            answers.append(start_container(pod).pid)
+        except HookError as error:
+            answers.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (lease,) = leases_of(ready_daemon)
+    answers.remove(lease["pid"])
+    assert "already belongs to a container" in str(answers[0])
+
+
+def test_a_container_is_refused_while_its_gpu_is_lost(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    kubelet.wait_healthy(4)
+    pod = kubelet.admit("trainer", kubelet.preferred(1))
+    ready_daemon.host.gpus[0].lose()
+    eventually(lambda: ready_daemon.polls() and not kubelet.healthy, "the loss of the devices")
+    code, reason = refused(kubelet, pod.devices)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "1 unavailable" in reason
+
+
+def test_what_cannot_be_allocated_is_refused_with_the_reason(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+    kubelet.wait_healthy(4)
+    for devices, reason in (((), "no such devices"), (("00:99.0-1",), "no such devices: 00:99.0-1")):
+        with pytest.raises(grpc.RpcError) as caught:
+            kubelet.admit("trainer", devices)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason in str(caught.value.details())
+
+
+def test_a_request_that_is_malformed_is_refused(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+    kubelet.wait_healthy(4)
+    assert kubelet._channel
+    for rpc in (api.ALLOCATE, api.PRE_START_CONTAINER, api.GET_PREFERRED_ALLOCATION):
+        with pytest.raises(grpc.RpcError) as caught:
+            kubelet._channel.unary_unary(rpc.path)(b"\x0a\xff", timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert kubelet.healthy == ADDRESSES
+
+
+def test_a_plugin_that_is_killed_between_the_steps_loses_nothing(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    def kill(times: int) -> None:
+        plugin.restart()
+        kubelet.wait_registered(times)
+        kubelet.wait_healthy(4)
+
+    kubelet.wait_healthy(4)
+    kill(2)
+    pod = kubelet.admit("trainer", kubelet.preferred(1))
+    kill(3)
+    kubelet.start_container(pod)
+    kill(4)
+    kubelet.start_container(pod)  # again, as its answer may have been lost
+    container = start_container(pod)
+    kill(5)
+    (lease,) = leases_of(ready_daemon)
+    assert lease["pid"] == container.pid
+    plugin.end()
+    container.close()
+    eventually(lambda: not leases_of(ready_daemon), "the end of the lease, without the plugin")
+
+
+def test_a_lease_of_a_pod_that_is_gone_is_released_by_the_next_plugin(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    kubelet.wait_healthy(4)
+    gone, there = kubelet.run_pod("gone", 1), kubelet.run_pod("there", 1)
+    plugin.end()
+    restart(ready_daemon)
+    del kubelet.pods["gone"]
+    assert len(leases_of(ready_daemon)) == 2
+    plugin.start()
+    eventually(lambda: len(leases_of(ready_daemon)) == 1, "the release", trouble=lambda: plugin.log)
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == [lease_name(there.devices)]
+    assert f"{gone.devices[0]}: released, because its container has not started" in plugin.log
+
+
+def test_a_device_that_is_allocated_again_is_taken_from_a_pod_that_is_gone(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    ready_daemon.configure(cuda_mps_combine=2)
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    kubelet.wait_healthy(4)
+    gone = kubelet.run_pod("gone", 2)
+    del kubelet.pods["gone"]
+    pod = kubelet.admit("next", gone.devices[:1])
+    kubelet.start_container(pod)
+    assert [lease["devices"] for lease in leases_of(ready_daemon)] == [[gone.devices[0]]]
+
+
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_binpack_is_the_default_and_spread_can_be_chosen(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    options = host.root / "etc/yunion/kubelet-plugin.yml"
+    with Kubelet(host) as kubelet:
+        for text, gpus in (("", 1), ("preferred: spread\n", 2)):
+            options.write_text(text)
+            with KubeletPlugin(host):
+                kubelet.wait_healthy(8)
+                pods = [kubelet.admit(f"pod-{number}", kubelet.preferred(1)) for number in range(2)]
+                assert len({pod.devices[0].rpartition("-")[0] for pod in pods}) == gpus
+            kubelet.pods.clear()
+            eventually(lambda: not kubelet.lists, "the plugin's end")
+
+
+def test_3072_devices_fit_into_one_message(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
+    host = make_host([{"kind": "v100", "virtual_number": 48, "numa_node": 1, "count": 64}])
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        assert len(kubelet.wait_healthy(3072)) == 3072
+        message = kubelet.lists[-1]
+        assert {device.topology for device in message.devices} == {api.TopologyInfo((api.NumaNode(1),))}
+        assert len(message.encode()) < 200_000, "gRPC's limit is 4 MiB"
+        assert len(set(kubelet.preferred(48))) == 48
