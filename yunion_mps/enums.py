@@ -13,9 +13,13 @@ RELOAD_MODES = ("drain", "now")
 
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
-#: The states of a device. A pending one is added or removed once leases of a previous division have ended.
-FREE, LEASED, NO_MEMORY, PENDING = "free", "leased", "no memory", "pending"
-DEVICE_STATES = (FREE, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
+#: What devices can be reserved for.
+KUBERNETES = "kubernetes"
+RESERVATIONS = (KUBERNETES,)
+#: The states of a device. A pending one is added or removed once leases of a previous division have ended; a
+#: reserved one can be leased, but only for what it is reserved for.
+FREE, RESERVED, LEASED, NO_MEMORY, PENDING = "free", "reserved", "leased", "no memory", "pending"
+DEVICE_STATES = (FREE, RESERVED, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
 #: The states of a lease. A lease has the first of these states that any of its devices has.
 IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)

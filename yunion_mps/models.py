@@ -53,7 +53,7 @@ class DeviceEntry(NamedTuple):
 
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
-    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies.
+    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies. `reserved_for` may be empty.
     """
 
     path: str
@@ -64,6 +64,7 @@ class DeviceEntry(NamedTuple):
     memory_unit_mib: int = 0
     memory_reserve_mib: int = 0
     thread_overcommit: float | None = None
+    reserved_for: str = ""
 
 
 class Config(NamedTuple):
@@ -269,7 +270,7 @@ class DomainPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan for the host. `compute_modes` is by GPU UUID, `unavailable` has reasons by PCI address.
+    """The plan for the host. `unavailable` has reasons by PCI address, the other mappings are by GPU UUID.
 
     `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
     their devices are listed, but no control daemon is started for them.
@@ -282,6 +283,7 @@ class Plan(NamedTuple):
     unavailable: Mapping[str, Reason] = {}
     pools: tuple[Pool, ...] = ()
     parked: tuple[DomainPlan, ...] = ()
+    reserved: Mapping[str, str] = {}
 
 
 class DomainStatus(NamedTuple):
@@ -380,7 +382,6 @@ class Lease(NamedTuple):
 
     @property
     def cdi_name(self) -> str:
-        """Its name as a CDI device: its id, or the name that it was taken by for a container."""
         return (self.holder.binding == "container" and self.holder.name) or self.id
 
 

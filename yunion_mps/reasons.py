@@ -258,6 +258,11 @@ NOTHING_FREE = _code(
     "No suitable device is free now.",
     "see who holds the devices: yunion-mps who; or wait for one",
 )
+RESERVED = _code(
+    "reserved",
+    "The devices are reserved by `reserved_for` in host_container_device.yml.",
+    "use other devices, or remove reserved_for from the entry of their GPU",
+)
 INFEASIBLE = _code(
     "infeasible",
     "The request could not be satisfied even if every device were free.",

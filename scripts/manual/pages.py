@@ -10,6 +10,8 @@ import click
 from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
 from yunion_mps.daemon.options import command
+from yunion_mps.kubernetes import service as kubelet_plugin
+from yunion_mps.kubernetes.options import KEYS as OPTION_KEYS
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.planning.division import DEVICE_VARIABLE
 
@@ -21,6 +23,7 @@ from manual.keys import (
     host_conf_example,
     host_keys,
     texts,
+    written,
 )
 from manual.roff import Page
 
@@ -174,6 +177,40 @@ def daemon_page(date: str) -> str:
             "journalctl(1)",
         ]
     )
+    return str(made)
+
+
+_PLUGIN = "yunion-mps-kubelet-plugin"
+_PLUGIN_FILE = """\
+A YAML file with one key and value per line, read at the start. Every key is optional, and the file may be
+missing. `yunion-mps-kubelet-plugin --check` prints every problem with its line."""
+
+
+def kubelet_plugin_page(date: str) -> str:
+    """The source of the page, which also documents the plugin's file."""
+    told, words = kubelet_plugin.command(), texts("kubelet-plugin")
+    context = click.Context(told, info_name=_PLUGIN, **told.context_settings)
+    prose, _ = _help(told)
+    made = Page(_PLUGIN, 8, date, "offer MPS devices to Kubernetes")
+    made.section("Synopsis")
+    made.synopsis(_PLUGIN, " ".join(told.collect_usage_pieces(context)))
+    made.section("Description")
+    for text in (*prose, *words["description"]):
+        made.paragraph(text)
+    made.section("Options")
+    for option, about in _options(context):
+        made.term(f"`{option}`", about)
+    made.section("Configuration")
+    made.paragraph(_PLUGIN_FILE)
+    for name, key in OPTION_KEYS.items():
+        made.term(f"`{name}`; default: {written(key.default)}", f"{key.help} {words['keys'][name]}".strip())
+    made.section("Environment of containers")
+    _add_terms(made, words["environment"])
+    add_files(made, "kubelet_plugin", "socket", "device_plugins", "pod_resources")
+    made.section("Exit status")
+    for number, meaning in statuses(told.epilog or ""):
+        made.term(number, meaning)
+    made.see_also(["yunion-mps-daemon(8)", "yunion-mps-host_container_device.yml(5)", "yunion-mps(1)"])
     return str(made)
 
 

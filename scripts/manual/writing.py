@@ -12,7 +12,13 @@ from datetime import datetime, timezone
 from yunion_mps.cli.root import completion
 
 from manual.keys import device_file_example, host_conf_example
-from manual.pages import command_page, daemon_page, device_file_page, host_conf_page
+from manual.pages import (
+    command_page,
+    daemon_page,
+    device_file_page,
+    host_conf_page,
+    kubelet_plugin_page,
+)
 
 #: Where each shell looks for a file of this name once it is in its directory.
 _COMPLETIONS = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
@@ -41,6 +47,7 @@ def files(date: str) -> Iterator[tuple[str, str]]:
     """Return the path of each file below the directory, and its text."""
     yield "man/yunion-mps.1", command_page(date)
     yield "man/yunion-mps-daemon.8", daemon_page(date)
+    yield "man/yunion-mps-kubelet-plugin.8", kubelet_plugin_page(date)
     yield "man/yunion-mps-host.conf.5", host_conf_page(date)
     yield "man/yunion-mps-host_container_device.yml.5", device_file_page(date)
     for shell, name in _COMPLETIONS.items():

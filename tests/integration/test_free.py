@@ -89,7 +89,7 @@ def counted(daemon: Daemon) -> dict[str, int]:
     used = sum(device["lease"] is not None for device in listed)
     available = len(listed) - sum(broken.values())
     counts = {"total": len(listed), "available": available, "used": used, "free": states["free"]}
-    assert said == {**counts, **broken}
+    assert said == {**counts, **broken, "reserved": states["reserved"]}
     return {state: number for state, number in said.items() if number}
 
 

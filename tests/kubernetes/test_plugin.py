@@ -250,6 +250,17 @@ def test_binpack_is_the_default_and_spread_can_be_chosen(ready_daemon: Daemon) -
             eventually(lambda: not kubelet.lists, "the plugin's end")
 
 
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_only_reserved_devices_are_offered_if_there_are_any(daemon: Daemon) -> None:
+    path = daemon.host.root / "etc/yunion/host_container_device.yml"
+    path.write_text(path.read_text().rstrip("\n") + "\n  reserved_for: kubernetes\n")
+    daemon.start().wait_ready()
+    with Kubelet(daemon.host) as kubelet, KubeletPlugin(daemon.host):
+        assert kubelet.wait_healthy(4) == [f"00:07.0-{slot}" for slot in range(4)]
+        pod = kubelet.run_pod("trainer", 1)
+        assert [lease["devices"] for lease in leases_of(daemon)] == [list(pod.devices)]
+
+
 def test_3072_devices_fit_into_one_message(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
     host = make_host([{"kind": "v100", "virtual_number": 48, "numa_node": 1, "count": 64}])
     daemon = make_daemon(host)

@@ -60,13 +60,17 @@ class Device(TypedDict):
     state: Annotated[
         str,
         Field(
-            "`free`: it can be leased now; `no memory`: other leases of its GPU have its memory.",
+            "`free`: it can be leased now; `reserved`: only for what its GPU is reserved for; "
+            "`no memory`: other leases of its GPU have its memory.",
             enum=enums.DEVICE_STATES,
         ),
     ]
-    reason: Annotated[str, Field("Why it is unavailable, or which leases a pending one waits for.")]
+    reason: Annotated[
+        str, Field("Why it is unavailable or reserved, or which leases a pending one waits for.")
+    ]
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
+    reserved_for: Annotated[str | None, Field("What its GPU is reserved for, as configured.")]
     lease: Annotated[str | None, Field("The id of its lease.")]
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
 

@@ -58,6 +58,7 @@ class DeviceCounts(TypedDict):
     available: Count
     unavailable: Count
     pending: Count
+    reserved: Annotated[Count, Field("Reserved by `reserved_for`, and not leased.")]
     used: Annotated[Count, Field("Leased, or used by a process.")]
     free: Annotated[Count, Field("Can be leased now, and no process uses them.")]
 
@@ -163,7 +164,7 @@ class Usage(TypedDict):
 class Change(TypedDict):
     """One difference between the state in effect and the desired state."""
 
-    kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "setting"])]
+    kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "reservation", "setting"])]
     subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
     before: Annotated[str, Field("Empty if it is new.")]
     after: Annotated[str, Field("Empty if it is removed.")]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Fields of a device in CSV.
 _DEVICE_FIELDS = (
     "addr", "model", "memory_mib", "gpu_memory_mib", "thread_percentage", "state", "reason", "reason_code",
-    "lease", "holder", "budget_enforced", "gpu_uuid", "vendor_device_id", "numa_node", "id",
+    "lease", "holder", "budget_enforced", "reserved_for", "gpu_uuid", "vendor_device_id", "numa_node", "id",
 )  # fmt: skip
 _DEVICES = (
     Column("ADDRESS", "addr"),

@@ -67,7 +67,8 @@ def status(exit_code: bool, output: str) -> None:
     (enable_cuda_mps is false). Warnings do not change it. Jobs over budget or outside MPS are problems.
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
-    it can be leased; and pending if it waits for leases of a previous division of its GPU to end. Free
+    it can be leased; reserved if it can be, but only by pods, as host_container_device.yml says; and pending
+    if it waits for leases of a previous division of its GPU to end. Free
     devices of a GPU that does not enforce budgets are leased only with --allow-unlimited.
 
     \b
@@ -108,7 +109,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
     unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
-    pending = f", {devices['pending']} pending" if devices["pending"] else ""
+    pending = "".join(f", {devices[name]} {name}" for name in ("pending", "reserved") if devices[name])
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
     for problem, hint in with_hints(folded(host.problems)):

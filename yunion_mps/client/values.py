@@ -93,6 +93,7 @@ class Device(AnswerValue["answers.Device"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    reserved_for: Optional[str]
     lease: Optional[str]
     holder: Optional[str]
 
@@ -180,6 +181,7 @@ class DeviceCounts(AnswerValue["answers.DeviceCounts"]):
     available: int
     unavailable: int
     pending: int
+    reserved: int
     used: int
     free: int
 

@@ -119,7 +119,7 @@ def one_of(*choices: str) -> Kind:
         value = value_of(node)
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
-            allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            allowed = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
             raise InvalidValueError(
                 key, node, f"but must be {allowed}", f"did you mean {near}?" if near else ""
             )

@@ -17,7 +17,7 @@ from yunion_mps.models import ALL, Holder
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService, LongPolls
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.permissions import Caller, awaited_container, process_holder
+from yunion_mps.service.permissions import Caller, awaited_container, process_holder, refuse_unprivileged
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.status import StatusService
@@ -147,6 +147,7 @@ class Handlers:
         gpu: str | None,
         placement: str,
         allow_unlimited: bool,
+        reserved_for: str | None,
         wait_s: int,
         cdi: bool,
         dry_run: bool,
@@ -160,7 +161,10 @@ class Handlers:
         if across and count == 1:
             raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
         mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
+        if reserved_for:
+            refuse_unprivileged(request.uid, f"request devices that are reserved for {reserved_for}")
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, allow_unlimited)
+        wanted = wanted._replace(reserved_for=reserved_for or "")
         queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
         if dry_run:
             return self._leases.preview(queued)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.enums import BINDINGS, EVENT_KINDS, PLACEMENTS, RELOAD_MODES
+from yunion_mps.enums import BINDINGS, EVENT_KINDS, PLACEMENTS, RELOAD_MODES, RESERVATIONS
 from yunion_mps.http.operation import OWNER, ROOT, SLOW_S, Operation, Parameter
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     Parameter("placement", "`binpack` takes from the GPU with the fewest free devices, `spread` from the one "
               "with the most.", default=PLACEMENTS[0], choices=PLACEMENTS),
     _flag("allow_unlimited", "Whether to allow GPUs that do not enforce budgets (older than Volta)."),
+    Parameter("reserved_for", "Also devices that are reserved for this; only root may request them.",
+              choices=RESERVATIONS),
     _number("wait_s", "If no suitable device is free, wait in the queue for up to this many seconds.",
             0, MAX_WAIT_S, 0),
     _flag("cdi", "Publish the lease as the CDI device `yunion.io/mps=ID`."),

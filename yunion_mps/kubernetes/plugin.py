@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Retrier
-from yunion_mps.enums import FREE, LEASED, PLACEMENTS
+from yunion_mps.enums import FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
 from yunion_mps.errors import (
     BusyError,
     InfeasibleError,
@@ -157,7 +157,9 @@ class Plugin:
     def _update(self, devices: Iterable[Device], our_leases: Sequence[LeaseRecord]) -> None:
         self._awaits_containers = any(lease["pid"] is None for lease in our_leases)
         ids = {lease["id"] for lease in our_leases}
-        self._devices = {one["addr"]: one for one in devices if not _is_made_for_a_lease(one)}
+        offered = [one for one in devices if not _is_made_for_a_lease(one)]
+        reserved = [one for one in offered if one["reserved_for"] == KUBERNETES]
+        self._devices = {one["addr"]: one for one in reserved or offered}
         causes = {address: _unhealthy_cause(one, ids) for address, one in self._devices.items()}
         counts = Counter(filter(None, causes.values()))
         parts = [f"{len(causes) - sum(counts.values())} of {len(causes)} devices are healthy"]
@@ -319,7 +321,7 @@ def _is_made_for_a_lease(device: Device) -> bool:
 
 def _unhealthy_cause(device: Device, our_leases: Collection[str]) -> str:
     """Why no container may get the device, empty if one may, or has it."""
-    if device["state"] == FREE or (device["state"] == LEASED and device["lease"] in our_leases):
+    if device["state"] in (FREE, RESERVED) or (device["state"] == LEASED and device["lease"] in our_leases):
         return ""
     return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])
 
@@ -342,7 +344,8 @@ def _budget(devices: Sequence[Device]) -> dict[str, str]:
 def _lease_request(devices: Sequence[str]) -> dict[str, Any]:
     """As the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
     holder = {"kind": "container", "name": lease_name(devices)}
-    return {"devices": sorted(devices), "allow_unlimited": True, "cdi": True, "holder": holder}
+    which = {"devices": sorted(devices), "reserved_for": KUBERNETES, "allow_unlimited": True}
+    return {**which, "cdi": True, "holder": holder}
 
 
 def _refusal(error: YunionError) -> RpcError:

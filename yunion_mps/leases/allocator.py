@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, needs_mib
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib
 from yunion_mps.leases.request import (
     SPREAD,
     Candidate,
@@ -25,7 +25,7 @@ from yunion_mps.leases.request import (
 )
 from yunion_mps.models import Device, Lease
 from yunion_mps.planning.division import units_for
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, RESERVED, TEMPORARY, hint_of
 from yunion_mps.text import count
 
 #: The most GPUs, and the most reasons, that an error names.
@@ -49,7 +49,7 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
     """
     if request.number == 1:
         return
-    by_gpu = _by_gpu(one.device for one in candidates.suitable(request))
+    by_gpu = group_by_gpu(one.device for one in candidates.suitable(request))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -67,20 +67,30 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise InfeasibleError if the request could not be satisfied if everything were free and served.
 
-    That includes devices that cannot be combined into one budget. Raises HostError if only GPUs without
-    enforced budgets could satisfy it.
+    That includes devices that cannot be combined into one budget, or that are reserved. Raises HostError if
+    only GPUs without enforced budgets could satisfy it.
     """
+    try:
+        _refuse_unsuitable(request, candidates)
+    except (InfeasibleError, HostError):
+        _refuse_unsuitable(request, candidates._replace(reserved={}))
+        uses = ", ".join(sorted(set(candidates.reserved.values())))
+        what = f"{request} cannot be allocated: reserved for {uses}"
+        raise InfeasibleError(what, hint_of(RESERVED), RESERVED) from None
+
+
+def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     pools = candidates.matching_pools(request)
     if Allocator(Ledger()).from_pools(request, [one._replace(reason=NO_REASON) for one in pools], candidates):
         return
     _refuse_uncombinable(request, candidates)
     matching = _matching(request, candidates)
-    by_gpu = _by_gpu(one.device for one in matching)
+    by_gpu = group_by_gpu(one.device for one in matching)
     if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
         return
     if not request.allow_unlimited:
         anywhere = request._replace(allow_unlimited=True)
-        refuse_infeasible(anywhere, candidates)
+        _refuse_unsuitable(anywhere, candidates)
         hint = "to use it anyway, set allow_unlimited"
         raise HostError(_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
@@ -280,13 +290,6 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     if request.memory_mib:
         matching.sort(key=lambda one: one.device.memory_limit_mib)
     return matching
-
-
-def _by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
-    by_gpu: dict[str, list[Device]] = {}
-    for device in devices:
-        by_gpu.setdefault(device.gpu_uuid, []).append(device)
-    return by_gpu
 
 
 def _place(

@@ -156,6 +156,13 @@ class Ledger:
         }
 
 
+def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    groups: dict[str, list[Device]] = {}
+    for device in devices:
+        groups.setdefault(device.gpu_uuid, []).append(device)
+    return groups
+
+
 def needs_mib(device: Device) -> int:
     """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
     return device.memory_limit_mib + device.reserve_mib

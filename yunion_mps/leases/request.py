@@ -31,7 +31,8 @@ class LeaseRequest(NamedTuple):
     """A request for `number` devices on one GPU or on different GPUs (`across`), or for `memory_mib` each.
 
     `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
-    it is not empty. Without `allow_unlimited`, only GPUs that enforce budgets are used.
+    it is not empty. Without `allow_unlimited`, only GPUs that enforce budgets are used. Devices that are
+    reserved are used only if that is for `reserved_for`.
     """
 
     number: int = 1
@@ -41,6 +42,7 @@ class LeaseRequest(NamedTuple):
     placement: str = BINPACK
     memory_mib: int = 0
     allow_unlimited: bool = False
+    reserved_for: str = ""
 
     def matches(self, device: Device) -> bool:
         """Whether the device matches the request, free or not."""
@@ -78,7 +80,9 @@ class QueuedRequest(NamedTuple):
 
     @property
     def as_text(self) -> str:
-        return json.dumps([*self.request, self.cdi, self.holder.ttl_s], separators=(",", ":"))
+        *request, reserved_for = self.request
+        added = [reserved_for] if reserved_for else []  # stored requests of earlier versions have none
+        return json.dumps([*request, self.cdi, self.holder.ttl_s, *added], separators=(",", ":"))
 
     @property
     def key(self) -> tuple[int, str] | None:
@@ -120,7 +124,8 @@ class Candidates(NamedTuple):
     """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
-    `planned` are those that are configured, whose limits may wait for MPS servers to end.
+    `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
+    GPU UUID, what devices are reserved for.
     """
 
     devices: Sequence[Candidate] = ()
@@ -128,6 +133,7 @@ class Candidates(NamedTuple):
     unenforced: Mapping[str, str] = {}
     domains: Mapping[str, DomainPlan] = {}
     planned: Mapping[str, DomainPlan] = {}
+    reserved: Mapping[str, str] = {}
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         return [
@@ -143,10 +149,15 @@ class Candidates(NamedTuple):
 
     def suitable(self, request: LeaseRequest) -> list[Candidate]:
         """The devices that could satisfy the request, as far as each by itself decides."""
+        reserved = {uuid for uuid, use in self.reserved.items() if use != request.reserved_for}
+        if reserved and ALL in request.devices:
+            return []
         return [
             one
             for one in self.devices
-            if request.matches(one.device) and (one.is_slice or not request.memory_mib)
+            if request.matches(one.device)
+            and (one.is_slice or not request.memory_mib)
+            and one.device.gpu_uuid not in reserved
         ]
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
@@ -186,7 +197,8 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     }
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
-    return Candidates(devices, pools, unenforced, domains, {domain.name: domain for domain in plan.domains})
+    planned = {domain.name: domain for domain in plan.domains}
+    return Candidates(devices, pools, unenforced, domains, planned, plan.reserved)
 
 
 # -- names

@@ -19,6 +19,7 @@ from yunion_mps.enums import (
     HOST_STATES,
     NOT_USED,
     PENDING,
+    RESERVED,
     SEVERITIES,
     UNAVAILABLE,
 )
@@ -280,6 +281,9 @@ CATALOGUE = (
     _gpu_devices("yunion_mps_gpu_devices_pending",
                  "Number of devices of the GPU that wait for, or belong to, leases of a previous division.",
                  lambda device: bool(device["state"] == PENDING)),
+    _gpu_devices("yunion_mps_gpu_devices_reserved",
+                 "Number of devices of the GPU that are reserved, and not leased.",
+                 lambda device: bool(device["state"] == RESERVED)),
     _gpu("yunion_mps_gpu_budget_enforced",
          "Whether MPS enforces the budgets of the GPU's devices (1) or not (0, before Volta).",
          lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["compute_capability"] is None

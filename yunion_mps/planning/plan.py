@@ -64,7 +64,9 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
     modes = {} if keep else {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
-    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked), problems
+    reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
+    reserved = {uuid: use for uuid, use in reserved.items() if use}
+    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved), problems
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, IDLE, IN_USE, LEASE_STATES, NO_MEMORY, OVER_BUDGET, PENDING, UNAVAILABLE
+from yunion_mps.enums import (
+    FREE,
+    IDLE,
+    IN_USE,
+    LEASE_STATES,
+    NO_MEMORY,
+    OVER_BUDGET,
+    PENDING,
+    RESERVED,
+    UNAVAILABLE,
+)
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
@@ -46,7 +56,7 @@ class Holding(NamedTuple):
 
     Without devices, it is the use outside MPS, or by MPS clients without a device. `free`: the daemon would
     lease it, although processes without a lease may use it. `pending`: it waits for leases of a former
-    division, or belongs to one.
+    division, or belongs to one. `reserved`: the daemon would lease it for what it is reserved for.
     """
 
     gpu: str
@@ -57,6 +67,7 @@ class Holding(NamedTuple):
     available: bool = True
     free: bool = False
     pending: bool = False
+    reserved: bool = False
     outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
 
@@ -105,6 +116,8 @@ class Holding(NamedTuple):
             return OVER_BUDGET
         if self.in_use:
             return IN_USE if self.processes else IDLE
+        if self.reserved:
+            return RESERVED
         return FREE if self.free else NO_MEMORY if self.pending else UNAVAILABLE
 
     @property
@@ -213,7 +226,7 @@ def holdings(
         state = device["state"] if device else ""
         holding = Holding(
             key[1], (address,), budget_mib, percentage, lease, state != UNAVAILABLE, state == FREE,
-            state == PENDING,
+            state == PENDING, state == RESERVED,
         )  # fmt: skip
         found[key] = _merge(found[key], holding) if key in found else holding
         keys_by_device[address] = key

@@ -33,6 +33,12 @@ def is_privileged(uid: int) -> bool:
     return uid in (0, os.geteuid())
 
 
+def refuse_unprivileged(uid: int, action: str) -> None:
+    """Raise NotAllowedError unless the user is root, or the daemon's own."""
+    if not is_privileged(uid):
+        raise NotAllowedError(f"only root may {action}", "retry as root")
+
+
 def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
     """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
 
@@ -64,9 +70,7 @@ def awaited_container(caller: Caller, name: str) -> Holder:
 
     Until its hook binds the lease, only a release ends it, so its caller must know of the container's end.
     """
-    if not is_privileged(caller.uid):
-        what = "only root may take a lease for a container that does not run yet"
-        raise NotAllowedError(what, "use holder.kind name with holder.ttl_s")
+    refuse_unprivileged(caller.uid, "take a lease for a container that does not run yet")
     return Holder("container", caller.uid, name=name, unit=caller.owner.unit)
 
 

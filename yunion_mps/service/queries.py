@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import FREE, PENDING, UNAVAILABLE
+from yunion_mps.enums import FREE, PENDING, RESERVED, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
@@ -169,6 +169,7 @@ class Queries:
                 "available": len(devices) - states[UNAVAILABLE] - states[PENDING],
                 "unavailable": states[UNAVAILABLE],
                 "pending": states[PENDING],
+                "reserved": states[RESERVED],
                 "used": len(used),
                 "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
             },

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
-from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_MEMORY, NOT_USED, PENDING, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_MEMORY, NOT_USED, PENDING, RESERVED, UNAVAILABLE
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.nvml import GpuLoad
@@ -157,9 +157,11 @@ def devices_json(
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
         lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
-        state = FREE if device.id in free else LEASED if lease else NO_MEMORY
+        use = snapshot.plan.reserved.get(device.gpu_uuid)
+        state = (RESERVED if use else FREE) if device.id in free else LEASED if lease else NO_MEMORY
         state = UNAVAILABLE if reason else PENDING if device.id in pending else state
         why_not = reason or pending.get(device.id, NO_REASON)
+        why_not = Reason(f"reserved for {use}", codes.RESERVED) if state == RESERVED else why_not
         now = leased.get(device.id, device) if state == PENDING else device
         rows.append(
             {
@@ -185,6 +187,7 @@ def devices_json(
                 "reason": why_not,
                 "reason_code": why_not.code,
                 "budget_enforced": now.budget_enforced,
+                "reserved_for": use,
                 "lease": lease.id if lease else None,
                 "holder": name_holder(lease.holder) if lease else None,
             }

@@ -181,6 +181,9 @@ def changes_to(
             when = AT_ONCE if new_mode else effect
             shown = (old_mode or "original", new_mode or "original")
             found.append(Change("compute mode", gpu.address, *shown, when))
+        old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
+        if old_use != new_use:
+            found.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
     return found
 
 

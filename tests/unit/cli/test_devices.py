@@ -214,6 +214,7 @@ DEVICE = {
     "reason": "",
     "reason_code": "",
     "budget_enforced": "false",
+    "reserved_for": "",
     "lease": "",
     "holder": "",
     "slot": "1",

@@ -246,7 +246,7 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     hold(own.host, LEASE)
     answer, rows = own.read("status")
     assert (answer["state"], answer["domains"][0]["memory_limits_mib"]) == ("degraded", [5760])
-    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0, "reserved": 0}
     assert answer["devices"] == {**served, "used": 1, "free": 3}
     assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["level"] for problem in answer["problems"]] == ["problem", "warning"]

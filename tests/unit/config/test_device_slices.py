@@ -59,6 +59,11 @@ def test_the_reserve_and_the_over_commit_are_read(files: Files) -> None:
     assert entry.thread_overcommit == 2.0
 
 
+def test_what_a_gpu_is_reserved_for_is_read(files: Files) -> None:
+    assert entry_of(files, "  virtual_number: 2\n  reserved_for: kubernetes\n").reserved_for == "kubernetes"
+    assert entry_of(files, "  slices: [{memory: 1GiB}]\n").reserved_for == ""
+
+
 def test_the_unit_of_requests_is_1_gib_unless_the_file_says_otherwise(files: Files) -> None:
     found = files.write(devices="devices: []\n").load()
     assert (found.gpu_memory_unit_mib, found.gpu_memory_unit_at) == (1024, Source("default", None))
@@ -131,6 +136,10 @@ devices:
 ! duplicate key memory: keep one of the two lines (the other is line 27)
 - {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
 ! memory_reserve is not allowed with slices, only with memory_unit: remove it
+- {type: NVIDIA_MPS, path: a, memory_unit: 1GiB, reserved_for: kubernetes}
+! reserved_for is not allowed with memory_unit, only with virtual_number or slices: remove it
+- {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: slurm}
+! reserved_for is "slurm", but must be kubernetes
 - {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
 ! unknown key slice in an NVIDIA_MPS entry (did you mean slices?)
 - {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}

@@ -179,7 +179,7 @@ AN_OBJECT = 'write a JSON object such as {"count": 2}'
 BRACES = "write a JSON object: {…}"
 MEMBERS = (
     "use one of these members: across, allow_unlimited, cdi, count, devices, dry_run, gpu, holder, "
-    "memory_mib, memory_units, placement, wait_s"
+    "memory_mib, memory_units, placement, reserved_for, wait_s"
 )
 OF_HOLDER = "use one of these members: command, kind, name, pid, ttl_s"
 INVALID = "the body is not valid JSON"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.errors import InfeasibleError, NothingFreeError
-from yunion_mps.leases.allocator import refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.reasons import GPU_LOST, Reason
 
-from unit.leases.shares import candidates, device, pool
+from unit.leases.shares import candidates, device, lease, pool
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,45 @@ def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
     assert there.environment(LeaseRequest(devices=("all",)), devices)[limit] == "0=600M"
     assert there.environment(LeaseRequest(2), devices[:2])[limit] == "0=600M"
     assert there.environment(LeaseRequest(), devices[:1])[limit] == "0=300M"
+
+
+RESERVED = {"GPU-1": "kubernetes"}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        LeaseRequest(devices=("01:00.0-0",)),
+        LeaseRequest(devices=("00:00.0-0", "01:00.0-0")),
+        LeaseRequest(devices=("all",)),
+        LeaseRequest(gpu="GPU-1"),
+        LeaseRequest(2, across=True),
+    ],
+)
+def test_a_request_that_needs_reserved_devices_is_told_so(wanted: LeaseRequest) -> None:
+    there = candidates(2)._replace(reserved=RESERVED)
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(wanted, there)
+    assert caught.value.message == f"{wanted} cannot be allocated: reserved for kubernetes"
+    assert caught.value.code == "reserved"
+    refuse_infeasible(wanted._replace(reserved_for="kubernetes"), there)
+
+
+def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:
+    there = candidates(2, 1)._replace(reserved=RESERVED)
+    allocator = Allocator(Ledger())
+    assert [one.gpu_uuid for one in allocator.choose(LeaseRequest(), there)] == ["GPU-0"]
+    allocator.ledger.add(lease("a", device(0, 0, 1)))
+    with pytest.raises(NothingFreeError, match="1 of 1 in use"):
+        allocator.choose(LeaseRequest(), there)
+    (chosen,) = allocator.choose(LeaseRequest(reserved_for="kubernetes"), there)
+    assert chosen.gpu_uuid == "GPU-1"
+
+
+def test_what_no_reservation_prevents_is_explained_as_before() -> None:
+    there = candidates(2)._replace(reserved=RESERVED)
+    with pytest.raises(InfeasibleError, match="can never be allocated: the host has"):
+        refuse_infeasible(LeaseRequest(5), there)
 
 
 def test_on_a_host_without_devices_the_hint_names_status() -> None:

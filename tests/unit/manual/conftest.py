@@ -19,6 +19,7 @@ Done = subprocess.CompletedProcess[str]
 PAGES = (
     "yunion-mps.1",
     "yunion-mps-daemon.8",
+    "yunion-mps-kubelet-plugin.8",
     "yunion-mps-host.conf.5",
     "yunion-mps-host_container_device.yml.5",
 )

@@ -96,7 +96,7 @@ def test_problems_errors_and_counts_are_those_of_status() -> None:
     assert [one["title"] for one in shown["problems"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
     assert shown["errors"] == ["domain host: it does not answer"]
-    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0, "reserved": 0}
     assert shown["devices"] == {**served, "used": 3, "free": 1}
     assert (shown["leases"], shown["clients"]) == (2, 2)
     assert [(gpu["addr"], gpu["memory_used_mib"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]

@@ -10,9 +10,11 @@ const NAMED = 10;
 const MANY = 8;
 
 /** States that a label with a user's name mentions if there is room; on a phone, only the part's look shows them. */
-const STATED = ["idle", "no memory", "unavailable"];
+const STATED = ["idle", "no memory", "reserved", "unavailable"];
 
-const LOOKS = { "in use": "used", "over budget": "over", idle: "idle", free: "free", "no memory": "out", unavailable: "out" };
+const LOOKS = {
+  "in use": "used", "over budget": "over", idle: "idle", free: "free", reserved: "out", "no memory": "out", unavailable: "out",
+};
 
 /** All GPUs; `choose` is called with the address of the GPU or device that the user selects. */
 export class Gpus {

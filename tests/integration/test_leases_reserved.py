@@ -1,0 +1,76 @@
+"""Devices that an entry reserves for Kubernetes: nothing else gets them, and everything says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from integration.daemon_host import Daemon
+from integration.lease_host import given, needs_root, run, stranger, take
+
+pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
+
+FIRST, SECOND = "00:06.0-0", "00:07.0-0"
+
+
+@pytest.fixture
+def reserving(daemon: Daemon) -> Daemon:
+    """A daemon that reserves the second GPU."""
+    path = daemon.host.root / "etc/yunion/host_container_device.yml"
+    path.write_text(path.read_text().rstrip("\n") + "\n  reserved_for: kubernetes\n")
+    return daemon.start().wait_ready()
+
+
+def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
+    host = reserving.host
+    for _ in range(4):
+        assert take(reserving, "holder.kind=process")["gpus"] == ["00:06.0"]
+    done = run(host, "--", "true")
+    assert (done.returncode, "4 of 4 in use" in done.stderr) == (5, True), done.stderr
+    done = run(host, "--device", SECOND, "--", "true")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [
+            f"yunion-mps: device {SECOND} cannot be allocated: reserved for kubernetes [reserved]",
+            "yunion-mps: use other devices, or remove reserved_for from the entry of their GPU",
+        ],
+    )
+    assert take(reserving, f"devices={SECOND}&reserved_for=kubernetes")["devices"] == [SECOND]
+
+
+def test_reserved_devices_are_listed_and_counted(reserving: Daemon) -> None:
+    devices = {one["addr"]: one for one in reserving.get("/v1/devices")[1]["isolated_devices"]}
+    assert [(devices[name]["state"], devices[name]["reserved_for"]) for name in (FIRST, SECOND)] == [
+        ("free", None),
+        ("reserved", "kubernetes"),
+    ]
+    assert devices[SECOND]["reason"] == "reserved for kubernetes"
+    counts = reserving.status()["devices"]
+    assert (counts["available"], counts["free"], counts["reserved"]) == (8, 4, 4)
+    host = reserving.host
+    assert "8 of 8 available, 4 reserved, 0 used, 4 free" in host.run(["yunion-mps", "status"]).stdout
+    listed = host.run(["yunion-mps", "list"]).stdout
+    assert "00:07.0: reserved for kubernetes" in listed
+    assert SECOND not in host.run(["yunion-mps", "list", "--free"]).stdout
+    take(reserving, f"devices={SECOND}&reserved_for=kubernetes")
+    assert reserving.get(f"/v1/devices/{SECOND}")[1]["state"] == "leased"
+    assert reserving.status()["devices"]["reserved"] == 3
+
+
+def test_a_reload_shows_and_changes_the_reservation_at_once(reserving: Daemon) -> None:
+    path = reserving.host.root / "etc/yunion/host_container_device.yml"
+    path.write_text(path.read_text().replace("  reserved_for: kubernetes\n", ""))
+    (change,) = reserving.get("/v1/plan")[1]["changes"]
+    assert change == {
+        "kind": "reservation", "subject": "00:07.0", "before": "kubernetes", "after": "",
+        "effect": "at once", "at_once": True,
+    }  # fmt: skip
+    assert reserving.ask("POST", "/v1/reload")[0] == 200
+    assert take(reserving, f"devices={SECOND}")["devices"] == [SECOND]
+
+
+@needs_root
+def test_only_root_may_ask_for_what_is_reserved(reserving: Daemon) -> None:
+    with stranger(reserving) as connection:
+        status, answer = connection.ask("POST", "/v1/leases", "reserved_for=kubernetes")
+    assert (status, answer["code"]) == (403, "not_allowed")
+    assert given(reserving) == []
