@@ -1,0 +1,119 @@
+"""The plugin's configuration file and its command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from yunion_mps.errors import ConfigError
+from yunion_mps.kubernetes.options import KEYS, PluginOptions, read_options
+from yunion_mps.kubernetes.plugin import lease_name, preferred
+from yunion_mps.paths import Paths
+
+DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack")
+GPU_OF = {f"{gpu}-{slot}": gpu for gpu, slots in (("a", 4), ("b", 2), ("c", 3)) for slot in range(slots)}
+
+Read = Callable[[str], PluginOptions]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    def written(text: str) -> PluginOptions:
+        path = tmp_path / "etc/yunion/kubelet-plugin.yml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return read_options(Paths(str(tmp_path)))
+
+    return written
+
+
+def test_every_key_has_a_default(tmp_path: Path, read: Read) -> None:
+    assert read_options(Paths(str(tmp_path))) == DEFAULTS
+    assert read("") == read("# nothing\n") == DEFAULTS
+    assert len(KEYS) == len(DEFAULTS)
+
+
+def test_every_key_is_read(read: Read) -> None:
+    options = read(
+        "resource: example.com/gpu-share\nrenameByDefault: true\n"
+        "failRequestsGreaterThanOne: true\npreferred: spread\n"
+    )
+    assert options == PluginOptions("example.com/gpu-share", True, True, "spread")
+    assert options.resource_name == "example.com/gpu-share.shared"
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(
+            "resource: mps\nrenameByDefaults: true\npreferred: spraed\nreplicas: 4\n"
+            "failRequestsGreaterThanOne: 1\nfailRequestsGreaterThanOne: true\n"
+        )
+    told = caught.value.message.replace(f"{tmp_path}/etc/yunion/kubelet-plugin.yml:", "").splitlines()
+    valid, name = "; the valid keys are " + ", ".join(KEYS), "failRequestsGreaterThanOne"
+    assert told[0].startswith('1: resource is "mps", not the name of an extended resource: write a domain')
+    assert told[1:] == [
+        "2: unknown key renameByDefaults (did you mean renameByDefault?)",
+        '3: preferred is "spraed", but must be binpack or spread: did you mean spread?',
+        f"4: unknown key replicas: remove it{valid}",
+        f"5: {name} is 1, not true or false: write {name}: true or {name}: false",
+        f"6: duplicate key {name}: keep one of the two lines (the other is line 5)",
+    ]
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "resource: {}\n", "resource: kubernetes.io/x\n"])
+def test_what_cannot_be_used_is_reported_with_its_line(read: Read, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kubelet-plugin.yml:\d: "):
+        read(text)
+
+
+@pytest.mark.processes
+def test_the_program_checks_its_file(tmp_path: Path, read: Read) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        program = Path(sys.executable).with_name("yunion-mps-kubelet-plugin")
+        env = {**os.environ, "YUNION_MPS_ROOT": str(tmp_path)}
+        done = subprocess.run([program, *options], env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("--check") == (0, "")
+    read("preferred: spread\n")
+    assert run("--check") == (0, "")
+    with pytest.raises(ConfigError):
+        read("preferred: 1\n")
+    for options in (("--check",), ()):
+        status, told = run(*options)
+        assert status == 6
+        assert "yunion-mps-kubelet-plugin: " in told
+        assert "kubelet-plugin.yml:1: preferred is 1, but must be binpack or spread" in told
+    assert run("--nothing")[0] == 2
+    assert run("--version")[1].startswith("yunion-mps-kubelet-plugin ")
+
+
+@pytest.mark.parametrize(
+    ("required", "size", "placement", "chosen"),
+    [
+        ([], 1, "binpack", "b-0"),
+        ([], 1, "spread", "a-0"),
+        ([], 3, "binpack", "c-0 c-1 c-2"),
+        ([], 4, "spread", "a-0 a-1 a-2 a-3"),
+        ([], 5, "binpack", "a-0 a-1 a-2 a-3 b-0"),
+        (["c-1"], 2, "binpack", "c-1 c-0"),
+        (["b-1"], 4, "spread", "b-1 b-0 a-0 a-1"),
+        (["b-1"], 1, "spread", "b-1"),
+        ([], 20, "binpack", " ".join([*sorted(GPU_OF)[:4], "c-0", "c-1", "c-2", "b-0", "b-1"])),
+        ([], 0, "binpack", ""),
+    ],
+)
+def test_devices_of_few_gpus_are_preferred(
+    required: list[str], size: int, placement: str, chosen: str
+) -> None:
+    assert preferred(list(GPU_OF), required, size, GPU_OF, placement) == chosen.split()
+
+
+def test_a_lease_s_name_is_that_of_its_devices_in_any_order() -> None:
+    assert lease_name(["00:06.0-1", "00:06.0-0"]) == lease_name(["00:06.0-0", "00:06.0-1"])
+    assert lease_name(["00:06.0-0"]) != lease_name(["00:06.0-1"])
+    assert len(lease_name(["00:06.0-0"])) == 20
