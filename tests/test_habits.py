@@ -158,6 +158,15 @@ def test_systemd_accepts_the_gateways_units(tmp_path: Path, name: str) -> None:
     verify(tmp_path / name)
 
 
+def test_systemd_accepts_the_kubelet_plugin_s_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "yunion-mps-kubelet-plugin.service"
+    text = (CHECKOUT / "systemd" / unit.name).read_text()
+    assert "\nRestart=always\n" in text
+    assert "Requires=" not in text
+    unit.write_text(text.replace("/usr/bin/yunion-mps-kubelet-plugin", shutil.which("true") or ""))
+    verify(unit)
+
+
 def test_the_gateways_memory_is_bounded_by_its_unit() -> None:
     assert "\nMemoryMax=256M\n" in (CHECKOUT / "systemd/yunion-mps-gateway.service").read_text()
 
@@ -171,7 +180,7 @@ def verify(unit: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("name", "most"), [("daemon", 4.0), ("gateway", 1.5)])
+@pytest.mark.parametrize(("name", "most"), [("daemon", 4.0), ("gateway", 1.5), ("kubelet-plugin", 1.0)])
 def test_the_units_sandboxes_are_rated_at_most(name: str, most: float) -> None:
     unit = CHECKOUT / f"systemd/yunion-mps-{name}.service"
     threshold = f"--threshold={most * 10:.0f}"

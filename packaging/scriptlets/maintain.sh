@@ -84,7 +84,7 @@ reexec() { # run the new program in the daemon's process, so that an upgrade end
     fi
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
         printf '%s\n' "$why" | while IFS= read -r line; do say "$line"; done
-        systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
+        systemctl --quiet try-restart yunion-mps-gateway.service yunion-mps-kubelet-plugin.service 2>/dev/null || :
         systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # earlier releases did not have it
     else
         say "the previous daemon continues: $(first "$why"); when no job is running: systemctl restart $unit"
@@ -152,12 +152,13 @@ before_cloudpods_goes() { # Cloudpods' rpm stops the service before the last scr
 going() { # the package is removed: stop the daemon, which restores the compute modes
     if systemd_runs; then
         say_whose_jobs_end
+        systemctl --quiet stop yunion-mps-kubelet-plugin.service || :
         systemctl stop "$unit" || say "the service could not be stopped: see above"
         systemctl stop 'yunion-mps-job@*.service' || : # jobs that are not clients of MPS
         systemctl reset-failed "$unit" 'yunion-mps-job@*.service' 2>/dev/null || :
     fi
     if command -v systemctl >/dev/null; then
-        systemctl --quiet disable "$unit" 2>/dev/null || :
+        systemctl --quiet disable "$unit" yunion-mps-kubelet-plugin.service 2>/dev/null || :
         for link in "$enabled"/yunion-mps-job@?*.service; do
             [ ! -L "$link" ] || systemctl --quiet disable "${link##*/}" 2>/dev/null || :
         done

@@ -21,11 +21,17 @@ ONLY_DEBIAN = {
     "/usr/share/doc/yunion-mps-daemon/changelog.gz",
     "/usr/share/lintian/overrides/yunion-mps-daemon",
 }
-PROGRAMS = {"/usr/bin/yunion-mps", "/usr/bin/yunion-mps-daemon", "/usr/lib/yunion-mps/maintain"}
+PROGRAMS = {
+    "/usr/bin/yunion-mps",
+    "/usr/bin/yunion-mps-daemon",
+    "/usr/bin/yunion-mps-kubelet-plugin",
+    "/usr/lib/yunion-mps/maintain",
+}
 EXPECTED = {
     "/usr/lib/systemd/system/yunion-mps-daemon.service",
     "/usr/lib/systemd/system/yunion-mps-gateway.path",
     "/usr/lib/systemd/system/yunion-mps-gateway.service",
+    "/usr/lib/systemd/system/yunion-mps-kubelet-plugin.service",
     "/usr/lib/systemd/system-preset/90-yunion-mps.preset",
     "/usr/lib/sysusers.d/yunion-mps.conf",
     "/usr/lib/tmpfiles.d/yunion-mps.conf",
@@ -36,6 +42,7 @@ EXPECTED = {
     "/usr/share/man/man5/yunion-mps-host.conf.5.gz",
     "/usr/share/man/man5/yunion-mps-host_container_device.yml.5.gz",
     "/usr/share/man/man8/yunion-mps-daemon.8.gz",
+    "/usr/share/man/man8/yunion-mps-kubelet-plugin.8.gz",
     "/usr/share/yunion-mps/grafana/yunion-mps.json",
     "/usr/share/yunion-mps/host.conf",
     "/usr/share/yunion-mps/host_container_device.yml",

@@ -24,7 +24,7 @@ class Installed:
         for name, place in (("/usr/lib/yunion-mps", library), ("/usr/bin/python3.%d", root / "python3.%d")):
             assert f'"{name}"' in text
             text = text.replace(f'"{name}"', f'"{place}"')
-        for program in ("yunion-mps", "yunion-mps-daemon"):
+        for program in ("yunion-mps", "yunion-mps-daemon", "yunion-mps-kubelet-plugin"):
             (root / program).write_text(text)
             (root / program).chmod(0o755)
 
@@ -57,7 +57,7 @@ def test_an_old_python_can_parse_the_launcher() -> None:
     ast.parse(LAUNCHER.read_text(), feature_version=(3, 6))
 
 
-@pytest.mark.parametrize("program", ["yunion-mps", "yunion-mps-daemon"])
+@pytest.mark.parametrize("program", ["yunion-mps", "yunion-mps-daemon", "yunion-mps-kubelet-plugin"])
 def test_each_name_starts_its_own_program(installed: Installed, program: str) -> None:
     assert installed.run(program, "--version").stdout.startswith(f"{program} {__version__} (")
     assert program in installed.run(program, "--help").stdout

@@ -73,8 +73,9 @@ def pipx(tmp_path: Path, built: Built) -> Pipx:
     return made
 
 
-def test_the_wheel_installs_both_programs_and_nothing_else(pipx: Pipx) -> None:
-    assert sorted(path.name for path in (pipx.home / "bin").iterdir()) == ["yunion-mps", "yunion-mps-daemon"]
+def test_the_wheel_installs_the_programs_and_nothing_else(pipx: Pipx) -> None:
+    programs = ["yunion-mps", "yunion-mps-daemon", "yunion-mps-kubelet-plugin"]
+    assert sorted(path.name for path in (pipx.home / "bin").iterdir()) == programs
     with SimHost.create() as host:
         for name in ("host.conf", "host_container_device.yml"):
             shutil.copy(ROOT / "etc/yunion" / name, host.root / "etc/yunion" / name)

@@ -121,7 +121,7 @@ def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
         "yunion-mps plan --output csv",
         "yunion-mps daemon-reexec",
         # What serves over TCP, too.
-        "systemctl --quiet try-restart yunion-mps-gateway.service",
+        "systemctl --quiet try-restart yunion-mps-gateway.service yunion-mps-kubelet-plugin.service",
         "systemctl --quiet start yunion-mps-gateway.path",
     ]
 
@@ -315,10 +315,11 @@ def test_template_jobs_are_stopped_after_the_service(host: Host) -> None:
     )
     calls = [call for call in host.calls() if call.startswith("systemctl ")]
     assert calls[1:] == [
+        "systemctl --quiet stop yunion-mps-kubelet-plugin.service",
         "systemctl stop yunion-mps-daemon.service",
         "systemctl stop yunion-mps-job@*.service",
         "systemctl reset-failed yunion-mps-daemon.service yunion-mps-job@*.service",
-        "systemctl --quiet disable yunion-mps-daemon.service",
+        "systemctl --quiet disable yunion-mps-daemon.service yunion-mps-kubelet-plugin.service",
         "systemctl --quiet disable yunion-mps-job@train.service",
     ]
 

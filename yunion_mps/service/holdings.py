@@ -179,7 +179,7 @@ def in_container(container: str | None, command: str) -> str:
 def holder_label(lease: LeaseRecord) -> str:
     """Return the user and the process, container or name: `alice (PID 4260)`, `bob (job-17)`."""
     process = f"PID {lease['pid']}" if lease["pid"] else ""
-    return f"{lease['user']} ({lease['name'] or lease['container'] or process})"
+    return f"{lease['user']} ({lease['container'] or lease['name'] or process})"
 
 
 def folded_addresses(addresses: Sequence[str]) -> str:

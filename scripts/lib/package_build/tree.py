@@ -30,9 +30,15 @@ FEDORA = Family("etc/sysconfig/yunion-mps-daemon", "usr/share/zsh/site-functions
 _FILES = (
     ("packaging/bin/launcher", "usr/bin/yunion-mps", 0o755),
     ("packaging/bin/launcher", "usr/bin/yunion-mps-daemon", 0o755),
+    ("packaging/bin/launcher", "usr/bin/yunion-mps-kubelet-plugin", 0o755),
     ("systemd/yunion-mps-daemon.service", "usr/lib/systemd/system/yunion-mps-daemon.service", 0o644),
     ("systemd/yunion-mps-job@.service", "usr/lib/systemd/system/yunion-mps-job@.service", 0o644),
     ("systemd/yunion-mps-gateway.service", "usr/lib/systemd/system/yunion-mps-gateway.service", 0o644),
+    (
+        "systemd/yunion-mps-kubelet-plugin.service",
+        "usr/lib/systemd/system/yunion-mps-kubelet-plugin.service",
+        0o644,
+    ),
     ("systemd/yunion-mps-gateway.path", "usr/lib/systemd/system/yunion-mps-gateway.path", 0o644),
     ("packaging/systemd/yunion-mps.sysusers", "usr/lib/sysusers.d/yunion-mps.conf", 0o644),
     ("packaging/systemd/yunion-mps.tmpfiles", "usr/lib/tmpfiles.d/yunion-mps.conf", 0o644),
