@@ -154,7 +154,7 @@ def test_the_picture_shows_holders_and_no_process_environment(ready_daemon: Daem
     assert (part["devices"], part["user"]) == (["00:06.0-1"], "root")
     assert (part["used"], part["budget"]) == (6000, 4096)
     assert part["pids"] == [pid]
-    served_devices = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    served_devices = {"total": 4, "available": 4, "unavailable": 0, "pending": 0, "reserved": 0}
     assert picture["devices"] == {**served_devices, "used": 1, "free": 3}
     assert picture["problems"][0]["text"].startswith("00:06.0-1 uses 6000 of 4096 MiB")
     assert picture["host"] == os.uname().nodename

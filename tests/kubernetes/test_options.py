@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,12 @@ def test_every_key_has_a_default(tmp_path: Path, read: Read) -> None:
     assert read_options(Paths(str(tmp_path))) == DEFAULTS
     assert read("") == read("# nothing\n") == DEFAULTS
     assert len(KEYS) == len(DEFAULTS)
+
+
+def test_the_page_explains_every_key_with_its_default() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/kubernetes.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE))
+    assert rows == {name: str(key.default).replace("False", "false") for name, key in KEYS.items()}
 
 
 def test_every_key_is_read(read: Read) -> None:
