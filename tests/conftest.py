@@ -35,6 +35,7 @@ _MEASURED = (
     "tests/integration/test_metrics.py",
     "tests/integration/test_screens.py",
     "tests/integration/test_web.py",
+    "tests/kubernetes/test_plugin.py",
     "tests/packaging/test_purge.py",
     "tests/unit/cli/test_common.py",
     "tests/unit/cli/test_events.py",

@@ -184,8 +184,10 @@ class KubeletPlugin(Closes):
         self.start()
 
     def start(self) -> None:
+        coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+        env = {**coverage, **self._host.env}
         with self._log.open("a") as log:
-            self.process = self._host.popen(["yunion-mps-kubelet-plugin"], stdout=log, stderr=log)
+            self.process = self._host.popen(["yunion-mps-kubelet-plugin"], env=env, stdout=log, stderr=log)
 
     def end(self, number: int = signal.SIGKILL) -> int:
         self.process.send_signal(number)
@@ -200,8 +202,8 @@ class KubeletPlugin(Closes):
         return self._log.read_text()
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.process.poll() is None:
+            self.end(signal.SIGTERM)
 
 
 class Container(Closes):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,13 @@ def client(loop: Loop, path: Path) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def ask(client: grpc.Channel, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
-    answer: bytes = client.unary_unary(f"/test.Test/{method}")(request, timeout=timeout_s)
-    return answer
+def ask(client: grpc.Channel, method: str, request: bytes = b"") -> bytes:
+    return bytes(client.unary_unary(f"/test.Test/{method}")(request, timeout=PATIENCE_S))
 
 
-def refusal(client: grpc.Channel, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> Any:
+def refusal(client: grpc.Channel, method: str, request: bytes = b"") -> Any:
     with pytest.raises(grpc.RpcError) as caught:
-        ask(client, method, request, timeout_s)
+        ask(client, method, request)
     return caught.value
 
 
@@ -142,9 +141,9 @@ def test_an_error_of_ours_is_told_and_logged(client: grpc.Channel, caplog: pytes
     assert ask(client, "Echo", b"still there") == b"still there"
 
 
-def test_a_call_ends_at_its_deadline(client: grpc.Channel, methods: Methods) -> None:
-    assert refusal(client, "Wait", timeout_s=0.05).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    methods.waiting.acquire()
+def test_a_call_ends_at_its_deadline(loop: Loop, path: Path, methods: Methods) -> None:
+    request = _request(1, "Wait", {"grpc-timeout": "50m"})
+    assert _status(path, request) == Status.DEADLINE_EXCEEDED
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
 
 
@@ -197,7 +196,7 @@ def test_a_peer_that_does_not_read_delays_nobody(client: grpc.Channel, path: Pat
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(path))
         for stream in range(1, 40, 2):
-            slow.sendall(_request(stream, "Count", b"50"))
+            slow.sendall(_request(stream, "Count", framed=b"\0\0\0\0\x0250"))
         assert ask(client, "Echo", b"x") == b"x"
 
 
@@ -249,28 +248,21 @@ def test_a_request_that_is_not_one_message_is_refused(
 
 
 def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:
-    request = _request(1, "Echo", b"", content_type="application/json")
+    request = _request(1, "Echo", {"content-type": "application/json"})
     assert _status(path, request) == Status.UNIMPLEMENTED
 
 
 def _request(
-    stream: int,
-    method: str,
-    message: bytes = b"",
-    *,
-    framed: bytes | None = None,
-    content_type: str = "application/grpc",
+    stream: int, method: str, headers: Mapping[str, str] = {}, framed: bytes = b"\0\0\0\0\0"
 ) -> bytes:
     """A call by hand; the connection begins with the first."""
     http = H2Connection(H2Configuration(client_side=True))
     http.initiate_connection()
     if stream > 1:
         http.clear_outbound_data_buffer()
-    headers = {":method": "POST", ":scheme": "http", ":authority": "localhost", "content-type": content_type}
-    http.send_headers(stream, [(":path", f"/test.Test/{method}"), *headers.items()])
-    http.send_data(
-        stream, b"\0" + len(message).to_bytes(4, "big") + message if framed is None else framed, True
-    )
+    fixed = {":method": "POST", ":path": f"/test.Test/{method}", ":scheme": "http", ":authority": "localhost"}
+    http.send_headers(stream, {**fixed, "content-type": "application/grpc", **headers}.items())
+    http.send_data(stream, framed, end_stream=True)
     return http.data_to_send()
 
 
@@ -291,38 +283,30 @@ def _status(path: Path, request: bytes) -> int:
                         return int(headers[b"grpc-status"])
 
 
-class Theirs:
-    """What grpcio's server answers in these tests."""
+def _refuse(_: bytes, context: Any) -> bytes:
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, REASON)
+    return b""
 
-    def __init__(self) -> None:
-        self.deadlines: list[float] = []
 
-    def methods(self) -> dict[str, Any]:
-        return {"Echo": self._echo, "Refuse": self._refuse, "Large": self._large, "Wait": self._wait}
-
-    def _echo(self, request: bytes, context: Any) -> bytes:
-        self.deadlines.append(context.time_remaining())
-        return request
-
-    def _refuse(self, _: bytes, context: Any) -> bytes:
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, REASON)
-        return b""
-
-    def _large(self, request: bytes, _: Any) -> bytes:
-        return b"x" * int(request)
-
-    def _wait(self, _: bytes, context: Any) -> bytes:
-        ended = threading.Event()
-        context.add_callback(ended.set)
-        ended.wait(PATIENCE_S)
-        return b""
+def _wait(_: bytes, context: Any) -> bytes:
+    ended = threading.Event()
+    context.add_callback(ended.set)
+    ended.wait(PATIENCE_S)
+    return b""
 
 
 @pytest.fixture
-def theirs(path: Path) -> Iterator[Theirs]:
-    theirs = Theirs()
-    with their_server("test.Test", theirs.methods(), path):
-        yield theirs
+def theirs(path: Path) -> Iterator[None]:
+    """grpcio's server; `Left` answers with the time that the call has left."""
+    methods = {
+        "Echo": lambda request, _: request,
+        "Large": lambda request, _: b"x" * int(request),
+        "Left": lambda _, context: b"%d" % context.time_remaining(),
+        "Refuse": _refuse,
+        "Wait": _wait,
+    }
+    with their_server("test.Test", methods, path):
+        yield
 
 
 def asked(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
@@ -335,24 +319,24 @@ def failure(path: Path, method: str, request: bytes = b"", timeout_s: float = PA
     return caught.value
 
 
-def test_our_calls_are_answered(theirs: Theirs, path: Path) -> None:
+def test_our_calls_are_answered(theirs: None, path: Path) -> None:
     for size in (0, 1, 1_000_000):
         assert asked(path, "Echo", b"x" * size) == b"x" * size
     assert asked(path, "Large", b"%d" % MAX_MESSAGE_BYTES) == b"x" * MAX_MESSAGE_BYTES
-    assert max(theirs.deadlines) <= PATIENCE_S
+    assert 0 < int(asked(path, "Left")) <= PATIENCE_S
 
 
-def test_our_calls_hear_refusals(theirs: Theirs, path: Path) -> None:
+def test_our_calls_hear_refusals(theirs: None, path: Path) -> None:
     refused = failure(path, "Refuse")
     assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
     assert failure(path, "Nothing").status == Status.UNIMPLEMENTED
 
 
-def test_an_answer_that_is_too_long_is_refused(theirs: Theirs, path: Path) -> None:
+def test_an_answer_that_is_too_long_is_refused(theirs: None, path: Path) -> None:
     assert failure(path, "Large", b"%d" % (MAX_MESSAGE_BYTES + 1)).status == Status.RESOURCE_EXHAUSTED
 
 
-def test_our_calls_end_at_their_deadline(theirs: Theirs, path: Path) -> None:
+def test_our_calls_end_at_their_deadline(theirs: None, path: Path) -> None:
     assert failure(path, "Wait", timeout_s=0.1).status == Status.DEADLINE_EXCEEDED
 
 

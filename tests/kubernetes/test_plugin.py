@@ -250,6 +250,17 @@ def test_binpack_is_the_default_and_spread_can_be_chosen(ready_daemon: Daemon) -
             eventually(lambda: not kubelet.lists, "the plugin's end")
 
 
+def test_the_resource_is_renamed_and_limited_to_one_device(ready_daemon: Daemon) -> None:
+    options = ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml"
+    options.write_text("renameByDefault: true\nfailRequestsGreaterThanOne: true\n")
+    with Kubelet(ready_daemon.host, f"{RESOURCE}.shared") as kubelet, KubeletPlugin(ready_daemon.host):
+        kubelet.wait_healthy(4)
+        with pytest.raises(grpc.RpcError) as caught:
+            kubelet.admit("trainer", kubelet.preferred(2))
+        assert "failRequestsGreaterThanOne is set" in str(caught.value.details())
+        assert len(kubelet.run_pod("trainer", 1).devices) == 1
+
+
 @pytest.mark.gpus({"kind": "v100", "count": 2})
 def test_only_reserved_devices_are_offered_if_there_are_any(daemon: Daemon) -> None:
     path = daemon.host.root / "etc/yunion/host_container_device.yml"

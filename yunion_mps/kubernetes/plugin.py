@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -333,10 +333,11 @@ def _topology(device: Device) -> TopologyInfo | None:
 
 def _budget(devices: Sequence[Device]) -> dict[str, str]:
     """What the container may use of each of its GPUs; the least if that differs."""
-    memory_mib, percentage = Counter[str](), Counter[str]()
+    memory_mib = Counter[str]()
+    percentage: dict[str, float] = defaultdict(float)
     for device in devices:
         memory_mib[device["gpu_uuid"]] += device["memory_mib"]
-        percentage[device["gpu_uuid"]] += device["thread_percentage"]  # type: ignore[assignment]
+        percentage[device["gpu_uuid"]] += device["thread_percentage"]
     sm = min(100.0, *percentage.values())
     return {MEMORY_VARIABLE: str(min(memory_mib.values())), SM_VARIABLE: f"{sm:g}"}
 
