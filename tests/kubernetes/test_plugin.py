@@ -85,7 +85,7 @@ def test_what_others_lease_is_not_healthy(
     assert kubelet.wait_healthy(3) == [ADDRESSES[0], ADDRESSES[1], ADDRESSES[3]]
     code, reason = refused(kubelet, (ADDRESSES[2],))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert f"device {ADDRESSES[2]} cannot be allocated now: 1 of 1 in use" in reason
+    assert f"device {ADDRESSES[2]} cannot be allocated now: 1 of 1 leased" in reason
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     kubelet.wait_healthy(4)
 
