@@ -25,7 +25,7 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
     for _ in range(4):
         assert take(reserving, "holder.kind=process")["gpus"] == ["00:06.0"]
     done = run(host, "--", "true")
-    assert (done.returncode, "4 of 4 in use" in done.stderr) == (5, True), done.stderr
+    assert (done.returncode, "4 of 4 leased" in done.stderr) == (5, True), done.stderr
     done = run(host, "--device", SECOND, "--", "true")
     assert (done.returncode, done.stderr.splitlines()) == (
         1,

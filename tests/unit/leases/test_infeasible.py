@@ -109,7 +109,7 @@ def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:
     allocator = Allocator(Ledger())
     assert [one.gpu_uuid for one in allocator.choose(LeaseRequest(), there)] == ["GPU-0"]
     allocator.ledger.add(lease("a", device(0, 0, 1)))
-    with pytest.raises(NothingFreeError, match="1 of 1 in use"):
+    with pytest.raises(NothingFreeError, match="1 of 1 leased"):
         allocator.choose(LeaseRequest(), there)
     (chosen,) = allocator.choose(LeaseRequest(reserved_for="kubernetes"), there)
     assert chosen.gpu_uuid == "GPU-1"
