@@ -65,6 +65,14 @@ _SCHEMA = (
 #: SQLite's page cache; by default it grows to 2 MiB as events are written.
 _CACHE_KIB = 256
 _HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
+_BUSY, _LOCKED, _READONLY, _FULL = 5, 6, 8, 13
+#: Before Python 3.11, an error of sqlite3 has only the text of its result code.
+_CODES_OF_TEXTS = {
+    "database is locked": _BUSY,
+    "database table is locked": _LOCKED,
+    "attempt to write a readonly database": _READONLY,
+    "database or disk is full": _FULL,
+}
 
 
 class Store:
@@ -245,12 +253,13 @@ class Store:
             return found
 
     def _error(self, what: str, error: Exception) -> HostError:
-        hint = "free disk space: df" if "full" in str(error) else _HINT
-        if "locked" in str(error):
+        code = _result_code(error)
+        hint = "free disk space: df" if code == _FULL else _HINT
+        if code in (_BUSY, _LOCKED):
             hint = f"end the other process that has locked it, and keep the file: lslocks | grep {self._file}"
         directory = os.path.dirname(self._file)
         is_read_only = os.path.isdir(directory) and not os.access(directory, os.W_OK)
-        if is_read_only or "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:
+        if is_read_only or code == _READONLY or getattr(error, "errno", None) == errno.EROFS:
             hint = f"make it writable for root: findmnt -T {directory}; ls -l {self._file}"
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
@@ -269,6 +278,12 @@ class Store:
             if of_any_boot or copy["boot_id"] == self.boot_id:
                 return {str(uuid): str(mode) for uuid, mode in copy["modes"].items()}
         return {}
+
+
+def _result_code(error: Exception) -> int:
+    """SQLite's primary result code (https://www.sqlite.org/rescode.html); 0 if it is unknown."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return _CODES_OF_TEXTS.get(str(error), 0) if code is None else code & 0xFF
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
