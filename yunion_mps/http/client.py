@@ -65,10 +65,18 @@ class Exchange:
         self._body = bytearray()
 
     def feed(self, data: bytes) -> Response | None:
-        """Add received data, empty at EOF; returns the answer once it is complete; raises ProtocolError."""
+        """Add received data, empty at EOF; returns the answer once it is complete.
+
+        Raises h11.ProtocolError, and ConnectionError at an EOF before the end of the answer.
+        """
         self._http.receive_data(data)
         while True:
-            event = self._http.next_event()
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError:
+                if data:
+                    raise
+                raise ConnectionError("it stopped or restarted") from None
             if event is h11.NEED_DATA:
                 return None
             if isinstance(event, h11.Response):
@@ -244,10 +252,8 @@ def timeout_error(path: str, timeout_s: float) -> UnreachableError:
 
 
 def disconnected_error(path: str, error: Exception) -> UnreachableError:
-    # h11's message for a connection closed before the answer means nothing to a user.
-    why = "it stopped or restarted" if "ConnectionClosed" in str(error) else str(error)
     return UnreachableError(
-        f"the daemon's answer on {path} was cut off: {why}", f"see: journalctl -u {_UNIT}"
+        f"the daemon's answer on {path} was cut off: {error}", f"see: journalctl -u {_UNIT}"
     )
 
 

@@ -195,9 +195,9 @@ def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) ->
     [
         (b"\x16\x03\x01\x02\x00\r\n\r\n", "illegal status line"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "illegal status line"),
-        (HEAD + b'{"half":', "peer closed connection without sending complete message body"),
-        (HEAD[:30], "peer unexpectedly closed connection"),
-        (b"", ""),
+        (HEAD + b'{"half":', "it stopped or restarted"),
+        (HEAD[:30], "it stopped or restarted"),
+        (b"", "it stopped or restarted"),
     ],
     ids=["binary", "another protocol", "half a body", "half a head", "nothing"],
 )
