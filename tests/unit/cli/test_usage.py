@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import pkgutil
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ from pathlib import Path
 import click
 import pytest
 import yunion_mps
+import yunion_mps.cli as cli_package
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
 from yunion_mps.client.transport import WAIT_S
@@ -352,3 +355,12 @@ def test_an_argument_that_is_not_utf8_names_nothing(cli: Cli, command: str) -> N
     done = cli(command, "\udcff")
     assert done.code == 1, done.err
     assert "there is no device " in done.err
+
+
+def test_every_command_of_a_module_is_reachable() -> None:
+    registered = {cli.get_command(click.Context(cli), name) for name in COMMANDS}
+    groups = [one for one in registered if isinstance(one, click.Group)]
+    registered |= {cli, *(command for group in groups for command in group.commands.values())}
+    names = [found.name for found in pkgutil.walk_packages(cli_package.__path__, "yunion_mps.cli.")]
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    assert {one.name for one in values if isinstance(one, click.Command) and one not in registered} == set()
