@@ -191,7 +191,8 @@ class Daemon(Closes):
     @property
     def notifications(self) -> list[str]:
         """Every line of every notification since its last start: READY=1, STATUS=..., in order."""
-        return [line for message in list(self.messages) for line in message.splitlines()]
+        self._drain()
+        return [line for message in self.messages for line in message.splitlines()]
 
     @property
     def socket_path(self) -> Path:
