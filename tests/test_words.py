@@ -8,7 +8,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 #: It quotes what is not said any more.
-QUOTES = CHECKOUT / "docs/language-review.md"
+QUOTES = CHECKOUT / "docs/reviews/language.md"
 PLACES = (
     "yunion_mps",
     "tests",
