@@ -232,6 +232,7 @@ def stand_in(host: SimHost, *, reads_cdi: bool) -> None:
     """A docker that is podman, and answers for itself what podman does not know of docker."""
     directories = '["/etc/cdi","/var/run/cdi"]' if reads_cdi else "null"
     program = host.root / "bin/docker"
+    program.unlink(missing_ok=True)  # one that is being started cannot be written to
     program.write_text(
         f'#!/bin/sh\n[ "$1" != info ] || {{ echo \'{directories}\'; exit; }}\nexec podman "$@"\n'
     )
