@@ -296,6 +296,7 @@ def test_a_number_of_1_mib_is_refused_quickly(files: Files, number: str) -> None
     assert time.process_time() - begin < QUICK_S
 
 
+@pytest.mark.processes
 def test_pyyaml_compiles_a_regular_expression_when_it_is_first_used() -> None:
     code = """
 import re, yunion_mps.config, yaml
