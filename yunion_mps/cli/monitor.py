@@ -222,9 +222,9 @@ def web(address: str, allow_public: bool) -> None:
     """
     import asyncio
 
-    from yunion_mps.host import systemd
+    from yunion_mps.host.log import set_up_log
 
-    systemd.set_up_log("warning", plain=True)
+    set_up_log("warning", plain=True)
     endpoint = _check_address(address, allow_public=allow_public)
     call(GET_STATUS)  # raises if the daemon does not answer this user
     with contextlib.suppress(KeyboardInterrupt):
@@ -282,7 +282,7 @@ def gateway() -> None:
     import asyncio
 
     from yunion_mps.gateway.server import serve
-    from yunion_mps.host import systemd
+    from yunion_mps.host.log import set_up_log
 
-    systemd.set_up_log("info", plain=True)
+    set_up_log("info", plain=True)
     asyncio.run(serve(Paths.from_environment()))

@@ -15,8 +15,8 @@ from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
-from yunion_mps.host import systemd
 from yunion_mps.host.files import take_lock
+from yunion_mps.host.log import set_log_prefix, set_up_log
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
@@ -39,11 +39,11 @@ class _LoadError(Exception):
 
 
 def run(options: Options) -> int:
-    systemd.set_up_log(options.log_level)
+    set_up_log(options.log_level)
     paths = Paths.from_environment()
     try:
         if options.is_offline:
-            systemd.set_log_prefix(PROGRAM)
+            set_log_prefix(PROGRAM)
             return _run_offline(paths, options)
         state = inherited_state()
         lock = state.lock if state else take_lock(paths)
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         finally:
             os.close(lock)
     except YunionError as error:
-        systemd.set_log_prefix(PROGRAM)
+        set_log_prefix(PROGRAM)
         for line in error.lines:
             log.error("%s", line)
         return error.exit_code

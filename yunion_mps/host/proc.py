@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import struct
 import time
@@ -24,6 +25,10 @@ _MAX_ENVIRONMENT = 6 << 20
 #: Kernel flag (include/linux/sched.h) in stat; also set for a zombie.
 _PF_EXITING = 0x4
 _PF_KTHREAD = 0x200000
+#: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
+_JOB_UNIT = r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)"
+#: Below these, users' own service managers create groups with arbitrary names.
+_USERS = r"/user(?:@|\.slice)"
 #: The uid of a client over TCP, which the kernel does not know.
 UNKNOWN_UID = -1
 #: The time limit of the search of all processes' descriptors, because it blocks the event loop.
@@ -98,6 +103,26 @@ def is_exiting(pid: int, proc: str = "/proc") -> bool:
     """
     fields = _stat_fields(pid, proc)
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+
+
+def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
+    """Return the job unit of the process, such as `yunion-mps-job@train.service`; None if unknown.
+
+    systemd creates a control group for each unit, and no job can leave its own. Returns "" if the process is
+    in no job unit, there are no control groups, or the process is in a PID namespace that is not visible here
+    (PID 0). Unknown if the process is exiting or gone: control groups of version 1 then report `/`.
+    """
+    try:
+        with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
+            groups = file.read().splitlines()
+    except FileNotFoundError:
+        groups = []
+    except OSError:  # for example, no descriptor is left
+        return None
+    if pid and is_exiting(pid, proc):  # checked last, because it may exit at any time
+        return None
+    found = (re.search(_JOB_UNIT, group) for group in groups if not re.search(_USERS, group))
+    return next((match[1] for match in found if match), "")
 
 
 def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:

@@ -14,7 +14,8 @@ import click
 
 from yunion_mps import version_line
 from yunion_mps.errors import ConfigError, YunionError
-from yunion_mps.host.systemd import Notifier, set_up_log
+from yunion_mps.host.log import set_up_log
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, Plugin

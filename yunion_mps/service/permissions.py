@@ -6,8 +6,7 @@ import os
 from typing import NamedTuple
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
-from yunion_mps.host.proc import started_ticks, uid_of
-from yunion_mps.host.systemd import job_unit_of
+from yunion_mps.host.proc import job_unit_of, started_ticks, uid_of
 from yunion_mps.leases.request import owner_name
 from yunion_mps.models import Holder, Lease, Owner
 
