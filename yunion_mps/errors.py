@@ -60,15 +60,15 @@ class Problem(NamedTuple):
 
 
 class ConfigError(YunionError):
-    """The configuration cannot be used; has every problem of both files."""
+    """The configuration cannot be used; has every problem of its files. The command `check` checks it."""
 
     exit_code = 6
     code = reasons.INVALID_CONFIGURATION
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], check: str = "yunion-mps config check") -> None:
         fix = "fix these lines, " if any(problem.line is not None for problem in problems) else ""
         message = "\n".join(str(problem) for problem in problems)
-        super().__init__(message, f"{fix}then run: yunion-mps config check")
+        super().__init__(message, f"{fix}then run: {check}")
         self.problems = tuple(problems)
 
 

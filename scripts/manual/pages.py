@@ -63,9 +63,7 @@ def command_page(date: str) -> str:
     made.paragraph("`yunion-mps COMMAND --help` prints the same text.")
     for context, names in _commands(root):
         _add_command(made, context, names)
-    made.section("Exit status")
-    for number, words in statuses(cli.epilog or ""):
-        made.term(number, words)
+    _add_statuses(made, cli)
     made.section("Environment")
     for variable, words in _ENVIRONMENT.items():
         made.term(f"`{variable}`", words)
@@ -139,30 +137,15 @@ def _add_kept(made: Page, texts: list[str]) -> None:
         made.verbatim((rest if title.endswith(":") else text).splitlines())
 
 
-_DAEMON = "yunion-mps-daemon"
-
-
 def daemon_page(date: str) -> str:
     """The source of the page."""
     told, words = command(), texts("daemon")
-    context = click.Context(told, info_name=_DAEMON, **told.context_settings)
-    prose, _ = _help(told)
-    made = Page(_DAEMON, 8, date, "run NVIDIA MPS as a service")
-    made.section("Synopsis")
-    made.synopsis(_DAEMON, " ".join(told.collect_usage_pieces(context)))
-    made.section("Description")
-    for text in (*prose, *words["description"]):
-        made.paragraph(text)
-    made.section("Options")
-    for option, about in _options(context):
-        made.term(f"`{option}`", about)
+    made = _begun(told, date, "run NVIDIA MPS as a service", words["description"])
     for section in ("stop and reload", "signals", "environment"):
         made.section(section)
         _add_terms(made, words[section])
     add_files(made)
-    made.section("Exit status")
-    for number, meaning in statuses(told.epilog or ""):
-        made.term(number, meaning)
+    _add_statuses(made, told)
     made.section("Examples")
     for title, lines in words["examples"].items():
         made.paragraph(title)
@@ -180,7 +163,6 @@ def daemon_page(date: str) -> str:
     return str(made)
 
 
-_PLUGIN = "yunion-mps-kubelet-plugin"
 _PLUGIN_FILE = """\
 A YAML file with one key and value per line, read at the start. Every key is optional, and the file may be
 missing. `yunion-mps-kubelet-plugin --check` prints every problem with its line."""
@@ -189,17 +171,7 @@ missing. `yunion-mps-kubelet-plugin --check` prints every problem with its line.
 def kubelet_plugin_page(date: str) -> str:
     """The source of the page, which also documents the plugin's file."""
     told, words = kubelet_plugin.command(), texts("kubelet-plugin")
-    context = click.Context(told, info_name=_PLUGIN, **told.context_settings)
-    prose, _ = _help(told)
-    made = Page(_PLUGIN, 8, date, "offer MPS devices to Kubernetes")
-    made.section("Synopsis")
-    made.synopsis(_PLUGIN, " ".join(told.collect_usage_pieces(context)))
-    made.section("Description")
-    for text in (*prose, *words["description"]):
-        made.paragraph(text)
-    made.section("Options")
-    for option, about in _options(context):
-        made.term(f"`{option}`", about)
+    made = _begun(told, date, "offer MPS devices to Kubernetes", words["description"])
     made.section("Configuration")
     made.paragraph(_PLUGIN_FILE)
     for name, key in OPTION_KEYS.items():
@@ -207,11 +179,31 @@ def kubelet_plugin_page(date: str) -> str:
     made.section("Environment of containers")
     _add_terms(made, words["environment"])
     add_files(made, "kubelet_plugin", "socket", "device_plugins", "pod_resources")
-    made.section("Exit status")
-    for number, meaning in statuses(told.epilog or ""):
-        made.term(number, meaning)
+    _add_statuses(made, told)
     made.see_also(["yunion-mps-daemon(8)", "yunion-mps-host_container_device.yml(5)", "yunion-mps(1)"])
     return str(made)
+
+
+def _begun(program: click.Command, date: str, title: str, more: Iterable[str]) -> Page:
+    """Begin the page of a program without commands; its description is the help, and `more`."""
+    name = program.name or ""
+    context = click.Context(program, info_name=name, **program.context_settings)
+    made = Page(name, 8, date, title)
+    made.section("Synopsis")
+    made.synopsis(name, " ".join(program.collect_usage_pieces(context)))
+    made.section("Description")
+    for text in (*_help(program)[0], *more):
+        made.paragraph(text)
+    made.section("Options")
+    for option, about in _options(context):
+        made.term(f"`{option}`", about)
+    return made
+
+
+def _add_statuses(made: Page, program: click.Command) -> None:
+    made.section("Exit status")
+    for number, meaning in statuses(program.epilog or ""):
+        made.term(number, meaning)
 
 
 def _add_terms(made: Page, terms: dict[str, str]) -> None:

@@ -77,26 +77,51 @@ def test_what_cannot_be_used_is_reported_with_its_line(read: Read, text: str) ->
         read(text)
 
 
-@pytest.mark.processes
-def test_the_program_checks_its_file(tmp_path: Path, read: Read) -> None:
-    def run(*options: str) -> tuple[int, str]:
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
+    """How the program ends, and what it prints."""
+
+    def run(*options: str) -> tuple[int, list[str]]:
         program = Path(sys.executable).with_name("yunion-mps-kubelet-plugin")
         env = {**os.environ, "YUNION_MPS_ROOT": str(tmp_path)}
         done = subprocess.run([program, *options], env=env, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, (done.stdout + done.stderr).splitlines()
 
-    assert run("--check") == (0, "")
+    return run
+
+
+Run = Callable[..., tuple[int, list[str]]]
+OURS = "yunion-mps-kubelet-plugin: "
+
+
+@pytest.mark.processes
+def test_a_file_that_can_be_used_passes_the_check(run: Run, read: Read) -> None:
+    assert run("--check") == (0, [])
     read("preferred: spread\n")
-    assert run("--check") == (0, "")
+    assert run("--check") == (0, [])
+
+
+@pytest.mark.processes
+def test_a_problem_has_its_line_its_code_and_the_command_that_checks(
+    tmp_path: Path, run: Run, read: Read
+) -> None:
     with pytest.raises(ConfigError):
         read("preferred: 1\n")
-    for options in (("--check",), ()):
-        status, told = run(*options)
-        assert status == 6
-        assert "yunion-mps-kubelet-plugin: " in told
-        assert "kubelet-plugin.yml:1: preferred is 1, but must be binpack or spread" in told
-    assert run("--nothing")[0] == 2
-    assert run("--version")[1].startswith("yunion-mps-kubelet-plugin ")
+    place = f"{tmp_path}/etc/yunion/kubelet-plugin.yml:1"
+    told = [
+        f"{OURS}{place}: preferred is 1, but must be binpack or spread [invalid_configuration]",
+        f"{OURS}fix these lines, then run: yunion-mps-kubelet-plugin --check",
+    ]
+    assert run("--check") == run() == (6, told)
+
+
+@pytest.mark.processes
+def test_wrong_usage_of_the_plugin_is_worded_as_that_of_the_command(run: Run) -> None:
+    see = f"{OURS}see: yunion-mps-kubelet-plugin --help"
+    assert run("--chekc") == (2, [f"{OURS}no such option: --chekc (did you mean --check?)", see])
+    assert run("now") == (2, [f"{OURS}got unexpected extra argument (now)", see])
+    status, (line,) = run("--version")
+    assert (status, line.split()[0]) == (0, "yunion-mps-kubelet-plugin")
 
 
 @pytest.mark.parametrize(

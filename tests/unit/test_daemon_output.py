@@ -45,7 +45,10 @@ def test_an_unknown_log_level_in_the_environment_is_wrong_usage(error: IO[str], 
     env = {"PATH": os.environ["PATH"], "YUNION_MPS_LOG_LEVEL": "verbose"}
     command = [PROGRAM, *arguments]
     assert subprocess.run(command, stderr=error, env=env, timeout=60, check=False).returncode == 2
-    assert lines_of(error) == [f"yunion-mps-daemon: YUNION_MPS_LOG_LEVEL is 'verbose': {CHOICES}"]
+    assert lines_of(error) == [
+        f"{OURS}YUNION_MPS_LOG_LEVEL is 'verbose': {CHOICES}",
+        f"{OURS}see: yunion-mps-daemon --help",
+    ]
 
 
 def test_the_option_overrides_the_environment(error: IO[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -12,8 +11,7 @@ import click
 
 from yunion_mps.cli.output import refuse_closed_output, unwritable
 from yunion_mps.errors import YunionError
-from yunion_mps.text import printable
-from yunion_mps.wrong_usage import CLOSE, wrong_usage
+from yunion_mps.program import CONTEXT_SETTINGS, print_error, suggestion, version_option, wrong_usage
 
 _PROGRAM = "yunion-mps"
 #: The longest short help, which fits beside the longest name in 80 columns.
@@ -79,8 +77,8 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 """
 
 
-#: Replacements of former commands.
-_MOVED = {"clients": "who --clients"}
+#: What is suggested for former commands.
+_MOVED = {"clients": " (did you mean who --clients?)"}
 
 
 class SuggestingGroup(click.Group):
@@ -107,12 +105,8 @@ class SuggestingGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from difflib import get_close_matches
-
-            moved = [_MOVED[args[0]]] if args[0] in _MOVED else []
-            suggestions = moved or get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=CLOSE)
-            if suggestions:
-                error.message = f"{error.message.rstrip('.')} (did you mean {suggestions[0]}?)"
+            near = _MOVED.get(args[0]) or suggestion(args[0], self.list_commands(ctx))
+            error.message = error.message.rstrip(".") + near
             raise
 
 
@@ -148,26 +142,14 @@ class LazyGroup(SuggestingGroup):
         return command
 
 
-def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    del parameter
-    if value and not ctx.resilient_parsing:
-        from yunion_mps import version_line
-
-        click.echo(version_line(_PROGRAM))
-        ctx.exit()
-
-
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings=CONTEXT_SETTINGS,
     epilog="\b\nExit status:\n"
     "  0 success; 1 failure; 2 wrong usage; 3 the daemon is unreachable;\n"
     "  4 permission denied; 5 no device is free; 6 invalid configuration",
 )
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
-    help="Show the version and revision, and exit.",
-)  # fmt: skip
+@version_option(_PROGRAM)
 def cli() -> None:
     """Share NVIDIA GPUs between jobs, with enforced limits.
 
@@ -212,11 +194,11 @@ def run() -> int:
     try:
         status = _main()
     except YunionError as error:
-        return _fail(error)
+        return print_error(_PROGRAM, error)
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        return _fail(wrong_usage(error, _PROGRAM))
+        return print_error(_PROGRAM, wrong_usage(error, _PROGRAM))
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of our output has read enough
@@ -228,7 +210,7 @@ def run() -> int:
         raise
     except OSError as error:
         _discard_output()
-        return _fail(unwritable(error.strerror))
+        return print_error(_PROGRAM, unwritable(error.strerror))
     return status if isinstance(status, int) else 0  # click returns the status of an Exit
 
 
@@ -245,11 +227,3 @@ def _discard_output() -> None:
     """Discard unwritten output; otherwise, Python would try to write it at exit and report an error."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(error: YunionError) -> int:
-    """Print the error and its hint; return its exit status."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
-            print("\n".join(f"{_PROGRAM}: {printable(line)}" for line in error.lines), file=sys.stderr)
-    return error.exit_code

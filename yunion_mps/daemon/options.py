@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.errors import YunionError
 
 if TYPE_CHECKING:
     import click
@@ -46,44 +47,26 @@ class Options(NamedTuple):
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
-    options = _given(arguments) if arguments else Options()
-    level = options.log_level or os.environ.get(_LEVEL_VARIABLE) or "info"
-    if level not in LEVELS:
-        _refuse(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}")
-    return options._replace(log_level=level)
-
-
-def _given(arguments: Sequence[str]) -> Options:
-    import click
+    if not arguments and _default_level() in LEVELS:
+        return Options(log_level=_default_level())
+    from yunion_mps.program import print_error, run_command
 
     try:
-        options = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
-    except click.ClickException as error:
-        from yunion_mps.wrong_usage import wrong_usage
-
-        _refuse(*wrong_usage(error, PROGRAM).lines)
+        options = run_command(command(), PROGRAM, arguments)
+    except YunionError as error:
+        sys.exit(print_error(PROGRAM, error))
     return options if isinstance(options, Options) else sys.exit(0)  # --help or --version
 
 
-def _refuse(*lines: str) -> NoReturn:
-    """Exit with the status of wrong usage, with lines as the command line prints them."""
-    from yunion_mps.text import printable
-
-    with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
-        sys.stderr.write("".join(f"{PROGRAM}: {printable(line)}\n" for line in lines))
-    sys.exit(2)
+def _default_level() -> str:
+    return os.environ.get(_LEVEL_VARIABLE) or "info"
 
 
 def command() -> click.Command:
     """All options with their help, as a command that returns what was given."""
     import click
 
-    def show_version(ctx: click.Context, _: click.Parameter, value: object) -> None:
-        if value:
-            from yunion_mps import version_line
-
-            click.echo(version_line(PROGRAM))
-            ctx.exit()
+    from yunion_mps.program import program_command
 
     def pid(text: str) -> int:
         if not re.fullmatch("[1-9][0-9]{0,6}", text):
@@ -93,16 +76,13 @@ def command() -> click.Command:
     def checked(*, check: bool, restore: bool, adopt: int | None, log_level: str | None) -> Options:
         if check + restore + (adopt is not None) > 1:
             raise click.UsageError(_ONE_OF)
-        return Options(check, restore, adopt, log_level or "")
+        level = log_level or _default_level()
+        if level not in LEVELS:
+            raise click.UsageError(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}.")
+        return Options(check, restore, adopt, level)
 
-    made = click.Command(
-        PROGRAM,
-        callback=checked,
-        help=_HELP,
-        epilog=_STATUSES,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    )
-    for option in (
+    return program_command(
+        PROGRAM, checked, _HELP, _STATUSES,
         click.option("--check", is_flag=True, help="Check the configuration against the GPUs, and exit."),
         click.option(
             "--restore", is_flag=True,
@@ -117,10 +97,4 @@ def command() -> click.Command:
             "--log-level", type=click.Choice(LEVELS), metavar="LEVEL",
             help=f"Log messages of this level and above: {', '.join(LEVELS)}. Default: info.",
         ),
-        click.option(
-            "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
-            help="Show the version and revision, and exit.",
-        ),
-    ):  # fmt: skip
-        option(made)
-    return made
+    )  # fmt: skip

@@ -100,5 +100,5 @@ def read_options(paths: Paths) -> PluginOptions:
     except FileProblemError as error:
         problems.append(error.problem)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, check="yunion-mps-kubelet-plugin --check")
     return PluginOptions(*values.values())

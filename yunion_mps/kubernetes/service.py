@@ -12,15 +12,14 @@ import time
 
 import click
 
-from yunion_mps import version_line
-from yunion_mps.errors import ConfigError, YunionError
+from yunion_mps.errors import YunionError
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, Plugin
 from yunion_mps.paths import Paths
-from yunion_mps.text import printable
+from yunion_mps.program import print_error, program_command, run_command
 
 log = logging.getLogger(__name__)
 
@@ -130,49 +129,21 @@ async def run(options: PluginOptions, paths: Paths) -> None:
 
 
 def command() -> click.Command:
-    """The program with its options; it returns the exit status."""
+    """The program with its options; its callback raises YunionError."""
 
-    def show_version(context: click.Context, _: click.Parameter, value: object) -> None:
-        if value:
-            click.echo(version_line(PROGRAM))
-            context.exit()
-
-    def start(*, check: bool) -> int:
+    def start(*, check: bool) -> None:
         paths = Paths.from_environment()
         options = read_options(paths)
         if not check:
             set_up_log("info")
             asyncio.run(run(options, paths))
-        return 0
 
-    made = click.Command(
-        PROGRAM,
-        callback=start,
-        help=_HELP,
-        epilog=_STATUSES,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    )
-    for option in (
-        click.option("--check", is_flag=True, help="Check the configuration, and exit."),
-        click.option(
-            "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
-            help="Show the version and revision, and exit.",
-        ),
-    ):  # fmt: skip
-        option(made)
-    return made
+    check = click.option("--check", is_flag=True, help="Check the configuration, and exit.")
+    return program_command(PROGRAM, start, _HELP, _STATUSES, check)
 
 
 def main() -> None:
     try:
-        status = command().main(prog_name=PROGRAM, standalone_mode=False)
-        sys.exit(status or 0)
-    except click.ClickException as error:
-        _exit(2, error.format_message(), f"see: {PROGRAM} --help")
-    except ConfigError as error:
-        _exit(error.exit_code, *error.message.splitlines(), f"correct it, then: systemctl restart {PROGRAM}")
-
-
-def _exit(status: int, *lines: str) -> None:
-    sys.stderr.write("".join(f"{PROGRAM}: {printable(line)}\n" for line in lines))
-    sys.exit(status)
+        run_command(command(), PROGRAM)
+    except YunionError as error:
+        sys.exit(print_error(PROGRAM, error))

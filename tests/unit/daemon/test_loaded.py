@@ -22,7 +22,7 @@ ELSEWHERE = (
     "yunion_mps.gateway.server",
     "yunion_mps.overview",
     "yunion_mps.service.offline",
-    "yunion_mps.wrong_usage",
+    "yunion_mps.program",
 )
 
 #: What takes more than 20 ms to load, and is needed only after READY, or never.
