@@ -21,13 +21,13 @@ class Reason(str):
     __slots__ = ("code",)
     code: str
 
-    def __new__(cls, text: str = "", code: str = "") -> Reason:  # noqa: PYI034 - there is no Self before 3.11
+    def __new__(cls, text: str, code: str) -> Reason:  # noqa: PYI034 - there is no Self before 3.11
         made = super().__new__(cls, text)
         made.code = code
         return made
 
 
-NO_REASON = Reason()
+NO_REASON = Reason("", "")
 
 _EVENTS = "see what happened: yunion-mps events --since 1h"
 _DOCTOR = "run the diagnostics: yunion-mps doctor"

@@ -76,6 +76,18 @@ def test_each_event_that_is_no_mere_information_has_a_code() -> None:
         assert has_code or not is_told or path.name == "gpus.py", f"{path}:{call.lineno}"
 
 
+def test_each_reason_is_made_with_a_code() -> None:
+    """`Reason` requires one; only `NO_REASON`, in reasons.py, has an empty one."""
+    found = calls("Reason")
+    assert len(found) > 30
+    for path, call in found:
+        code: Any = call.args[1] if len(call.args) == 2 else None
+        assert code is not None, f"{path}:{call.lineno}"
+        assert not isinstance(code, ast.Constant), f"{path}:{call.lineno}"
+    with pytest.raises(TypeError):
+        Reason("the GPU is lost")  # type: ignore[call-arg]
+
+
 def test_no_text_is_compared_where_there_is_a_code() -> None:
     """A reason, warning, message or hint is for people: nothing looks for words in one."""
     words = r"(?:reason|warning|message|hint|what|notice)(?:\"\])?"

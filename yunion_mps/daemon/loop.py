@@ -11,28 +11,22 @@ import select
 from collections.abc import Callable, Iterable, Mapping
 
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.daemon.process import Signals, program
+from yunion_mps.daemon.process import DaemonParts, program
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.gateway import publish_addresses, remove_addresses
 from yunion_mps.host.processes import Watchable
-from yunion_mps.host.systemd import Notifier, watchdog_interval_s
+from yunion_mps.host.systemd import watchdog_interval_s
+from yunion_mps.http.client import Exchange
 from yunion_mps.http.handlers import Handlers
-from yunion_mps.http.listener import Listener
+from yunion_mps.http.operations import GET_HEALTH
 from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter, Textfile
-from yunion_mps.paths import Paths
-from yunion_mps.service.clients import ClientService, XidAnalyzer
-from yunion_mps.service.events import EventService
-from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
-from yunion_mps.service.observer import Observer
-from yunion_mps.service.queries import Queries
-from yunion_mps.service.reload import Reloader
+from yunion_mps.service.reload import LoopControl
+from yunion_mps.service.services import Services
 from yunion_mps.service.state import one_line
-from yunion_mps.service.status import StatusService
-from yunion_mps.service.usage import ProcessDevices, UsageSampler
-from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -42,44 +36,25 @@ _LATE_S = 10.0
 _CHECK_INTERVAL_S = 15.0
 #: How long the daemon's own answer may take.
 _ANSWER_S = 5.0
-_REQUEST = b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+#: A HEAD request, because only the status line is read.
+_REQUEST = Exchange("HEAD", GET_HEALTH.encode({})).request
 #: How soon a task that continues after its cancellation is cancelled again.
 _CANCEL_RETRY_S = 0.1
 
 
-def serve(
-    paths: Paths,
-    listener: Listener,
-    supervisor: Supervisor,
-    queries: Queries,
-    notifier: Notifier,
-    signals: Signals,
-) -> bool:
+def serve(parts: DaemonParts) -> bool:
     """Run until the domains have stopped, or a re-exec is requested; returns whether it was."""
 
     async def work() -> bool:
-        return await _Loop(paths, listener, supervisor, queries, notifier, signals).run()
+        return await _Loop(parts).run()
 
     gc.freeze()  # imported modules are never freed, so the collector need not visit them
     return asyncio.run(work())
 
 
 class _Loop:
-    def __init__(
-        self,
-        paths: Paths,
-        listener: Listener,
-        supervisor: Supervisor,
-        queries: Queries,
-        notifier: Notifier,
-        signals: Signals,
-    ) -> None:
-        self._paths = paths
-        self._listener = listener
-        self._supervisor = supervisor
-        self._queries = queries
-        self._notifier = notifier
-        self._signals = signals
+    def __init__(self, parts: DaemonParts) -> None:
+        self._paths, self._listener, self._supervisor, self._queries, self._notifier, self._signals = parts
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[bool] = self._loop.create_future()
         self._background: list[asyncio.Future[None]] = []
@@ -89,48 +64,24 @@ class _Loop:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
         self._is_tick_scheduled = False
-        self._published_config = supervisor.config
+        self._published_config = self._supervisor.config
         #: The version of the status that was last sent to systemd.
         self._notified_version = -1
-        self._poll_now = asyncio.Event()
-        self._cdi = CdiPublisher(paths, supervisor)
-        self._leases = LeaseService(paths, supervisor, queries, self._cdi)
-        self._reloader = Reloader(
-            paths,
-            supervisor,
-            self._leases.ledger,
-            program(),
-            self._poll_now,
-            self._schedule_tick,
-            self._request_reexec,
-        )
-        devices = ProcessDevices(supervisor, self._leases.ledger)
-        observer = Observer(paths, supervisor, devices, queries.usage)
-        clients = ClientService(supervisor, observer)
-        status = StatusService(queries, self._leases, clients)
-        self._monitor = Monitor(
-            paths,
-            supervisor,
-            self._reloader,
-            XidAnalyzer(paths, supervisor, clients),
-            UsageSampler(supervisor, devices, queries.usage, self._leases.peaks),
-            self._poll_now,
-            self._schedule_tick,
-        )
-        exporter = Exporter(
-            supervisor, queries, self._leases, status, observer, lambda: router.request_counts()
-        )
-        self._events = EventService(supervisor.event_log)
-        router = Router(
-            Handlers(queries, status, self._reloader, clients, self._leases, self._events, exporter.answer)
-        )
-        self._textfile = Textfile(paths, supervisor, exporter)
+        control = LoopControl(program(), asyncio.Event(), self._schedule_tick, self._request_reexec)
+        self._poll_now = control.poll_now
+        self._cdi = CdiPublisher(self._paths, self._supervisor)
+        services = Services.of(self._paths, self._supervisor, self._queries, self._cdi, control)
+        self._services = services
+        self._monitor = Monitor(self._paths, services, control)
+        exporter = Exporter(lambda: collect_facts(services, router.request_counts()))
+        router = Router(Handlers(services, exporter.answer))
+        self._textfile = Textfile(self._paths, self._supervisor, exporter)
         self._server = Server(router)
-        self._watchdog = Watchdog(paths, listener, self._server, notifier, self._overdue_text)
+        self._watchdog = Watchdog(parts, self._server, self._overdue_text)
 
     async def run(self) -> bool:
         self._loop.set_exception_handler(_report)
-        self._leases.restore()
+        self._services.leases.restore()
         # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
         self._loop.add_reader(self._signals.fileno(), self._guarded, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)
@@ -150,15 +101,15 @@ class _Loop:
             self._loop.remove_reader(self._watch.fileno())
             self._watch.close()
             self._loop.remove_reader(self._signals.fileno())
-            self._leases.cancel_queued()
+            self._services.leases.cancel_queued()
             if is_reexec:
-                self._events.close()
+                self._services.events.close()
                 self._queries.changes.close()
             await (self._server.hand_over() if is_reexec else self._server.close())
             self._textfile.remove()
             if not is_reexec:
                 remove_addresses(self._paths)
-            self._leases.close()  # before the closed connections end their leases
+            self._services.leases.close()  # before the closed connections end their leases
             self._cdi.close()
         if not is_reexec:  # and not after a crash: then the next daemon takes the files as they are
             self._cdi.remove()
@@ -195,7 +146,7 @@ class _Loop:
 
     async def _reload(self) -> None:
         with contextlib.suppress(YunionError):  # it was logged
-            await self._reloader.reload("SIGHUP")
+            await self._services.reloader.reload("SIGHUP")
 
     def _stop(self, signal_name: str) -> None:
         log.info("received %s, stopping", signal_name)
@@ -234,7 +185,7 @@ class _Loop:
         self._update_watched()
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self._guarded, self._tick)
-        self._leases.serve()  # the change may satisfy a queued request
+        self._services.leases.serve()  # the change may satisfy a queued request
         self._publish_config()
         self._cdi.refresh()
         self._queries.changes.notify()
@@ -269,14 +220,12 @@ class _Loop:
 
 
 class Watchdog:
-    def __init__(
-        self, paths: Paths, listener: Listener, server: Server, notifier: Notifier, late: Callable[[], str]
-    ) -> None:
+    def __init__(self, parts: DaemonParts, server: Server, late: Callable[[], str]) -> None:
         """`late` returns how overdue ticks are, as text; empty if they are in time."""
-        self._paths = paths
-        self._listener = listener
+        self._path = parts.paths.socket
+        self._listener = parts.listener
         self._server = server
-        self._notifier = notifier
+        self._notifier = parts.notifier
         self._late = late
         self._logged = ""
 
@@ -301,11 +250,11 @@ class Watchdog:
         if not self._listener.is_reachable:
             try:
                 await self._server.reopen(self._listener)
-                log.warning("the socket %s was removed; creating it again", self._paths.socket)
+                log.warning("the socket %s was removed; creating it again", self._path)
             except HostError as error:
                 return error.message
         try:
-            answer = await asyncio.wait_for(_request_health(self._paths.socket), _ANSWER_S)
+            answer = await asyncio.wait_for(_request_health(self._path), _ANSWER_S)
         except asyncio.TimeoutError:
             return f"the daemon's own socket did not answer within {_ANSWER_S:g} s"
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The daemon's process: its signals, and the re-exec."""
+"""The daemon's process: its signals, the parts that its start makes, and the re-exec."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import json
 import os
 import signal
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.processes import reap_inherited_children
+
+if TYPE_CHECKING:
+    from yunion_mps.host.systemd import Notifier
+    from yunion_mps.http.listener import Listener
+    from yunion_mps.paths import Paths
+    from yunion_mps.service.queries import Queries
+    from yunion_mps.supervisor import Supervisor
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP, signal.SIGHUP)
@@ -59,6 +66,17 @@ class Signals:
     def _request_reload(self, number: int, _: object) -> None:
         del number
         self._reload = True
+
+
+class DaemonParts(NamedTuple):
+    """What the start of the daemon makes, and the event loop works with."""
+
+    paths: Paths
+    listener: Listener
+    supervisor: Supervisor
+    queries: Queries
+    notifier: Notifier
+    signals: Signals
 
 
 class ReexecState(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
-from yunion_mps.daemon.process import ReexecState, Signals, inherited_state, reexec
+from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
 from yunion_mps.host.files import take_lock
@@ -163,7 +163,8 @@ class _Daemon:
         try:
             serve = _load_event_loop()
             queries = self._queries()
-            while serve(self._paths, listener, supervisor, queries, notifier, self._signals):
+            parts = DaemonParts(self._paths, listener, supervisor, queries, notifier, self._signals)
+            while serve(parts):
                 self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
             supervisor.report_late_jobs()
             self._record("info", "stopped", self._signals.stop)
@@ -222,7 +223,7 @@ class _Daemon:
         self._supervisor.event_log.record(event)
 
 
-def _load_event_loop() -> Callable[..., bool]:
+def _load_event_loop() -> Callable[[DaemonParts], bool]:
     """Import asyncio, without ssl, which would take 4 MiB, and all modules that are needed later.
 
     After an upgrade, their files would be of another version.

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
@@ -14,13 +14,10 @@ from yunion_mps.http.operation import BadRequestError
 from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import ALL, Holder
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.events import EventFilter, EventService, LongPolls
-from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.events import EventFilter, LongPolls
 from yunion_mps.service.permissions import Caller, awaited_container, process_holder, refuse_unprivileged
-from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.reload import Reloader
-from yunion_mps.service.status import StatusService
+from yunion_mps.service.queries import Filters
+from yunion_mps.service.services import Services
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
@@ -29,35 +26,31 @@ if TYPE_CHECKING:
 _TEXT = "text/plain; charset=utf-8"
 
 
+class RequestedHolder(TypedDict):
+    """The members of `HOLDER` in http/operations; None for those that were not given."""
+
+    kind: str | None
+    pid: int | None
+    command: str | None
+    name: str | None
+    ttl_s: int | None
+
+
 class Handlers:
-    def __init__(
-        self,
-        queries: Queries,
-        status: StatusService,
-        reloader: Reloader,
-        clients: ClientService,
-        leases: LeaseService,
-        events: EventService,
-        metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
-    ) -> None:
+    def __init__(self, services: Services, metrics: Callable[[str], Awaitable[tuple[str, bytes]]]) -> None:
         """`metrics` returns the content type and the text for an Accept header."""
-        self._queries = queries
-        self._status = status
-        self._reloader = reloader
-        self._clients = clients
-        self._leases = leases
-        self._events = events
+        self._services = services
         self._metrics = metrics
 
     @property
     def changes(self) -> LongPolls:
         """The requests that wait for a cached answer to change."""
-        return self._queries.changes
+        return self._services.queries.changes
 
     @property
     def version(self) -> int:
         """Changes when a cached answer may change."""
-        return self._queries.version
+        return self._services.queries.version
 
     def get_devices(
         self,
@@ -74,23 +67,23 @@ class Handlers:
         unused: bool,
     ) -> answers.DeviceList:
         filters = Filters(dev_type, model, addr, device_path, vendor_device_id, numa_node, unused)
-        return self._queries.devices(filters, limit, offset)
+        return self._services.queries.devices(filters, limit, offset)
 
     def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
-        return self._queries.device(id)
+        return self._services.queries.device(id)
 
     async def get_gpus(self, _: Request) -> answers.GpuList:
         """Not cached, because each poll changes it."""
-        return self._queries.gpus()
+        return self._services.queries.gpus()
 
     async def get_status(self, _: Request) -> answers.Status:
-        return await self._status.status()
+        return await self._services.status.status()
 
     async def get_health(self, _: Request) -> Response:
         return Response(200, _TEXT, b"ok\n")
 
     async def get_readiness(self, _: Request) -> Response:
-        reasons = self._queries.not_ready_reasons()
+        reasons = self._services.queries.not_ready_reasons()
         text = "".join(f"{line}\n" for line in reasons or ["ok"])
         return Response(503 if reasons else 200, _TEXT, text.encode(errors="backslashreplace"))
 
@@ -107,33 +100,33 @@ class Handlers:
         """The matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
-        return await self._events.wait(EventFilter(after, since, limit, kind or ""), wait_s)
+        return await self._services.events.wait(EventFilter(after, since, limit, kind or ""), wait_s)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
         """Not cached, because it depends on the time."""
         now_s = asyncio.get_running_loop().time()
-        return self._queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
+        return self._services.queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 
     async def get_plan(self, _: Request) -> answers.ChangeList:
-        return await self._reloader.plan()
+        return await self._services.reloader.plan()
 
     async def reload(self, _: Request, *, mode: str | None) -> answers.ChangeList:
-        return await self._reloader.reload(drain=mode == "drain", now=mode == "now")
+        return await self._services.reloader.reload(drain=mode == "drain", now=mode == "now")
 
     async def reexec(self, _: Request) -> answers.Reexec:
-        return await self._reloader.reexec()
+        return await self._services.reloader.reexec()
 
     async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
-        return await self._clients.clients(seen=seen)
+        return await self._services.clients.clients(seen=seen)
 
     async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
-        return await self._clients.terminate(pid, request.uid, force=force)
+        return await self._services.clients.terminate(pid, request.uid, force=force)
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
-        return await self._status.leases()
+        return await self._services.status.leases()
 
     async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseDetails:
-        return await self._status.lease(lease, _caller(request).owner)
+        return await self._services.status.lease(lease, _caller(request).owner)
 
     async def take_lease(
         self,
@@ -151,7 +144,7 @@ class Handlers:
         wait_s: int,
         cdi: bool,
         dry_run: bool,
-        holder: Mapping[str, Any],
+        holder: RequestedHolder,
         idempotency_key: str | None,
     ) -> answers.LeaseRecord | Created:
         if memory_mib is not None and memory_units is not None:
@@ -160,43 +153,37 @@ class Handlers:
             raise BadRequestError("devices cannot be combined with count or memory", "omit one of them")
         if across and count == 1:
             raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
-        mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
+        mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib
         if reserved_for:
             refuse_unprivileged(request.uid, f"request devices that are reserved for {reserved_for}")
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, allow_unlimited)
         wanted = wanted._replace(reserved_for=reserved_for or "")
-        queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
+        queued = QueuedRequest(wanted, _holder(request, holder), idempotency_key or "", cdi)
         if dry_run:
-            return self._leases.preview(queued)
-        lease, is_new = await self._leases.take(queued, request.keep_open, wait_s)
+            return self._services.leases.preview(queued)
+        lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)
         return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
     async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.release(lease, _caller(request).owner)
+        return self._services.leases.release(lease, _caller(request).owner)
 
     async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.renew(lease, _caller(request).owner)
+        return self._services.leases.renew(lease, _caller(request).owner)
 
     async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
         caller = _caller(request)
         holder = process_holder(caller, "container", request.pid if pid is None else pid)
-        return self._leases.bind(lease, caller.owner, holder)
+        return self._services.leases.bind(lease, caller.owner, holder)
 
 
 def _caller(request: Request) -> Caller:
     return Caller(request.uid, request.pid, request.unit)
 
 
-def _holder(
-    request: Request,
-    *,
-    kind: str | None,
-    pid: int | None,
-    command: str | None,
-    name: str | None,
-    ttl_s: int | None,
-) -> Holder:
+def _holder(request: Request, members: RequestedHolder) -> Holder:
     """The holder that the members name; raises BadRequestError, NotFoundError, NotAllowedError."""
+    kind, pid, command = members["kind"], members["pid"], members["command"]
+    name, ttl_s = members["name"], members["ttl_s"]
     if (kind or (name and "name")) == "name":
         if not name or ttl_s is None:
             what = "a holder of kind name requires both name and ttl_s"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operation import STATUSES
+from yunion_mps.http.operation import OTHER_STATUS, STATUSES
 from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 
 #: The reason codes of statuses that no class of errors has.
@@ -70,7 +70,7 @@ def problem(
 
 
 def problem_of(error: YunionError) -> Response:
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 409)
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), OTHER_STATUS)
     return problem(status, error.message, error.hint, code=error.code)
 
 

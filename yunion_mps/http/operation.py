@@ -253,7 +253,7 @@ SLOW_S = 150.0
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
 
 
-#: The status of each class of errors, subclasses first; 409 for all others.
+#: The status of each class of errors, subclasses first, and of all others.
 STATUSES: dict[type[YunionError], int] = {
     MediaTypeError: 415,
     BadRequestError: 400,
@@ -264,6 +264,7 @@ STATUSES: dict[type[YunionError], int] = {
     NothingFreeError: 423,
     BusyError: 503,
 }
+OTHER_STATUS = 409
 
 
 class EncodedRequest(NamedTuple):

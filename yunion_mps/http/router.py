@@ -18,6 +18,7 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation, Value
 from yunion_mps.http.operations import OPERATIONS, ROUTES
+from yunion_mps.service.facts import BOUNDS_S, LatencyHistogram, RequestCounts
 from yunion_mps.text import fingerprint
 
 log = logging.getLogger(__name__)
@@ -29,24 +30,6 @@ _READ = ("GET", "HEAD")
 _METHODS = (*_READ, "POST", "DELETE")
 _CACHED_BYTES = 8 << 20
 _TEMPLATES = {path: path.split("/") for path in ROUTES if "{" in path}
-
-
-#: The buckets of request durations in s, from a cached answer to a reload that waits for jobs.
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
-
-
-class LatencyHistogram(NamedTuple):
-    """The number of answers in each bucket of `BOUNDS_S` (the last: above all), and their total time in s."""
-
-    counts: tuple[int, ...]
-    sum_s: float
-
-
-class RequestCounts(NamedTuple):
-    """The answers by route, method and status, and their latencies by route."""
-
-    answers: Mapping[tuple[str, str, int], int] = {}
-    latencies: Mapping[str, LatencyHistogram] = {}
 
 
 class _Match(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every metric, declared once (kind, name, help text, labels and samples), and the facts of which it is made.
+"""Every metric, declared once: its kind, name, help text, labels, and how its samples are made of the facts.
 
 Names and units follow https://prometheus.io/docs/practices/naming. Labels name GPUs, devices, domains and
 other small sets, never processes, users or commands. A sample with the value None is left out: unknown values
@@ -8,7 +8,7 @@ are missing, not 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,16 +23,15 @@ from yunion_mps.enums import (
     SEVERITIES,
     UNAVAILABLE,
 )
-from yunion_mps.http.router import BOUNDS_S, RequestCounts
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
-from yunion_mps.service.usage import DeviceUsage, LatestPoll
+from yunion_mps.service.facts import BOUNDS_S, Facts
+from yunion_mps.service.observer import DomainUsage, GpuUsage
+from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.text import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps import answers
     from yunion_mps.answers import Device, Gpu
 
 
@@ -45,48 +44,6 @@ _GPU = ("gpu", "gpu_uuid")
 
 #: The labels' values, then the arguments of the family's `add_metric` for this kind.
 Sample = tuple[Any, ...]
-
-
-class ClockReadings(NamedTuple):
-    """The current wall-clock time in s since 1970, and the monotonic time that domains use."""
-
-    wall_s: float
-    clock_s: float
-
-
-class LeaseFacts(NamedTuple):
-    """The leases by binding, and the queued requests; `longest_s` is how long the first has waited."""
-
-    leases: Mapping[str, int] = {}
-    waiting: int = 0
-    longest_s: float = 0.0
-
-
-class Facts(NamedTuple):
-    """All facts; `status`, `gpus` and `devices` are the service's answers.
-
-    `unusable` are the unusable GPUs (addresses). `leased_budgets` are the budgets (MiB and percent) of leased
-    devices by address, because a reload may have changed them for the next lease. `probe_s` is each control
-    daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
-    is None until the driver has answered. `latest` is the last poll, and `peaks_mib` the peak memory use of
-    leased devices, by address.
-    """
-
-    now: ClockReadings
-    revision: str
-    status: answers.Status
-    gpus: Sequence[answers.Gpu]
-    devices: Sequence[answers.Device]
-    domains: Sequence[DomainStatus]
-    probe_s: Mapping[str, float]
-    queue: LeaseFacts
-    events: Mapping[tuple[str, str], int]
-    requests: RequestCounts
-    use: HostUsage | None = None
-    unusable: Collection[str] = ()
-    leased_budgets: Mapping[str, tuple[int, float]] = {}
-    latest: LatestPoll = LatestPoll()
-    peaks_mib: Mapping[str, int] = {}
 
 
 class Metric(NamedTuple):

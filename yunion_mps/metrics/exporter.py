@@ -1,4 +1,4 @@
-"""Collects the facts, serves the metrics as text, and writes the file for node_exporter's textfile collector.
+"""Serves the metrics as text, and writes the file for node_exporter's textfile collector.
 
 The formats are OpenMetrics and Prometheus' older text format, made by prometheus_client. Only its modules
 that make families and text are imported, at the first call: 1 MiB and 5 ms instead of 6 MiB and 35 ms for the
@@ -13,38 +13,28 @@ import importlib.util
 import logging
 import os
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from yunion_mps import revision
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.threads import on_thread
 from yunion_mps.http.operations import OPENMETRICS
-from yunion_mps.http.router import RequestCounts
 from yunion_mps.metrics.catalogue import (
     CATALOGUE,
     COUNTER,
     GAUGE,
     HISTOGRAM,
     INFO,
-    ClockReadings,
-    Facts,
-    LeaseFacts,
     Metric,
     Sample,
 )
 from yunion_mps.mps.directories import directory_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
-from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.observer import Observer
-from yunion_mps.service.queries import Queries
-from yunion_mps.service.status import StatusService
+from yunion_mps.service.facts import Facts
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.text import printable
 
@@ -65,22 +55,8 @@ _WRITE_S = 15.0
 
 
 class Exporter:
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        queries: Queries,
-        leases: LeaseService,
-        status: StatusService,
-        observer: Observer,
-        requests: Callable[[], RequestCounts],
-    ) -> None:
-        self._supervisor = supervisor
-        self._queries = queries
-        self._leases = leases
-        self._status = status
-        self._observer = observer
-        self._requests = requests
-        self._revision = revision()  # now, because an upgrade may replace the files while this runs
+    def __init__(self, facts: Callable[[], Awaitable[Facts]]) -> None:
+        self._facts = facts
         self._writing = asyncio.Lock()
         self._cache: dict[bool, bytes] = {}
 
@@ -98,37 +74,6 @@ class Exporter:
                 self._cache[openmetrics] = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
                 asyncio.get_running_loop().call_later(_CACHE_S, self._cache.pop, openmetrics)
             return self._cache[openmetrics]
-
-    async def _facts(self) -> Facts:
-        """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
-        clients, use = await self._observer.observe()
-        supervisor, queries = self._supervisor, self._queries
-        now = ClockReadings(time.time(), asyncio.get_running_loop().time())
-        leases = self._leases.ledger.leases.values()
-        waits_s = [now.wall_s - queued.since_s for queued in self._leases.queue.requests]
-        return Facts(
-            now,
-            self._revision,
-            self._status.of(clients),
-            queries.gpus()["gpus"],
-            queries.all_devices(),
-            supervisor.snapshot().domains,
-            {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
-            LeaseFacts(
-                Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
-            ),
-            dict(supervisor.event_log.counts),
-            self._requests(),
-            use,
-            queries.unusable_gpus(),
-            {
-                device.addr: (device.memory_limit_mib, device.thread_percentage)
-                for lease in leases
-                for device in lease.devices
-            },
-            queries.usage.latest,
-            self._leases.peaks.by_device(),
-        )
 
 
 class Textfile:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from typing import Optional
 
 from yunion_mps.errors import DriverError, ShortageError
@@ -18,9 +17,8 @@ from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
-from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import UsageSampler
-from yunion_mps.supervisor import Supervisor
+from yunion_mps.service.reload import LoopControl
+from yunion_mps.service.services import Services
 from yunion_mps.supervisor.fleet import Processes
 
 log = logging.getLogger(__name__)
@@ -32,24 +30,15 @@ UNAVAILABLE_POLL_S = 1.0
 
 
 class Monitor:
-    def __init__(
-        self,
-        paths: Paths,
-        supervisor: Supervisor,
-        reloader: Reloader,
-        xids: XidAnalyzer,
-        usage: UsageSampler,
-        poll_now: asyncio.Event,
-        polled: Callable[[], None],
-    ) -> None:
-        """Setting `poll_now` makes it poll at once; `polled` is called after each poll."""
+    def __init__(self, paths: Paths, services: Services, control: LoopControl) -> None:
+        """Requests a tick after each poll."""
         self._scanner = Scanner(paths)
-        self._supervisor = supervisor
-        self._reloader = reloader
-        self._xids = xids
-        self._usage = usage
-        self._poll_now = poll_now
-        self._polled = polled
+        self._supervisor = services.supervisor
+        self._reloader = services.reloader
+        self._xids = XidAnalyzer(paths, services.supervisor, services.clients)
+        self._usage = services.usage
+        self._poll_now = control.poll_now
+        self._tick = control.tick
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_error = ""
         self._answering = frozenset[Optional[str]]()
@@ -65,7 +54,7 @@ class Monitor:
                 self._poll_now.clear()
                 async with self._reloader.lock:
                     await self._poll()
-                self._polled()
+                self._tick()
         finally:
             if self._events:
                 self._events.stop()

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.host.processes import outcome_of
@@ -32,30 +32,27 @@ _SETTLE_TIMEOUT_S = 15.0
 _CHECK_TIMEOUT_S = 90.0
 
 
+class LoopControl(NamedTuple):
+    """What services ask of the daemon's event loop.
+
+    `tick` requests a tick of the supervisor soon, `reexec` ends the loop for a re-exec of `program` (the
+    daemon's command), and setting `poll_now` makes the monitor poll at once.
+    """
+
+    program: Sequence[str]
+    poll_now: asyncio.Event
+    tick: Callable[[], None]
+    reexec: Callable[[], None]
+
+
 class Reloader:
     """Carries out reloads and re-execs, one at a time."""
 
-    def __init__(
-        self,
-        paths: Paths,
-        supervisor: Supervisor,
-        ledger: Ledger,
-        program: Sequence[str],
-        poll_now: asyncio.Event,
-        tick: Callable[[], None],
-        reexec: Callable[[], None],
-    ) -> None:
-        """`program` is the command of this daemon; `tick` requests a tick of the supervisor soon.
-
-        Setting `poll_now` makes the monitor poll at once, and `reexec` ends the event loop for a re-exec.
-        """
+    def __init__(self, paths: Paths, supervisor: Supervisor, ledger: Ledger, control: LoopControl) -> None:
         self._paths = paths
         self._supervisor = supervisor
         self._ledger = ledger
-        self._program = program
-        self._poll_now = poll_now
-        self._tick = tick
-        self._reexec = reexec
+        self._control = control
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
 
@@ -85,15 +82,15 @@ class Reloader:
                 raise
             await self.set_modes()
             self._supervisor.apply(asyncio.get_running_loop().time())
-            self._tick()
+            self._control.tick()
             await self._settle()
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
-                self._tick()
+                self._control.tick()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
-        self._poll_now.set()
+        self._control.poll_now.set()
         return self._answer(changes)
 
     async def set_modes(self) -> None:
@@ -116,7 +113,7 @@ class Reloader:
             "info", "daemon", "yunion-mps-daemon", "re-executing", "requested by a client", consequence
         )
         self._supervisor.event_log.record(event)
-        asyncio.get_running_loop().call_later(0.02, self._reexec)  # after the answer was sent
+        asyncio.get_running_loop().call_later(0.02, self._control.reexec)  # after the answer was sent
         return {"pid": os.getpid()}
 
     async def _run_preflight(self) -> Preflight:
@@ -187,7 +184,7 @@ class Reloader:
 
     async def _check_new_program(self) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""
-        command = [*self._program, "--check"]
+        command = [*self._control.program, "--check"]
         try:
             status, output = await on_thread(lambda: outcome_of(command, _CHECK_TIMEOUT_S, with_stderr=True))
         except OSError as error:

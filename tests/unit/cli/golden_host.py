@@ -16,11 +16,11 @@ from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
-from yunion_mps.metrics.catalogue import ClockReadings, LeaseFacts
 from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.service.facts import ClockReadings, LeaseFacts
 from yunion_mps.service.holdings import holder_label
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll

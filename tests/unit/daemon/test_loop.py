@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import pytest
 from yunion_mps.daemon.loop import cancel_all, serve
-from yunion_mps.daemon.process import Signals
+from yunion_mps.daemon.process import DaemonParts, Signals
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
@@ -47,7 +47,7 @@ def test_a_fault_in_a_tick_ends_the_loop_and_no_control_daemon(
         service = Queries(faulty.snapshot, time.time(), os.getpid())
         fault = pytest.raises(ZeroDivisionError, match="a fault of our own")
         with contextlib.closing(Listener(made.paths)) as listener, fault:
-            serve(made.paths, listener, faulty, service, Notifier(), signals)
+            serve(DaemonParts(made.paths, listener, faulty, service, Notifier(), signals))
     finally:
         signals.close()
         gc.unfreeze()

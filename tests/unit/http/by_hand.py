@@ -23,6 +23,7 @@ from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.leases import Grant, LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
+from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
 
 Json = Any
@@ -218,14 +219,26 @@ class FakeLeases(_ByHand, LeaseService):
         return self.given
 
 
+def services(
+    queries: Queries,
+    reloader: FakeReloader,
+    clients: FakeClients,
+    leases: FakeLeases,
+    events: EventService,
+) -> Services:
+    """What the handlers call; there is no supervisor, and nothing observes processes."""
+    absent: Any = None
+    status = StatusService(queries, leases, clients)
+    return Services(absent, queries, leases, absent, clients, status, events, absent, reloader)
+
+
 def router(service: Queries) -> Router:
     """A router over the service and all these, and an event log without events."""
     log: Any = SimpleNamespace(
         newest=lambda *_: [], after=lambda *_: [], last_id=lambda: 0, listen=lambda _: None
     )
-    clients, leases = FakeClients(), FakeLeases()
-    status = StatusService(service, leases, clients)
-    return Router(Handlers(service, status, FakeReloader(), clients, leases, EventService(log), metrics))
+    found = services(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log))
+    return Router(Handlers(found, metrics))
 
 
 def status_of(service: Queries, *leases: Json, clients: ClientList = NO_CLIENTS) -> Any:

@@ -35,13 +35,12 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service.events import EventService
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor.event_log import EventLog
 
 from integration.daemon_host import eventually
 from posting import posted
 from simhost.host import Closes
-from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics
+from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics, services
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -173,15 +172,8 @@ class ServerHost(Closes):
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
         self.events = EventService(self.event_log)
         self.metrics: Callable[[str], Awaitable[tuple[str, bytes]]] = metrics
-        handlers = Handlers(
-            service,
-            StatusService(service, self.leases, self.clients),
-            self.reloader,
-            self.clients,
-            self.leases,
-            self.events,
-            lambda accept: self.metrics(accept),
-        )
+        found = services(service, self.reloader, self.clients, self.leases, self.events)
+        handlers = Handlers(found, lambda accept: self.metrics(accept))
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()

@@ -13,8 +13,10 @@ import pytest
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from yunion_mps import __version__
+from yunion_mps.http import openapi
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.openapi import document
+from yunion_mps.http.operation import OTHER_STATUS, STATUSES
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES
@@ -151,6 +153,11 @@ def test_every_operation_is_in_the_document() -> None:
     described = {(path, name.upper()) for path, item in DOCUMENT["paths"].items() for name in item}
     assert described == {(path, method) for path, methods in ROUTES.items() for method in methods}
     assert {(one.path, one.method) for one in OPERATIONS} <= described
+
+
+def test_every_status_of_an_error_is_described() -> None:
+    declared = {status for operation in OPERATIONS for status in operation.refusals}
+    assert {*STATUSES.values(), OTHER_STATUS, *declared} <= set(openapi._PROBLEMS)
 
 
 def test_every_status_of_the_server_itself_is_in_the_document() -> None:

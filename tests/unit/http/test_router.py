@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from yunion_mps import answers
 from yunion_mps.http import operations
-from yunion_mps.http.handlers import Handlers
+from yunion_mps.http.handlers import Handlers, RequestedHolder
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.operation import WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS
-from yunion_mps.http.router import BOUNDS_S, OTHER, Router
+from yunion_mps.http.router import OTHER, Router
+from yunion_mps.service.facts import BOUNDS_S
 from yunion_mps.service.queries import Queries
 
 from posting import posted
@@ -103,6 +104,10 @@ def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation
         returned = f"answers.{operation.answer}" + (" | Created" if operation.creates else "")
         assert handler.__annotations__["return"] == returned
         assert hasattr(answers, operation.answer)
+
+
+def test_the_handler_knows_all_members_of_a_holder() -> None:
+    assert set(RequestedHolder.__annotations__) == {member.argument for member in operations.HOLDER}
 
 
 def test_no_handler_is_without_an_operation() -> None:

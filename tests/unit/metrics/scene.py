@@ -6,15 +6,17 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from yunion_mps.http.router import BOUNDS_S, LatencyHistogram, RequestCounts
 from yunion_mps.inventory.nvml import GpuLoad, Load
-from yunion_mps.metrics.catalogue import (
-    ClockReadings,
-    Facts,
-    LeaseFacts,
-)
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Snapshot
+from yunion_mps.service.facts import (
+    BOUNDS_S,
+    ClockReadings,
+    Facts,
+    LatencyHistogram,
+    LeaseFacts,
+    RequestCounts,
+)
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.usage import DeviceUsage, LatestPoll

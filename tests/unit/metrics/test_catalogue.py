@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yunion_mps.http.router import BOUNDS_S, LatencyHistogram, RequestCounts
-from yunion_mps.metrics.catalogue import (
-    CATALOGUE,
-    Facts,
-)
+from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service.facts import BOUNDS_S, Facts, LatencyHistogram, RequestCounts
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
 from yunion_mps.text import printable

@@ -7,16 +7,15 @@ import os
 import time
 
 import pytest
+from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.loop import cancel_all
-from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.reasons import GPU_FAULT
 from yunion_mps.service import monitor
-from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.monitor import Monitor
-from yunion_mps.service.observer import Observer
-from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import LatestPoll, ProcessDevices, UsageHistory, UsageSampler
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.reload import LoopControl
+from yunion_mps.service.services import Services
+from yunion_mps.service.usage import LatestPoll, UsageHistory
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -30,14 +29,11 @@ def monitor_of(
     made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event, history: UsageHistory | None = None
 ) -> Monitor:
     paths, supervisor = made.paths, made.supervisor
-    reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
-    ledger = Ledger()
-    observer = Observer(paths, supervisor, ProcessDevices(supervisor, ledger), UsageHistory())
-    clients = ClientService(supervisor, observer)
-    xids = XidAnalyzer(paths, supervisor, clients)
-    peaks = MemoryPeaks(ledger, supervisor.store())
-    usage = UsageSampler(supervisor, ProcessDevices(supervisor, ledger), history or UsageHistory(), peaks)
-    return Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
+    queries = Queries(supervisor.snapshot, 0.0, os.getpid())
+    queries.usage = history or queries.usage
+    control = LoopControl((), poll_now, polled.set, lambda: None)
+    services = Services.of(paths, supervisor, queries, CdiPublisher(paths, supervisor), control)
+    return Monitor(paths, services, control)
 
 
 def test_without_any_event_the_gpus_are_polled_regularly(

@@ -1,0 +1,111 @@
+"""The facts about the host and the daemon at one moment, of which the metrics are made."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps import revision
+from yunion_mps.models import DomainStatus
+from yunion_mps.service.observer import HostUsage
+from yunion_mps.service.services import Services
+from yunion_mps.service.usage import LatestPoll
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+#: The buckets of request durations in s, from a cached answer to a reload that waits for jobs.
+BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+#: Read now, because an upgrade may replace the files while this program runs.
+_REVISION = revision()
+
+
+class LatencyHistogram(NamedTuple):
+    """The number of answers in each bucket of `BOUNDS_S` (the last: above all), and their total time in s."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+class RequestCounts(NamedTuple):
+    """The API's answers by route, method and status, and their latencies by route."""
+
+    answers: Mapping[tuple[str, str, int], int] = {}
+    latencies: Mapping[str, LatencyHistogram] = {}
+
+
+class ClockReadings(NamedTuple):
+    """The current wall-clock time in s since 1970, and the monotonic time that domains use."""
+
+    wall_s: float
+    clock_s: float
+
+
+class LeaseFacts(NamedTuple):
+    """The leases by binding, and the queued requests; `longest_s` is how long the first has waited."""
+
+    leases: Mapping[str, int] = {}
+    waiting: int = 0
+    longest_s: float = 0.0
+
+
+class Facts(NamedTuple):
+    """All facts; `status`, `gpus` and `devices` are the API's answers.
+
+    `unusable` are the unusable GPUs (addresses). `leased_budgets` are the budgets (MiB and percent) of leased
+    devices by address, because a reload may have changed them for the next lease. `probe_s` is each control
+    daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
+    is None until the driver has answered. `latest` is the last poll, and `peaks_mib` the peak memory use of
+    leased devices, by address.
+    """
+
+    now: ClockReadings
+    revision: str
+    status: answers.Status
+    gpus: Sequence[answers.Gpu]
+    devices: Sequence[answers.Device]
+    domains: Sequence[DomainStatus]
+    probe_s: Mapping[str, float]
+    queue: LeaseFacts
+    events: Mapping[tuple[str, str], int]
+    requests: RequestCounts
+    use: HostUsage | None = None
+    unusable: Collection[str] = ()
+    leased_budgets: Mapping[str, tuple[int, float]] = {}
+    latest: LatestPoll = LatestPoll()
+    peaks_mib: Mapping[str, int] = {}
+
+
+async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
+    """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
+    clients, use = await services.observer.observe()
+    supervisor, queries = services.supervisor, services.queries
+    now = ClockReadings(time.time(), asyncio.get_running_loop().time())
+    leases = services.leases.ledger.leases.values()
+    waits_s = [now.wall_s - queued.since_s for queued in services.leases.queue.requests]
+    return Facts(
+        now,
+        _REVISION,
+        services.status.of(clients),
+        queries.gpus()["gpus"],
+        queries.all_devices(),
+        supervisor.snapshot().domains,
+        {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
+        LeaseFacts(
+            Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
+        ),
+        dict(supervisor.event_log.counts),
+        requests,
+        use,
+        queries.unusable_gpus(),
+        {
+            device.addr: (device.memory_limit_mib, device.thread_percentage)
+            for lease in leases
+            for device in lease.devices
+        },
+        queries.usage.latest,
+        services.leases.peaks.by_device(),
+    )

@@ -1,0 +1,55 @@
+"""The services of a daemon, made once; HTTP, the metrics and the monitor call them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.paths import Paths
+from yunion_mps.service.clients import ClientService
+from yunion_mps.service.events import EventService
+from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.observer import Observer
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.reload import LoopControl, Reloader
+from yunion_mps.service.status import StatusService
+from yunion_mps.service.usage import ProcessDevices, UsageSampler
+from yunion_mps.supervisor import Supervisor
+
+
+class Services(NamedTuple):
+    supervisor: Supervisor
+    queries: Queries
+    leases: LeaseService
+    observer: Observer
+    clients: ClientService
+    status: StatusService
+    events: EventService
+    usage: UsageSampler
+    reloader: Reloader
+
+    @classmethod
+    def of(
+        cls,
+        paths: Paths,
+        supervisor: Supervisor,
+        queries: Queries,
+        publisher: CdiPublisher,
+        control: LoopControl,
+    ) -> Services:
+        """All services; raises HostError if the state file cannot be used."""
+        leases = LeaseService(paths, supervisor, queries, publisher)
+        devices = ProcessDevices(supervisor, leases.ledger)
+        observer = Observer(paths, supervisor, devices, queries.usage)
+        clients = ClientService(supervisor, observer)
+        return cls(
+            supervisor,
+            queries,
+            leases,
+            observer,
+            clients,
+            StatusService(queries, leases, clients),
+            EventService(supervisor.event_log),
+            UsageSampler(supervisor, devices, queries.usage, leases.peaks),
+            Reloader(paths, supervisor, leases.ledger, control),
+        )
