@@ -60,10 +60,6 @@ def test_entries_of_other_types_are_left_alone_whatever_they_hold(files: Files) 
     assert files.load().devices == ()
 
 
-def test_a_list_without_entries_is_right(files: Files) -> None:
-    assert files.write(devices="devices: []\n").load().devices == ()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -171,19 +167,6 @@ def test_errors_of_an_entry_have_a_hint(files: Files) -> None:
     assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
 
 
-def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -> None:
-    files.write(
-        devices="dveices: 1\n"
-        "devices:\n"
-        "- {type: NVIDIA_MPS, virtual_number: 0, path: 4}\n"
-        "- {type: NVIDIA_MSP, path: a, virtual_number: 4}\n"
-        "- word\n"
-        "devices: []\n"
-    )
-    lines = [message.split(":")[1] for message in files.messages()]
-    assert lines == ["1", "3", "3", "4", "5", "6"]
-
-
 def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> None:
     entry = "devices:\n- {{path: a, type: NVIDIA_MPS, virtual_number: {}}}\n"
     files.write("cuda_mps_max_clients: 128\n", entry.format(128))
@@ -238,22 +221,6 @@ def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files
 def test_an_entry_with_yaml_merge_keys_is_refused(files: Files, entry: str) -> None:
     files.write(devices=f"base: &b {{type: NVIDIA_MPS, virtual_number: 2}}\ndevices:\n- {entry}\n")
     assert files.messages()[0] == f"{DEVICES}:3: {NO_MERGE}"
-
-
-def test_the_path_of_an_entry_with_a_problem_can_still_be_checked(files: Files) -> None:
-    files.write(
-        devices='devices:\n- {path: a, type: NVIDIA_MPS, virtual_number: "4", foo: 1}\n'
-        "- {path: 3, type: NVIDIA_MPS}\n"
-    )
-    config, problems = load(files.paths)
-    assert [(entry.path, entry.virtual_number) for entry in config.devices] == [("a", 1)]
-    assert [problem.what for problem in problems] == [
-        "unknown key foo in an NVIDIA_MPS entry",
-        'virtual_number is "4", not a whole number',
-        "path is 3, not a string",
-        "an NVIDIA_MPS entry has no virtual_number",
-    ]
-    assert {problem.file for problem in problems} == {str(files.devices)}
 
 
 def test_an_unreadable_host_conf_hides_no_problem_of_the_device_file(files: Files) -> None:

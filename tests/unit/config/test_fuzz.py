@@ -102,12 +102,6 @@ def test_no_pieces_of_yaml_do_more_than_give_problems(shared: Files, host: str, 
     assert_problems_name_real_lines(shared.write(text, devices))
 
 
-@given(trees, trees)
-def test_any_yaml_tree_yields_only_problems(shared: Files, host: Any, devices: Any) -> None:
-    shared.write(yaml.safe_dump(host), yaml.safe_dump(devices))
-    assert_problems_name_real_lines(shared)
-
-
 @given(st.dictionaries(keys, trees, max_size=6), entries)
 def test_no_values_of_our_keys_do_more_than_give_problems(
     shared: Files, host: dict[Any, Any], devices: list[Any]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.cli.conftest import cli, serve
+from unit.cli.conftest import cli, serve, troubled
 from unit.generated import generate
 
-__all__ = ["cli", "serve"]
+__all__ = ["cli", "serve", "troubled"]
 
 Done = subprocess.CompletedProcess[str]
 
