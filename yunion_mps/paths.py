@@ -64,6 +64,8 @@ class Paths:
     device_plugins = _PathBelowRoot("/var/lib/kubelet/device-plugins")
     #: The kubelet's list of the devices of pods.
     pod_resources = _PathBelowRoot("/var/lib/kubelet/pod-resources/kubelet.sock")
+    #: A pod's token and the certificate authority of its API server.
+    service_account = _PathBelowRoot("/var/run/secrets/kubernetes.io/serviceaccount")
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")
     #: Udev's links to render nodes, by PCI address.
     render_nodes = _PathBelowRoot("/dev/dri/by-path")

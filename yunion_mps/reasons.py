@@ -356,6 +356,11 @@ BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")
 DAEMON_UNREACHABLE = _code(
     "daemon_unreachable", "The daemon does not answer.", "see: systemctl status yunion-mps-daemon"
 )
+API_SERVER_ERROR = _code(
+    "api_server_error",
+    "The Kubernetes API server is away, or refuses the kubelet plugin's request; running pods go on.",
+    "see: journalctl -u yunion-mps-kubelet-plugin; check the plugin's kubeconfig or service account",
+)
 NOT_ALLOWED = _code("not_allowed", "The caller is not permitted to do this.", "retry as root or as the owner")
 NOT_FOUND = _code("not_found", "The named object does not exist.", "check the name: yunion-mps list")
 INVALID_REQUEST = _code("invalid_request", "The API does not support this request.", "see: /v1/openapi.json")

@@ -1,0 +1,212 @@
+"""The client of the API server against one in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, Resource
+from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
+from yunion_mps.paths import Paths
+
+from kubernetes.cluster import Cluster
+from kubernetes.peers import Loop
+
+PODS = Resource[ApiObject]("/api/v1", "pods")
+COLLECTION = PODS.path()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with Loop() as loop:
+        yield loop
+
+
+@pytest.fixture
+def server(cluster: Cluster, tmp_path: Path) -> ApiServer:
+    return ApiServer(Kubeconfig(str(cluster.write_kubeconfig(tmp_path / "kubeconfig"))))
+
+
+def pod(name: str, node: str = "node-1") -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": {"nodeName": node}}
+
+
+def names(objects: dict[str, ApiObject]) -> list[str]:
+    return sorted(one["metadata"]["name"] for one in objects.values())
+
+
+class Follower:
+    """What `follow` has yielded, one step after another."""
+
+    def __init__(self, loop: Loop, server: ApiServer) -> None:
+        self._loop = loop
+        self.failures: list[int] = []
+        self._objects: AsyncGenerator[dict[str, ApiObject], None] = server.follow(
+            PODS,
+            fields="spec.nodeName=node-1",
+            on_failure=lambda error: self.failures.append(error.status),
+            backoff=Backoff(0.01, 0.02),
+        )
+
+    def next(self) -> list[str]:
+        async def step() -> list[str]:
+            return names(await self._objects.__anext__())
+
+        return self._loop.run(step())
+
+    def close(self) -> None:
+        self._loop.run(self._objects.aclose())
+
+
+@pytest.fixture
+def follower(loop: Loop, server: ApiServer) -> Iterator[Follower]:
+    follower = Follower(loop, server)
+    yield follower
+    follower.close()
+
+
+def test_objects_are_created_replaced_and_deleted(cluster: Cluster, server: ApiServer, loop: Loop) -> None:
+    made = loop.run(server.create(PODS, {"metadata": {"name": "a"}}, "default"))
+    assert loop.run(server.get(PODS, "a", "default")) == made
+    made["metadata"]["labels"] = {"x": "1"}
+    changed = loop.run(server.replace(PODS, made))
+    assert changed["metadata"]["labels"] == {"x": "1"}
+    with pytest.raises(ApiServerError, match="has been modified") as caught:
+        loop.run(server.replace(PODS, made))
+    assert caught.value.status == 409
+    with pytest.raises(ApiServerError) as caught:
+        loop.run(server.delete(PODS, "a", "default", uid="another"))
+    assert caught.value.status == 409
+    for _ in range(2):
+        loop.run(server.delete(PODS, "a", "default", uid=made["metadata"]["uid"]))
+    with pytest.raises(ApiServerError, match="not found") as caught:
+        loop.run(server.get(PODS, "a", "default"))
+    assert caught.value.status == 404
+
+
+def test_selected_objects_are_followed(cluster: Cluster, follower: Follower) -> None:
+    cluster.add(COLLECTION, pod("a"))
+    cluster.add(COLLECTION, pod("elsewhere", "node-2"))
+    assert follower.next() == ["a"]
+    cluster.add(COLLECTION, pod("b"))
+    assert follower.next() == ["a", "b"]
+    cluster.add(COLLECTION, pod("c", "node-2"))
+    cluster.remove(COLLECTION, "a", "default")
+    assert follower.next() == ["b"]
+
+
+def test_a_follower_lists_again_when_changes_are_forgotten(cluster: Cluster, follower: Follower) -> None:
+    cluster.add(COLLECTION, pod("a"))
+    assert follower.next() == ["a"]
+    cluster.add(COLLECTION, pod("b"))
+    assert follower.next() == ["a", "b"]
+    cluster.remove(COLLECTION, "a", "default")
+    cluster.forget_changes()
+    while follower.next() != ["b"]:
+        pass
+    assert follower.failures == []
+
+
+def test_a_follower_survives_an_api_server_that_is_away(cluster: Cluster, follower: Follower) -> None:
+    cluster.add(COLLECTION, pod("a"))
+    assert follower.next() == ["a"]
+    cluster.stop()
+    cluster.add(COLLECTION, pod("b"))
+    threading.Timer(0.2, cluster.start).start()
+    while follower.next() != ["a", "b"]:
+        pass
+    assert set(follower.failures) == {0}
+
+
+def test_a_silent_api_server_is_given_up_at_the_deadline(
+    cluster: Cluster, loop: Loop, tmp_path: Path
+) -> None:
+    cluster.is_silent = True
+    credentials = Kubeconfig(str(cluster.write_kubeconfig(tmp_path / "kubeconfig")))
+    with pytest.raises(ApiServerError, match=r"did not answer within 0\.1 s"):
+        loop.run(ApiServer(credentials, timeout_s=0.1).get(PODS, "a", "default"))
+
+
+def test_what_no_api_server_answers_is_an_error(loop: Loop, tmp_path: Path) -> None:
+    answers = [b"", b"rubbish\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n{"]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        writer.close()
+
+    listener = loop.run(asyncio.start_server(serve, "127.0.0.1"))
+    port = listener.sockets[0].getsockname()[1]
+    path = tmp_path / "kubeconfig"
+    path.write_text(KUBECONFIG.format(server=f"http://127.0.0.1:{port}", user="token: x"))
+    while answers:
+        with pytest.raises(ApiServerError) as caught:
+            loop.run(ApiServer(Kubeconfig(str(path))).get(PODS, "a"))
+        assert caught.value.status == 0
+    listener.close()
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    backoff = Backoff(1, 4)
+    for most_s in (1, 2, 4, 4):
+        assert most_s / 2 <= backoff.next_s() <= most_s
+    backoff.reset()
+    assert backoff.next_s() <= 1
+
+
+KUBECONFIG = """\
+current-context: c
+contexts: [{{name: c, context: {{cluster: k, user: u}}}}]
+clusters: [{{name: k, cluster: {{server: "{server}"}}}}]
+users: [{{name: u, user: {{{user}}}}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no current context"),
+        ("a: [", "is not YAML"),
+        ("current-context: nothing\ncontexts: []\n", "has no current context"),
+        (KUBECONFIG.format(server="http://a", user="exec: {}"), "exec is not supported"),
+        (KUBECONFIG.format(server="http://a", user="tokenFile: missing"), "missing cannot be read"),
+        (KUBECONFIG.format(server="https://a", user="client-certificate-data: '*'"), "is not base64"),
+        (KUBECONFIG.format(server="https://a", user="client-certificate-data: YQ=="), "is unusable"),
+    ],
+)
+def test_an_unusable_kubeconfig_is_explained(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    with pytest.raises(ApiServerError, match=reason):
+        Kubeconfig(str(path)).access()
+
+
+def test_a_token_is_read_again_for_each_request(tmp_path: Path) -> None:
+    path, token = tmp_path / "kubeconfig", tmp_path / "token"
+    path.write_text(KUBECONFIG.format(server="https://api.example:6443/prefix/", user="tokenFile: token"))
+    for text in ("first", "second"):
+        token.write_text(f"{text}\n")
+        access = Kubeconfig(str(path)).access()
+        assert (access.host, access.port, access.prefix) == ("api.example", 6443, "/prefix")
+        assert (access.token, access.server_name) == (text, "api.example")
+
+
+def test_credentials_are_a_named_file_s_or_the_pod_s(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    assert isinstance(find_credentials("/a", paths, pod), Kubeconfig)
+    assert isinstance(find_credentials("", paths, {"KUBECONFIG": "/a"}), Kubeconfig)
+    assert isinstance(find_credentials("", paths, pod), ServiceAccount)
+    assert find_credentials("", paths, {}) is None
+    with pytest.raises(ApiServerError, match="token cannot be read"):
+        ServiceAccount("10.0.0.1", 443, paths).access()

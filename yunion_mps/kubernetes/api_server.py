@@ -1,0 +1,343 @@
+"""A client of the Kubernetes API server: read, list, follow, create, replace and delete objects.
+
+The requests and answers are those of kubernetes.io/docs/reference/using-api/api-concepts. Every request has a
+connection of its own, with credentials that are read again for it, because they are replaced regularly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Generic, TypedDict, TypeVar
+from urllib.parse import quote, urlencode
+
+import h11
+
+from yunion_mps.kubernetes.credentials import Access, ApiServerError, ApiCredentials
+
+T = TypeVar("T")
+
+#: How long the API server has for an answer, in s.
+TIMEOUT_S = 30.0
+#: After how long the API server ends a watch, so that one whose connection is dead is noticed, in s.
+_WATCH_S = 300
+#: The first and the longest delay after failures, in s.
+_DELAYS_S = (1.0, 60.0)
+_MAX_ANSWER_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 18
+#: How many objects are asked for at once.
+_PAGE = "500"
+_DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
+#: The kinds of a watch's events but ADDED and MODIFIED.
+_DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
+
+
+class OwnerReference(TypedDict, total=False):
+    apiVersion: str
+    kind: str
+    name: str
+    uid: str
+    controller: bool
+
+
+class ObjectMeta(TypedDict, total=False):
+    """The members of `metadata` that are used here."""
+
+    name: str
+    generateName: str
+    namespace: str
+    uid: str
+    resourceVersion: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    deletionTimestamp: str
+    deletionGracePeriodSeconds: int
+    ownerReferences: list[OwnerReference]
+
+
+class ApiObject(TypedDict, total=False):
+    """What all objects have; the type of a resource adds its `spec` and `status`."""
+
+    apiVersion: str
+    kind: str
+    metadata: ObjectMeta
+
+
+ObjectT = TypeVar("ObjectT", bound=ApiObject)
+
+
+@dataclass(frozen=True)
+class Resource(Generic[ObjectT]):
+    """A type of objects and where they are: `Resource[Pod]("/api/v1", "pods")`."""
+
+    prefix: str
+    plural: str
+
+    def path(self, name: str = "", namespace: str = "") -> str:
+        """The path of an object, or of all objects of the namespace or the cluster."""
+        parts = [self.prefix]
+        parts += [f"namespaces/{quote(namespace, safe='')}"] if namespace else []
+        parts += [self.plural]
+        parts += [quote(name, safe="")] if name else []
+        return "/".join(parts)
+
+
+class Backoff:
+    """Delays after failures: each is twice the one before, varied by up to a half, until `reset`."""
+
+    def __init__(self, first_s: float = _DELAYS_S[0], longest_s: float = _DELAYS_S[1]) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self.reset()
+
+    def reset(self) -> None:
+        self._next_s = self._first_s
+
+    def next_s(self) -> float:
+        delay_s = self._next_s
+        self._next_s = min(2 * delay_s, self._longest_s)
+        return delay_s * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret: it keeps nodes apart
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.next_s())
+
+
+class ApiServer:
+    """Its methods raise ApiServerError. Every wait has a deadline; nothing is retried but by `follow`."""
+
+    def __init__(self, credentials: ApiCredentials, timeout_s: float = TIMEOUT_S) -> None:
+        self._credentials = credentials
+        self._timeout_s = timeout_s
+
+    async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
+        return await self._call("GET", resource.path(name, namespace))  # type: ignore[no-any-return]
+
+    async def list(
+        self, resource: Resource[ObjectT], namespace: str = "", *, fields: str = "", labels: str = ""
+    ) -> tuple[list[ObjectT], str]:
+        """All objects that the selectors match, and the resource version from which they can be watched."""
+        items: list[ObjectT] = []
+        token = ""
+        while True:
+            selection = {"fieldSelector": fields, "labelSelector": labels, "limit": _PAGE, "continue": token}
+            page = await self._call("GET", resource.path("", namespace), selection)
+            items += page.get("items") or ()
+            token = page.get("metadata", {}).get("continue", "")
+            if not token:
+                return items, page.get("metadata", {}).get("resourceVersion", "")
+
+    async def create(self, resource: Resource[ObjectT], made: ObjectT, namespace: str = "") -> ObjectT:
+        """Create the object, and return it as it is stored."""
+        return await self._call("POST", resource.path("", namespace), {}, made)  # type: ignore[no-any-return]
+
+    async def replace(self, resource: Resource[ObjectT], changed: ObjectT) -> ObjectT:
+        """Replace the object; the status is 409 if its resource version is no longer the newest one."""
+        metadata = changed["metadata"]
+        path = resource.path(metadata["name"], metadata.get("namespace", ""))
+        return await self._call("PUT", path, {}, changed)  # type: ignore[no-any-return]
+
+    async def delete(
+        self, resource: Resource[ObjectT], name: str, namespace: str = "", uid: str = ""
+    ) -> None:
+        """Delete the object if there is one; with `uid`, only the one that has it."""
+        body = {"preconditions": {"uid": uid}} if uid else None
+        try:
+            await self._call("DELETE", resource.path(name, namespace), {}, body)
+        except ApiServerError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+
+    async def follow(
+        self,
+        resource: Resource[ObjectT],
+        namespace: str = "",
+        *,
+        fields: str = "",
+        labels: str = "",
+        on_failure: Callable[[ApiServerError], None] = lambda _: None,
+        backoff: Backoff | None = None,
+    ) -> AsyncGenerator[dict[str, ObjectT], None]:
+        """Yield all objects that the selectors match, by uid, now and after each change, without end.
+
+        Nothing is yielded while the API server is away: what was known stays valid, and `on_failure` is
+        called for each failed attempt.
+        """
+        backoff = backoff or Backoff()
+        while True:
+            try:
+                found, version = await self.list(resource, namespace, fields=fields, labels=labels)
+                objects = {one["metadata"]["uid"]: one for one in found}
+                yield dict(objects)
+                backoff.reset()
+                while True:
+                    query = {"fieldSelector": fields, "labelSelector": labels, "resourceVersion": version}
+                    watch = self._watch(resource.path("", namespace), query)
+                    try:
+                        async for kind, changed in watch:
+                            version = changed["metadata"]["resourceVersion"]
+                            if kind == _DELETED:
+                                objects.pop(changed["metadata"]["uid"], None)
+                            elif kind != _BOOKMARK:
+                                objects[changed["metadata"]["uid"]] = changed
+                            if kind != _BOOKMARK:
+                                yield dict(objects)
+                    finally:
+                        await watch.aclose()
+                    await backoff.wait()
+                    backoff.reset()
+            except ApiServerError as error:
+                if error.status != HTTPStatus.GONE:  # which only says that all must be listed again
+                    on_failure(error)
+                await backoff.wait()
+
+    async def _watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[tuple[str, Any], None]:
+        """Yield the kind of each change and the object, until the API server ends the watch."""
+        more = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
+        exchange = self._exchange("GET", path, more)
+        try:
+            await _within(self._timeout_s, self._open(exchange))
+            pending = b""
+            while True:
+                piece = await _within(_WATCH_S + self._timeout_s, exchange.read())
+                *lines, pending = (pending + piece).split(b"\n")
+                for line in filter(None, lines):
+                    event = _decoded(line)
+                    if event["type"] == _ERROR:
+                        raise _refusal(event["object"].get("code", 0), event["object"])
+                    yield event["type"], event["object"]
+                if not piece:
+                    return
+        except (KeyError, TypeError, AttributeError):
+            raise ApiServerError("the API server's answer is not a watch's") from None
+        finally:
+            exchange.close()
+
+    async def _call(
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: object = None
+    ) -> Any:
+        exchange = self._exchange(method, path, query or {}, body)
+
+        async def answer() -> Any:
+            await self._open(exchange)
+            return _decoded(await exchange.read_all())
+
+        try:
+            return await _within(self._timeout_s, answer())
+        finally:
+            exchange.close()
+
+    def _exchange(self, method: str, path: str, query: Mapping[str, str], body: object = None) -> _Exchange:
+        encoded = urlencode({name: value for name, value in query.items() if value})
+        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        target = f"{path}?{encoded}" if encoded else path
+        return _Exchange(self._credentials.access(), method, target, data)
+
+    async def _open(self, exchange: _Exchange) -> None:
+        """Send the request; raises ApiServerError if it is refused."""
+        status = await exchange.open()
+        if status not in _DONE:
+            raise _refusal(status, _decoded(await exchange.read_all()))
+
+
+class _Exchange:
+    """One request and its answer, on a connection of their own. Every failure is an ApiServerError."""
+
+    def __init__(self, access: Access, method: str, target: str, body: bytes) -> None:
+        self._access = access
+        self._http = h11.Connection(h11.CLIENT)
+        headers = [("Host", access.authority), ("Accept", "application/json"), ("Connection", "close")]
+        headers += [("Authorization", f"Bearer {access.token}")] if access.token else []
+        if body:
+            headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        events: list[h11.Event] = [h11.Request(method=method, target=access.prefix + target, headers=headers)]
+        events += [h11.Data(data=body)] if body else []
+        self._request = b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> int:
+        """Connect, send the request, and return the status of the answer."""
+        access = self._access
+        with _failures(access):
+            self._reader, self._writer = await asyncio.open_connection(
+                access.host, access.port, ssl=access.tls, server_hostname=access.server_name
+            )
+            self._writer.write(self._request)
+            with contextlib.suppress(ConnectionError):  # one that is turned away can still read why
+                await self._writer.drain()
+            event = await self._next()
+            assert isinstance(event, h11.Response)
+            return event.status_code
+
+    async def read(self) -> bytes:
+        """Some of the answer, empty at its end."""
+        with _failures(self._access):
+            while True:
+                event = await self._next()
+                if isinstance(event, h11.EndOfMessage):
+                    return b""
+                if isinstance(event, h11.Data) and event.data:
+                    return bytes(event.data)
+
+    async def read_all(self) -> bytes:
+        answer = bytearray()
+        while len(answer) <= _MAX_ANSWER_BYTES:
+            piece = await self.read()
+            if not piece:
+                return bytes(answer)
+            answer += piece
+        raise ApiServerError(f"{self._access.authority}: the answer is larger than {_MAX_ANSWER_BYTES} bytes")
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.transport.abort()
+
+    async def _next(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.InformationalResponse):
+                continue
+            if event is not h11.NEED_DATA:
+                return event
+            self._http.receive_data(await self._reader.read(_PIECE_BYTES))
+
+
+@contextlib.contextmanager
+def _failures(access: Access) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, h11.ProtocolError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ApiServerError(f"the API server {access.authority} cannot be reached: {what}") from None
+
+
+async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.wait_for, which until Python 3.12 forgets a cancellation that comes with the result."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise ApiServerError(f"the API server did not answer within {timeout_s:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _decoded(data: bytes) -> Any:
+    """The object in an answer; raises ApiServerError."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(data)
+        if isinstance(value, dict):
+            return value
+    raise ApiServerError("the API server's answer is not a JSON object")
+
+
+def _refusal(status: int, answer: Mapping[str, Any]) -> ApiServerError:
+    """The error for an answer of kind Status."""
+    return ApiServerError(
+        f"the API server refuses: {answer.get('message') or f'HTTP status {status}'}", status
+    )

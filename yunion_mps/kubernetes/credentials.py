@@ -1,0 +1,164 @@
+"""Where the API server is and how to prove who asks: a pod's service account, or a kubeconfig file.
+
+A pod finds both as kubernetes.io/docs/tasks/run-application/access-api-from-pod says; the file's format is in
+kubernetes.io/docs/reference/config-api/kubeconfig.v1. Programs that a kubeconfig names are not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import ssl
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import yaml
+
+from yunion_mps.errors import YunionError
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import API_SERVER_ERROR, hint_of
+
+_HTTPS_PORT, _HTTP_PORT = 443, 80
+
+
+class ApiServerError(YunionError):
+    """The API server cannot be reached (`status` 0), or has refused a request with an HTTP status."""
+
+    code = API_SERVER_ERROR
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message, hint_of(API_SERVER_ERROR))
+        self.status = status
+
+
+class Access(NamedTuple):
+    """What a connection needs. `tls` is None for plain HTTP, `prefix` precedes all paths."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    server_name: str | None
+    token: str
+    prefix: str
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class ApiCredentials(Protocol):
+    def access(self) -> Access:
+        """Read everything again, because tokens and certificates are replaced; raises ApiServerError."""
+
+
+class ServiceAccount:
+    """The credentials of a pod."""
+
+    def __init__(self, host: str, port: int, paths: Paths) -> None:
+        self._host, self._port = host, port
+        self._directory = paths.service_account
+
+    def access(self) -> Access:
+        token = _read(os.path.join(self._directory, "token")).strip()
+        tls = _tls_context(_read(os.path.join(self._directory, "ca.crt")))
+        return Access(self._host, self._port, tls, self._host, token, "")
+
+
+class Kubeconfig:
+    """The credentials of a kubeconfig file's current context."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def access(self) -> Access:
+        try:
+            document = yaml.safe_load(_read(self._path))
+        except yaml.YAMLError as error:
+            raise ApiServerError(f"{self._path} is not YAML: {error}") from None
+        try:
+            context = _named(document["contexts"], document["current-context"])["context"]
+            cluster = _named(document["clusters"], context["cluster"])["cluster"]
+            user = _named(document["users"], context["user"])["user"] or {}
+            url = urlsplit(cluster["server"])
+            host, port = url.hostname or "", url.port
+            is_tls = url.scheme == "https"
+        except (KeyError, TypeError, ValueError, AttributeError):
+            what = f"{self._path} has no current context with a cluster, its server and a user"
+            raise ApiServerError(what) from None
+        for key in ("exec", "auth-provider"):
+            if key in user:
+                what = f"{self._path}: {key} is not supported: use a token or a client certificate"
+                raise ApiServerError(what)
+        tls = self._tls(cluster, user) if is_tls else None
+        name = (cluster.get("tls-server-name") or host) if is_tls else None
+        token = self._text(user, "token", "tokenFile").strip()
+        port = port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
+        return Access(host, port, tls, name, token, url.path.rstrip("/"))
+
+    def _tls(self, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
+        authority = self._text(cluster, "certificate-authority-data", "certificate-authority")
+        tls = _tls_context(authority)
+        if cluster.get("insecure-skip-tls-verify"):
+            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        certificate = self._text(user, "client-certificate-data", "client-certificate")
+        if certificate:
+            _load_certificate(tls, certificate, self._text(user, "client-key-data", "client-key"))
+        return tls
+
+    def _text(self, members: Mapping[str, Any], inline: str, file: str) -> str:
+        """The value of one of two members: itself, in base64 if its name ends with -data, or its file."""
+        value = members.get(inline)
+        if value and inline.endswith("-data"):
+            try:
+                return base64.b64decode(value, validate=True).decode()
+            except (binascii.Error, ValueError, TypeError):
+                raise ApiServerError(f"{self._path}: {inline} is not base64") from None
+        if value:
+            return str(value)
+        path = members.get(file)
+        return _read(os.path.join(os.path.dirname(self._path), str(path))) if path else ""
+
+
+def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials | None:
+    """Those of the kubeconfig file if one is named, or else of the pod; None outside a pod."""
+    kubeconfig = kubeconfig or environment.get("KUBECONFIG", "")
+    if kubeconfig:
+        return Kubeconfig(kubeconfig)
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+    if host and port.isdigit():
+        return ServiceAccount(host, int(port), paths)
+    return None
+
+
+def _named(entries: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    return next(one for one in entries if one["name"] == name) if entries else {}
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise ApiServerError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _tls_context(authority: str) -> ssl.SSLContext:
+    """A context that trusts this certificate authority, or the host's if it is empty."""
+    try:
+        return ssl.create_default_context(cadata=authority or None)
+    except ssl.SSLError as error:
+        raise ApiServerError(f"the certificate authority is unusable: {error}") from None
+
+
+def _load_certificate(tls: ssl.SSLContext, certificate: str, key: str) -> None:
+    """Load a client certificate; Python's ssl reads it from a file only, which is private and short-lived."""
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+            file.write(f"{certificate}\n{key}")
+            file.flush()
+            tls.load_cert_chain(file.name)
+    except OSError as error:  # or ssl.SSLError
+        raise ApiServerError(f"the client certificate is unusable: {error}") from None
