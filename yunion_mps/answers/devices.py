@@ -134,6 +134,30 @@ class GpuList(TypedDict):
     total: Count
 
 
+class Pool(TypedDict):
+    """A GPU whose memory is leased in units, as devices that are created for leases."""
+
+    gpu_uuid: str
+    addr: Annotated[GpuAddress, Field("The GPU's address.")]
+    model: Annotated[str | None, Field("The GPU's name.")]
+    numa_node: NumaNode | None
+    memory_unit_mib: Annotated[Mib, Field("A request is rounded up to a multiple of this.")]
+    memory_mib: Annotated[Mib, Field("The most that a single lease can get.")]
+    memory_free_mib: Annotated[Mib, Field("The most that another lease can get now.")]
+    state: Annotated[str, Field("Whether it serves leases.", enum=[enums.AVAILABLE, enums.UNAVAILABLE])]
+    reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
+    reason_code: ReasonCode
+    budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
+    reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
+
+
+class PoolList(TypedDict):
+    """All pools in PCI order."""
+
+    pools: list[Pool]
+    total: Count
+
+
 class ProcessFields(TypedDict):
     """A process; all fields except its PID are null if it has just ended."""
 

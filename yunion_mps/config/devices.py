@@ -50,7 +50,6 @@ _FILE_KEYS = ("devices", "gpu_memory_unit")
 _VALID_WITH = {
     "memory_reserve": ("memory_unit",),
     "thread_overcommit": ("slices", "memory_unit"),
-    "reserved_for": ("virtual_number", "slices"),
 }
 
 _SLICE_KINDS: dict[str, Kind] = {

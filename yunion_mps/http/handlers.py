@@ -76,6 +76,9 @@ class Handlers:
         """Not cached, because each poll changes it."""
         return self._services.queries.gpus()
 
+    def get_pools(self, _: Request) -> answers.PoolList:
+        return self._queries.pools()
+
     async def get_status(self, _: Request) -> answers.Status:
         return await self._services.status.status()
 

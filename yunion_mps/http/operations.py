@@ -85,6 +85,10 @@ GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
 GET_GPUS: Operation[answers.GpuList] = Operation(
     "get_gpus", "GET", "/v1/gpus", "List the GPUs of the host", "GpuList"
 )
+GET_POOLS: Operation[answers.PoolList] = Operation(
+    "get_pools", "GET", "/v1/pools", "List the GPUs whose memory is leased in units", "PoolList",
+    cached=True, watchable=True,
+)  # fmt: skip
 GET_STATUS: Operation[answers.Status] = Operation(
     "get_status", "GET", "/v1/status", "Get the state of the daemon, the devices and the control daemons",
     "Status",

@@ -140,6 +140,7 @@ class Candidates(NamedTuple):
             one
             for one in self.pools
             if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
+            and self.reserved.get(one.pool.gpu_uuid, request.reserved_for) == request.reserved_for
             and (request.allow_unlimited or one.pool.gpu_uuid not in self.unenforced)
         ]
 

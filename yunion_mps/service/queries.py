@@ -11,7 +11,7 @@ from yunion_mps.enums import FREE, PENDING, RESERVED, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu, Holder, Snapshot
+from yunion_mps.models import Gpu, Holder, Pool, Snapshot
 from yunion_mps.planning.division import client_environment
 from yunion_mps.reasons import Reason
 from yunion_mps.service.events import LongPolls
@@ -22,6 +22,7 @@ from yunion_mps.service.state import (
     gpu_json,
     gpu_reason,
     not_ready_reasons,
+    pool_json,
     state_of,
     unusable_reasons,
 )
@@ -131,13 +132,32 @@ class Queries:
         ]
         return {"gpus": gpus, "total": len(gpus)}
 
+    def pools(self) -> answers.PoolList:
+        """The GPUs whose memory is leased in units."""
+        snapshot = self._snapshot()
+        gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+        why = unusable_reasons(snapshot)
+        pools = [
+            pool_json(
+                pool,
+                gpus[pool.gpu_uuid],
+                why[pool.gpu_uuid],
+                0 if why[pool.gpu_uuid] else self._free_mib(pool),
+                snapshot.plan.reserved.get(pool.gpu_uuid),
+            )
+            for pool in snapshot.plan.pools
+            if pool.gpu_uuid in gpus
+        ]
+        return {"pools": pools, "total": len(pools)}
+
     def _memory_free_mib(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
         """How much one more client can get of a GPU whose memory is leased in units; None for other GPUs."""
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
-        if unusable_reasons(snapshot)[pool.gpu_uuid]:
-            return 0
+        return 0 if unusable_reasons(snapshot)[pool.gpu_uuid] else self._free_mib(pool)
+
+    def _free_mib(self, pool: Pool) -> int:
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
     @property

@@ -21,6 +21,7 @@ from yunion_mps.models import (
     Lease,
     PcieLink,
     Plan,
+    Pool,
     Snapshot,
 )
 from yunion_mps.mps.states import READY
@@ -248,6 +249,25 @@ def gpu_json(
         "temperature_c": load.temperature_c,
         "power_w": load.power_w,
         "power_limit_w": load.power_limit_w,
+    }
+
+
+def pool_json(
+    pool: Pool, gpu: Gpu, reason: Reason, memory_free_mib: int, reserved_for: str | None
+) -> answers.Pool:
+    return {
+        "gpu_uuid": pool.gpu_uuid,
+        "addr": gpu.address,
+        "model": gpu.name,
+        "numa_node": gpu.numa_node,
+        "memory_unit_mib": pool.unit_mib,
+        "memory_mib": pool.memory_mib,
+        "memory_free_mib": memory_free_mib,
+        "state": UNAVAILABLE if reason else AVAILABLE,
+        "reason": reason,
+        "reason_code": reason.code,
+        "budget_enforced": enforces_budgets(gpu),
+        "reserved_for": reserved_for,
     }
 
 

@@ -61,6 +61,7 @@ def test_the_reserve_and_the_over_commit_are_read(files: Files) -> None:
 
 def test_what_a_gpu_is_reserved_for_is_read(files: Files) -> None:
     assert entry_of(files, "  virtual_number: 2\n  reserved_for: kubernetes\n").reserved_for == "kubernetes"
+    assert entry_of(files, "  memory_unit: 1GiB\n  reserved_for: kubernetes\n").reserved_for == "kubernetes"
     assert entry_of(files, "  slices: [{memory: 1GiB}]\n").reserved_for == ""
 
 
@@ -136,8 +137,6 @@ devices:
 ! duplicate key memory: keep one of the two lines (the other is line 27)
 - {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
 ! memory_reserve is not allowed with slices, only with memory_unit: remove it
-- {type: NVIDIA_MPS, path: a, memory_unit: 1GiB, reserved_for: kubernetes}
-! reserved_for is not allowed with memory_unit, only with virtual_number or slices: remove it
 - {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: slurm}
 ! reserved_for is "slurm", but must be kubernetes
 - {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}

@@ -29,6 +29,7 @@ ANSWERS = {
     "/v1/devices": "DeviceList",
     "/v1/devices/00:06.0-1": "DeviceDetails",
     "/v1/gpus": "GpuList",
+    "/v1/pools": "PoolList",
     "/v1/status": "Status",
     "/v1/events": "EventList",
     "/v1/plan": "ChangeList",

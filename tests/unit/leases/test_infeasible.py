@@ -115,6 +115,18 @@ def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:
     assert chosen.gpu_uuid == "GPU-1"
 
 
+def test_a_reserved_pool_is_left_to_what_it_is_reserved_for() -> None:
+    there = Candidates(pools=[pool(1)], reserved=RESERVED)
+    request = LeaseRequest(memory_mib=200)
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(request, there)
+    assert caught.value.message == "200 MiB cannot be allocated: reserved for kubernetes"
+    with pytest.raises(NothingFreeError):
+        Allocator(Ledger()).choose(request, there)
+    (chosen,) = Allocator(Ledger()).choose(request._replace(reserved_for="kubernetes"), there)
+    assert chosen.addr == "01:00.0-m0"
+
+
 def test_what_no_reservation_prevents_is_explained_as_before() -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError, match="can never be allocated: the host has"):

@@ -5,16 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from yunion_mps.models import DomainStatus, Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, NO_REASON, Reason
 from yunion_mps.service.queries import Queries
 
+from unit import builders
 from unit.http.by_hand import status_of
 from unit.http.snapshots import H100, P40, snapshot
 
 
 def warnings(status: Any) -> list[Any]:
     return [one for one in status["problems"] if one["level"] == "warning"]
+
+
+def test_a_pool_shows_its_memory_and_what_it_is_reserved_for() -> None:
+    entry = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, reserved_for="kubernetes")
+    found = builders.inventory(P40)
+    plan = builders.planned(builders.config(entry), found)
+    domains = tuple(DomainStatus(one, READY, NO_REASON, 4242, 0.0, 0) for one in plan.domains)
+    sound = Snapshot(1, True, NO_REASON, plan, found, domains)
+    (pool,) = Queries(lambda: sound, 0.0, 1).pools()["pools"]
+    assert (pool["addr"], pool["memory_unit_mib"], pool["memory_mib"]) == ("00:06.0", 1024, 22528)
+    assert (pool["memory_free_mib"], pool["state"]) == (22528, "available")
+    assert pool["reserved_for"] == "kubernetes"
+    lost = sound._replace(inventory=builders.inventory(P40._replace(reason=Reason("it is lost", GPU_LOST))))
+    (pool,) = Queries(lambda: lost, 0.0, 1).pools()["pools"]
+    assert (pool["memory_free_mib"], pool["state"], pool["reason"]) == (0, "unavailable", "it is lost")
+    gone = sound._replace(inventory=builders.inventory())
+    assert Queries(lambda: gone, 0.0, 1).pools() == {"pools": [], "total": 0}
 
 
 SILENT = Reason("it does not answer", CONTROL_DAEMON_SILENT)
