@@ -45,10 +45,13 @@ def test_two_builds_are_identical(built: Built, tmp_path: Path) -> None:
     try:
         build(copy, again, {
             "TMPDIR": str(scratch), "TZ": "Pacific/Chatham", "LC_ALL": "C", "PYTHONHASHSEED": "7",
+            "COLUMNS": "40", "YUNION_MPS_LOG_LEVEL": "debug", "YUNION_MPS_ROOT": "/x",
         })  # fmt: skip
     finally:
         os.umask(before)
-    assert hashes(again) == hashes(built.directory)
+    changes = run("git", "-C", ROOT, "status", "--porcelain")
+    since = f"files that are not committed may have changed since the first build:\n{changes}"
+    assert hashes(again) == hashes(built.directory), since if changes else "the copy's place, time or user"
     assert list(scratch.iterdir()) == []
     assert {path.stat().st_mode & 0o777 for path in built.directory.iterdir()} == {0o644}
 
@@ -107,21 +110,6 @@ def test_the_licence_of_every_bundled_module_is_installed(unpacked: Path) -> Non
     told = (unpacked / "usr/share/doc/yunion-mps-daemon/copyright").read_text()
     for path in (unpacked / VENDOR[1:]).iterdir():
         assert f"Files: vendor/{path.name}{'/*' if path.is_dir() else ''}\n" in told
-
-
-def test_the_packages_show_version_and_revision(built: Built, tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    # Without --ignore-installed, pip removes what is installed elsewhere: the checkout itself.
-    run(*pip, "--no-index", "--ignore-installed", "--prefix", str(tmp_path), str(built.wheel))
-    (packages,) = tmp_path.glob("lib/python*/site-packages")
-    revision = run("git", "-C", ROOT, "rev-parse", "--short=12", "HEAD").strip()
-    if run("git", "-C", ROOT, "status", "--porcelain"):
-        revision += "+changes"
-    for program in ("yunion-mps", "yunion-mps-daemon"):
-        command = [str(tmp_path / "bin" / program), "--version"]
-        environment = {**os.environ, "PYTHONPATH": str(packages)}
-        told = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
-        assert told.stdout == f"{program} {__version__} ({revision})\n"
 
 
 def test_the_sdist_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:

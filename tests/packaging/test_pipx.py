@@ -15,7 +15,7 @@ from yunion_mps import __version__
 
 from simhost import SimHost
 
-from .conftest import ROOT, Built
+from .conftest import ROOT, Built, run
 
 #: What the wheel depends on, and pip, which pipx brings up to date.
 NEEDED = ("click", "h11", "h2", "hpack", "hyperframe", "nvidia-ml-py", "prometheus-client", "PyYAML", "pip")
@@ -86,7 +86,10 @@ def test_the_wheel_installs_the_programs_and_nothing_else(pipx: Pipx) -> None:
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 
-        assert said("yunion-mps", "--version").startswith(f"yunion-mps {__version__} (")
+        revision = run("git", "-C", ROOT, "rev-parse", "--short=12", "HEAD").strip()
+        revision += "+changes" if run("git", "-C", ROOT, "status", "--porcelain") else ""
+        for name in programs[:2]:
+            assert said(name, "--version") == f"{name} {__version__} ({revision})\n"
         assert "--adopt PID" in said("yunion-mps-daemon", "--help")
         assert "The configuration is valid" in said("yunion-mps", "config", "check")
         assert "4 devices" not in said("yunion-mps-daemon", "--check")

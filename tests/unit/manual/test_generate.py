@@ -25,19 +25,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_files_are_the_same_whatever_the_environment(generated: Path, tmp_path: Path) -> None:
-    other = generate(
-        tmp_path,
-        TZ="Pacific/Kiritimati",
-        LC_ALL="C",
-        COLUMNS="40",
-        YUNION_MPS_LOG_LEVEL="debug",
-        YUNION_MPS_ROOT="/x",
-    )
-    assert contents(other) == contents(generated)
-    assert len(contents(generated)) == 10
-
-
 def test_another_date_changes_nothing_but_the_date(generated: Path, tmp_path: Path) -> None:
     other = contents(generate(tmp_path, "86400"))
     old = contents(generated)
@@ -63,27 +50,6 @@ def test_a_missing_argument_prints_the_usage() -> None:
         done = run(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "usage: scripts/generate DIRECTORY\n"
-
-
-def test_an_invalid_date_is_reported(tmp_path: Path) -> None:
-    done = run(str(tmp_path), epoch="yesterday")
-    assert done.returncode == 2
-    assert done.stderr == "generate: SOURCE_DATE_EPOCH is 'yesterday': write seconds since 1970\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_directory_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "man").write_text("a file\n")
-    done = run(str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr == f"generate: {tmp_path}/man cannot be written: File exists\n"
-
-
-def test_the_programs_do_not_import_the_generator() -> None:
-    """What explains the keys costs no start anything: it is not even in the package."""
-    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
-        assert not re.search(r"^\s*(from|import) manual", path.read_text(), re.MULTILINE), path
-    assert (CHECKOUT / "scripts/manual/writing.py").is_file()
 
 
 HOST_PAGE = "yunion-mps-host.conf.5"

@@ -53,15 +53,6 @@ def test_a_survivor_without_its_sockets_is_found_and_replaced(bench: Bench, gone
     assert run.states == [STOPPED, STARTING, WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(bench: Bench) -> None:
-    survivor = bench.control()
-    run = bench.domain().start().until(READY)
-    survivor.signal(signal.SIGKILL)  # and it is our child, as after a daemon has replaced its own code
-    run.until_ended().tick()
-    assert run.reasons[3].startswith(f"the control daemon (PID {survivor.pid}) was killed by signal 9")
-    assert run.until(READY).pid != survivor.pid
-
-
 def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(bench: Bench) -> None:
     survivor = bench.control()
     stop_process(survivor.pid)

@@ -6,29 +6,15 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import PROBE_S
-from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
+from yunion_mps.mps.states import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .driving import Bench
 from .front_ends import silent_connection, stop_process
-
-
-def test_it_is_ready_with_its_limits_in_effect(bench: Bench) -> None:
-    run = bench.domain().start().until(READY)
-    assert run.states == [STOPPED, STARTING, APPLYING, READY]
-    assert run.reasons == [
-        "started; waiting for its answer",
-        "its limits are being set and read back",
-        "",
-    ]
-    answer = bench.ask("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
-    assert answer == ["5G", "25.0"]
-    assert run.turn(1).tick() == pytest.approx(9), "from then on it is looked at every ten seconds"
 
 
 def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
@@ -103,27 +89,6 @@ def test_it_asks_less_and_less_often_whether_it_answers(bench: Bench) -> None:
     assert waits[-1] == pytest.approx(0.05)
 
 
-MEMORY = "the memory limit of device 0 is not in effect: it was set to 5760M, but the control daemon reports "
-PERCENTAGE = "the thread percentage is not in effect: it was set to 25.0, but the control daemon reports "
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("s/^5G$/4G/", f"{MEMORY}'4G'"),
-        ("s/25.0/nonsense/", f"{PERCENTAGE}'nonsense'"),
-    ],
-)
-def test_limits_that_are_read_back_wrong_are_never_ready(bench: Bench, change: str, message: str) -> None:
-    wrong = bench.script(f'[ "$1" = -f ] && exec {bench.program} -f; {bench.program} | sed "{change}"')
-    run = bench.domain(program=wrong).start().until(BACKOFF)
-    assert READY not in run.states
-    assert run.domain.reason == message
-    assert run.domain.status().pid is None, "a control daemon of ours without its limits serves nobody"
-    bench.script(f"exec {bench.program} $1")
-    assert run.turn(1).until(READY).domain.error is None
-
-
 def test_it_is_started_again_at_once_then_later_and_later(bench: Bench) -> None:
     run = bench.domain(program=bench.script("exit 3")).start()
     run.until(BACKOFF)
@@ -152,16 +117,6 @@ def test_a_control_daemon_that_keeps_dying_is_retried_every_minute(bench: Bench)
     assert run.turn(0.5).until(READY).domain.error is None
 
 
-def test_a_control_daemon_that_dies_is_replaced_with_its_limits(bench: Bench) -> None:
-    run = bench.domain().start().until(READY)
-    first = run.pid
-    run.kill().until(READY)
-    assert run.pid != first
-    assert run.domain.restarts == 1
-    assert f"the control daemon (PID {first}) was killed by signal 9" in run.reasons[3]
-    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
-
-
 def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
     run.kill().until(READY)
@@ -170,16 +125,6 @@ def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) ->
     run.turn(1).until(READY)
     run.now_s += 60
     assert run.kill().state != BACKOFF
-
-
-def test_its_log_is_continued_by_the_next_one(bench: Bench) -> None:
-    log = Path(bench.plan.log_directory) / "control.log"
-    run = bench.domain().start().until(READY).stop().until(STOPPED)
-    first = log.read_text()
-    assert first
-    assert run.start().until(READY).stop().until(STOPPED).domain.reason == "stopped"
-    assert log.read_text().startswith(first)
-    assert len(log.read_text()) > len(first)
 
 
 def test_a_stop_ends_the_control_daemon_without_any_time_passing(bench: Bench) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
@@ -33,27 +32,6 @@ from .front_ends import (
 def find_out(run: DomainRun) -> DomainRun:
     """Let the time pass in which a probe finds that there is no answer."""
     return run.turn(PROBE_S).turn(PROBE_TIMEOUT_S)
-
-
-def test_it_is_found_within_two_probe_intervals() -> None:
-    assert PROBE_S + PROBE_TIMEOUT_S < 2 * PROBE_S
-
-
-def test_a_stopped_control_daemon_is_reported_and_continued(
-    run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    pid = run.pid
-    stop_process(pid)
-    find_out(run).until(READY)
-    assert run.states[-4:] == [READY, WEDGED, APPLYING, READY]
-    assert run.reasons[-3] == (
-        f"the control daemon (PID {pid}) does not serve: it was stopped by a signal (SIGSTOP) or a debugger"
-    )
-    assert run.reasons[-2] == "it answers again; its limits are being read"
-    assert run.pid == pid
-    assert run.domain.error is None
-    assert any("trying to resume it;" in message for message in caplog.messages)
-    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
 def test_a_repeatedly_stopped_control_daemon_is_replaced(run: DomainRun) -> None:
@@ -204,35 +182,6 @@ def test_a_stopped_server_is_reported_and_continued(run: DomainRun, bench: Bench
         assert asking.stdout.read()
     assert f"the MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger" in run.reasons[-3]
     assert run.pid == pid
-
-
-def test_a_socket_that_was_removed_comes_back(run: DomainRun, plan: DomainPlan) -> None:
-    """As age-based cleaning of /tmp does."""
-    pid = run.pid
-    os.unlink(f"{plan.pipe_directory}/control")
-    run.turn(PROBE_S).turn(2).until(READY)
-    assert f"its socket in {plan.pipe_directory} is gone (No such file or directory)" in run.reasons[3]
-    assert run.pid != pid
-    peer = peer_of(plan.pipe_directory)
-    assert peer is not None
-    assert peer.pid == run.pid
-
-
-def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(run: DomainRun, bench: Bench) -> None:
-    """The control daemon is ended, because no client finds it, and an operator has to look at the link."""
-    pid = run.pid
-    os.rename(bench.plan.pipe_directory, bench.place / "elsewhere")
-    (bench.place / "aim").mkdir()
-    bench.place.chmod(0o777)
-    os.symlink(bench.place / "aim", bench.plan.pipe_directory)
-    run.turn(PROBE_S).turn(2).until(FAILED)
-    bench.place.chmod(0o755)
-    assert not Path(f"/proc/{pid}").exists()
-    assert bench.plan.pipe_directory in run.error.message or str(bench.place) in run.error.message
-    assert run.error.hint
-    assert list((bench.place / "aim").iterdir()) == []
-    os.unlink(bench.plan.pipe_directory)
-    assert run.turn(60).until(READY).domain.error is None
 
 
 def test_another_process_at_its_socket_is_reported_and_left_alone(run: DomainRun, plan: DomainPlan) -> None:
