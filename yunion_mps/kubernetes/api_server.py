@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import h11
 
-from yunion_mps.kubernetes.credentials import Access, ApiServerError, ApiCredentials
+from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
 
 T = TypeVar("T")
 
