@@ -22,11 +22,10 @@ from typing import Any
 import pytest
 
 from integration.daemon_host import Daemon
+from integration.image import IMAGE, make_tree, write_layer
 from simhost import SimHost
 from simhost.host import Closes
 
-IMAGE = "localhost/tools:1"
-_TOOLS = ("bash", "cat", "env", "id", "ls", "sleep")
 _PATIENCE_S = 60
 
 _CONTAINERS_CONF = """\
@@ -84,20 +83,8 @@ class Store:
         if self.has_image:
             return
         tree = self.folder / "tree"
-        for folder in ("bin", "tmp", "etc", "usr/bin"):
-            (tree / folder).mkdir(parents=True)
-        (tree / "etc/passwd").write_text("root:x:0:0::/:/bin/sh\n")
-        programs = [str(shutil.which(tool)) for tool in _TOOLS]
-        programs.append(str(shutil.which("nvidia-cuda-mps-control", path=podman.host.env["PATH"])))
-        for program in programs:
-            shutil.copy(program, tree / "bin")
-            told = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
-            for word in told.split():
-                if word.startswith("/") and not (tree / word[1:]).exists():
-                    (tree / word[1:]).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(word, tree / word[1:])
-        (tree / "bin/sh").symlink_to("bash")
-        subprocess.run(["tar", "-C", str(tree), "-cf", f"{tree}.tar", "."], check=True)
+        make_tree(tree, podman.host)
+        write_layer(tree, Path(f"{tree}.tar"))
         done = podman("import", f"{tree}.tar", IMAGE)
         assert done.returncode == 0, done.stderr
         self.has_image = True

@@ -17,8 +17,9 @@ import pytest
 
 from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
+from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, given, leases_of, take, who_waits
-from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
+from integration.podman_host import Podman, files_of, mps, reloads, spec_of
 from simhost import SimHost
 from simhost.host import IN_UNITS
 from waiting import readable

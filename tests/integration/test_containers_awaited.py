@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from integration.daemon_host import Daemon, eventually
+from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, leases_of, needs_root, restart, stranger, take
-from integration.podman_host import IMAGE, Podman, files_of, mps
+from integration.podman_host import Podman, files_of, mps
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from integration.daemon_host import Daemon, eventually, is_running
+from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, given, leases_of, take
-from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
+from integration.podman_host import Podman, files_of, mps, reloads, spec_of
 from integration.test_containers import ASK
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})

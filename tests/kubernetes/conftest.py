@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon
+from integration.image import make_tree, write_image, write_layer
+from kubernetes.containerd import Containerd
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
 
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
@@ -44,3 +47,20 @@ def start_container(ready_daemon: Daemon) -> Iterator[StartContainer]:
     yield start
     for container in started:
         container.close()
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image that has not been made yet."""
+    return tmp_path_factory.mktemp("image") / "image.tar"
+
+
+@pytest.fixture
+def containerd(ready_daemon: Daemon, image: Path) -> Iterator[Containerd]:
+    if not image.exists():
+        tree, layer = image.with_name("tree"), image.with_name("layer.tar")
+        make_tree(tree, ready_daemon.host)
+        write_layer(tree, layer)
+        write_image(layer, image)
+    with Containerd(ready_daemon.host, image) as containerd:
+        yield containerd

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from simhost.environment import CHECKOUT
 
 IMAGES = CHECKOUT / ".cache/images"
-_SOURCES = CHECKOUT / "scripts/lib/nonfree_sources.py"
+_SOURCES = CHECKOUT / "scripts/lib/debian_sources.py"
 #: python3 and systemd are all that the packages may need; curl asks a socket, rpm is the other way in.
 _PACKAGES = ("systemd", "systemd-sysv", "dbus", "python3", "procps", "curl", "rpm")
 _RECIPE = (
@@ -92,22 +91,9 @@ def _make(release: str, target: Path) -> None:
 def _sources(release: str, folder: Path) -> list[Path]:
     """Write this machine's sources of Debian as those of `release`, component main; return the files."""
     here = platform.freedesktop_os_release().get("VERSION_CODENAME", "unknown")
-    subprocess.run([sys.executable, "-I", str(_SOURCES), here, "/etc/apt", str(folder)], check=True)
-    suites = re.compile(
-        rf"(?<=\s)(?:{here}|oldstable|stable|testing|unstable|sid)(-updates|-security)?(?=\s)"
-    )
-    files = []
-    for name in (
-        "sources.list",
-        *(f"sources.list.d/{name}" for name in os.listdir(folder / "sources.list.d")),
-    ):
-        path = folder / name
-        text = path.read_text() if path.exists() else ""
-        if text.strip():
-            text = suites.sub(lambda found: release + (found[1] or ""), text)
-            path.write_text(re.sub(r"(?<=\s)non-free(?=\s)", "main", text))
-            files.append(path)
-    return files
+    command = [sys.executable, "-I", str(_SOURCES), here, "/etc/apt", str(folder), release, "main"]
+    subprocess.run(command, check=True)
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def lay_over(image: Path, root: Path) -> None:

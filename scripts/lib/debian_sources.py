@@ -1,10 +1,11 @@
-"""Write the sources of a private apt: this machine's own archives with the component non-free.
+"""Write the sources of a private apt: this machine's own archives with another component or release.
 
-Usage: nonfree_sources.py CODENAME APT_FOLDER TARGET_FOLDER
+Usage: debian_sources.py CODENAME APT_FOLDER TARGET_FOLDER RELEASE COMPONENT
 
 Reads sources.list and sources.list.d/*.{list,sources} of APT_FOLDER (/etc/apt), in both of the formats of
-sources.list(5), and writes files of the same names to TARGET_FOLDER. A source is Debian's if it has the
-component main and a suite of this release; all others are omitted, and so are discs and disabled sources.
+sources.list(5), and writes files of the same names to TARGET_FOLDER, for that release and component. A source
+is Debian's if it has the component main and a suite of CODENAME, the machine's release; all others are
+omitted, and so are discs and disabled sources.
 """
 
 from __future__ import annotations
@@ -13,51 +14,66 @@ import glob
 import os
 import re
 import sys
+from typing import NamedTuple
 
-SUITES = r"({codename}|oldstable|stable|testing|unstable|sid)(-updates|-security)?"
+SUITE = r"(?:{codename}|oldstable|stable|testing|unstable|sid)(-updates|-security)?"
 ONE_LINE = re.compile(r"\s*deb\s+(\[[^\]]*\]\s+)?(?!cdrom:)(\S+)\s+(\S+)\s+([^#]+)")
 FIELD = re.compile(r"^([^\s:#]+):(.*(?:\n[ \t].*)*)", re.MULTILINE)
 DISABLED = {"no", "false", "without", "off", "disable", "0"}
 
 
-def from_list(text: str, suites: re.Pattern[str]) -> str:
+class Wanted(NamedTuple):
+    """`suite` matches those of the machine's release."""
+
+    suite: re.Pattern[str]
+    release: str
+    component: str
+
+    def suite_of(self, suite: str) -> str:
+        """The suite of the wanted release, empty if this is none of the machine's release."""
+        found = self.suite.fullmatch(suite)
+        return f"{self.release}{found[1] or ''}" if found else ""
+
+
+def from_list(text: str, wanted: Wanted) -> str:
     """Return the Debian sources among lines like `deb [options] URI SUITE COMPONENT…`."""
     sources = [found.groups(default="") for found in map(ONE_LINE.match, text.splitlines()) if found]
     return "".join(
-        f"deb {options}{uri} {suite} non-free\n"
+        f"deb {options}{uri} {wanted.suite_of(suite)} {wanted.component}\n"
         for options, uri, suite, components in sources
-        if suites.fullmatch(suite) and "main" in components.split()
+        if wanted.suite_of(suite) and "main" in components.split()
     )
 
 
-def from_deb822(text: str, suites: re.Pattern[str]) -> str:
+def from_deb822(text: str, wanted: Wanted) -> str:
     """Return the Debian sources among paragraphs of `Field: value`."""
     without_comments = re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)
     paragraphs = []
     for paragraph in re.split(r"\n(?:[ \t]*\n)+", without_comments):
         fields = {name.lower(): value for name, value in FIELD.findall(paragraph)}
         words = {name: value.lower().split() for name, value in fields.items()}
-        ours = " ".join(filter(suites.fullmatch, words.get("suites", [])))
+        ours = " ".join(filter(None, map(wanted.suite_of, words.get("suites", []))))
         enabled = DISABLED.isdisjoint(words.get("enabled", []))
         if ours and enabled and "deb" in words.get("types", []) and "main" in words.get("components", []):
-            fields.update(types=" deb", suites=f" {ours}", components=" non-free")
+            fields.update(types=" deb", suites=f" {ours}", components=f" {wanted.component}")
             paragraphs.append("".join(f"{name}:{value}\n" for name, value in fields.items()))
     return "\n".join(paragraphs)
 
 
-def main(codename: str, apt: str, target: str) -> int:
+def main(codename: str, apt: str, target: str, release: str, component: str) -> int:
     """Return 0, or 1 if the machine has no Debian source."""
-    suites = re.compile(SUITES.format(codename=re.escape(codename)))
+    wanted = Wanted(re.compile(SUITE.format(codename=re.escape(codename))), release, component)
     os.makedirs(f"{target}/sources.list.d")
     any_found = False
     for path in [f"{apt}/sources.list", *glob.glob(f"{apt}/sources.list.d/*")]:
         convert = {".list": from_list, ".sources": from_deb822}.get(os.path.splitext(path)[1])
         if convert and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
-                sources = convert(file.read(), suites)
-            with open(target + path[len(apt) :], "w", encoding="utf-8") as file:
-                file.write(sources)
-            any_found = any_found or bool(sources)
+                sources = convert(file.read(), wanted)
+            if sources:
+                with open(target + path[len(apt) :], "w", encoding="utf-8") as file:
+                    file.write(sources)
+                any_found = True
     return 0 if any_found else 1
 
 

@@ -1,0 +1,263 @@
+"""The real containerd on a simulated host, called as the kubelet calls it, by the plugin's own gRPC client.
+
+with Containerd(host, image) as containerd:
+    container = containerd.run(kubelet.run_pod("trainer", 1))      # the pod's sandbox, and its container
+
+It runs in a mount namespace of its own with an empty /run, where shims have their sockets, and finds the
+simulated host's /run/cdi. Pods use the network of the machine. What it starts is in one cgroup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from yunion_mps.kubernetes import grpc
+from yunion_mps.kubernetes.kubelet_api import AnswerT, Empty, Message, Rpc
+
+from integration.daemon_host import PATIENCE_S, eventually, is_running
+from integration.image import IMAGE
+from kubernetes import cri_api as cri
+from kubernetes.kubelet import Pod
+from simhost import SimHost
+from simhost.environment import CHECKOUT
+from simhost.host import Closes
+
+#: The first version that reads CDI files.
+_OLDEST = (1, 7)
+_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
+_UNPACKED = CHECKOUT / ".containerd/usr/bin"
+_CONFIG = """\
+version = 2
+root = "{folder}/root"
+state = "{folder}/state"
+[grpc]
+  address = "{folder}/containerd.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+  enable_cdi = true
+  cdi_spec_dirs = ["{cdi}"]
+  sandbox_image = "{image}"
+  # Where root may not lower the score, as in most containers.
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "native"
+"""
+_NAMESPACE = "mount -t tmpfs tmpfs /run && echo ready && exec cat"
+_CGROUPS = "/sys/fs/cgroup"
+_ON_THE_NODE = cri.NamespaceOption(network=cri.NODE, pid=cri.CONTAINER)
+
+
+def programs() -> Path:
+    """Where containerd is: unpacked by scripts/setup if the machine has none; skips if it is too old."""
+    machine = shutil.which(_PROGRAMS[0])
+    folder = Path(machine).parent if machine and not _UNPACKED.exists() else _UNPACKED
+    if not all((folder / name).exists() for name in _PROGRAMS):
+        pytest.fail("containerd is not there: run scripts/setup")
+    done = subprocess.run([folder / _PROGRAMS[0], "--version"], capture_output=True, text=True)
+    version = re.search(r" v?(\d+)\.(\d+)\.", done.stdout)
+    if version is None or tuple(map(int, version.groups())) < _OLDEST:
+        pytest.skip(f"needs containerd 1.7 or later: {done.stdout or done.stderr}")
+    return folder
+
+
+class Container(NamedTuple):
+    """A container that was started; `pid` is that of its first process."""
+
+    id: str
+    pid: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        variables = Path(f"/proc/{self.pid}/environ").read_text().split("\0")
+        return dict(variable.partition("=")[::2] for variable in variables if variable)
+
+    @property
+    def root(self) -> Path:
+        """Its file system, as it sees it."""
+        return Path(f"/proc/{self.pid}/root")
+
+    @property
+    def is_running(self) -> bool:
+        return is_running(self.pid)
+
+
+class Containerd(Closes):
+    """One containerd on a host; it can be killed and started again. A context manager."""
+
+    def __init__(self, host: SimHost, image: Path) -> None:
+        self._host = host
+        self._programs = programs()
+        self._folder = host.root / "var/lib/containerd"
+        self._folder.mkdir()
+        cdi = host.root / "run/cdi"
+        cdi.mkdir(exist_ok=True)
+        (self._folder / "config.toml").write_text(_CONFIG.format(folder=self._folder, cdi=cdi, image=IMAGE))
+        self._socket = self._folder / "containerd.sock"
+        #: The cgroup of all pods.
+        self._cgroup = f"yunion-mps-test-{host.root.name}"
+        #: Each pod's sandbox, and how often its container was started.
+        self._sandboxes: dict[str, tuple[str, cri.PodSandboxConfig]] = {}
+        self._attempts: dict[str, int] = {}
+        self._namespace = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", _NAMESPACE], stdin=-1, stdout=-1, text=True
+        )
+        assert self._namespace.stdout is not None
+        assert self._namespace.stdout.readline() == "ready\n"
+        self.start()
+        done = self._run("ctr", "--address", self._socket, "--namespace", "k8s.io", "image", "import",
+                         "--snapshotter", "native", image)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    # -- its life
+
+    def start(self) -> None:
+        with (self._folder / "log").open("ab") as log:
+            command = self._command("containerd", "--config", self._folder / "config.toml")
+            self._process = subprocess.Popen(command, stdin=-3, stdout=log, stderr=log, env=self._env)
+        eventually(self._answers, "containerd", trouble=lambda: self.log)
+
+    def kill(self) -> None:
+        """SIGKILL: its containers and their shims go on."""
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            self.call(cri.VERSION, Empty())
+            return True
+        assert self._process.poll() is None, self.log
+        return False
+
+    # -- what the kubelet does with it
+
+    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+        """Call a method; raises grpc.RpcError."""
+        data = asyncio.run(grpc.call(str(self._socket), rpc.path, request.encode(), PATIENCE_S))
+        return rpc.answer.decode(data)
+
+    def run(self, pod: Pod) -> Container:
+        """Start the container of a pod, in a new sandbox unless it has one; raises grpc.RpcError."""
+        if pod.name not in self._sandboxes:
+            self._run_sandbox(pod)
+        return self.start_container(self.create_container(pod))
+
+    def create_container(self, pod: Pod) -> str:
+        """The id of a container that is not started yet."""
+        sandbox, sandbox_config = self._sandboxes[pod.name]
+        attempt = self._attempts[pod.name] = self._attempts.get(pod.name, -1) + 1
+        config = cri.ContainerConfig(
+            cri.ContainerMetadata("main", attempt),
+            cri.ImageSpec(IMAGE),
+            envs=tuple(cri.KeyValue(*variable) for variable in pod.answer.envs.items()),
+            linux=cri.LinuxContainerConfig(cri.LinuxContainerSecurityContext(_ON_THE_NODE)),
+            cdi_devices=pod.answer.cdi_devices,
+        )
+        request = cri.CreateContainerRequest(sandbox, config, sandbox_config)
+        return self.call(cri.CREATE_CONTAINER, request).container_id
+
+    def start_container(self, container: str) -> Container:
+        self.call(cri.START_CONTAINER, cri.ContainerId(container))
+        info = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container, verbose=True)).info
+        return Container(container, json.loads(info["info"])["pid"])
+
+    def inside(self, container: Container, *command: str) -> str:
+        """What a command in the container prints."""
+        request = cri.ExecSyncRequest(container.id, command, int(PATIENCE_S))
+        done = self.call(cri.EXEC_SYNC, request)
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    def stop_container(self, container: Container) -> None:
+        self.call(cri.STOP_CONTAINER, cri.ContainerId(container.id))
+
+    def remove_pod(self, pod: Pod) -> None:
+        """End its containers, and remove them with its sandbox."""
+        sandbox = cri.PodSandboxId(self._sandboxes.pop(pod.name)[0])
+        self.call(cri.STOP_POD_SANDBOX, sandbox)
+        self.call(cri.REMOVE_POD_SANDBOX, sandbox)
+
+    def state(self, container: Container) -> int:
+        """One of cri_api's."""
+        answer = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container.id))
+        assert answer.status
+        return answer.status.state
+
+    def _run_sandbox(self, pod: Pod) -> None:
+        uid = str(uuid.uuid4())
+        config = cri.PodSandboxConfig(
+            cri.PodSandboxMetadata(pod.name, uid, "default"),
+            cri.LinuxPodSandboxConfig(
+                f"/{self._cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
+            ),
+        )
+        answer = self.call(cri.RUN_POD_SANDBOX, cri.RunPodSandboxRequest(config))
+        self._sandboxes[pod.name] = answer.pod_sandbox_id, config
+
+    # -- its end
+
+    def close(self) -> None:
+        """End it and everything that it has started."""
+        self.kill()
+        own = os.readlink(f"/proc/{self._namespace.pid}/ns/mnt")
+        for pid in {*self._pids_in_cgroups(), *_pids_with_mounts(own)} - {self._namespace.pid}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not self._pids_in_cgroups(), "the end of all containers")
+        self._namespace.communicate()
+        for cgroup in self._cgroups():
+            for path, _, _ in os.walk(cgroup, topdown=False):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(path)
+
+    def _cgroups(self) -> list[Path]:
+        """The pods' cgroups, in each of the hierarchies of version 1, and in version 2."""
+        roots = [Path(_CGROUPS), *Path(_CGROUPS).iterdir()]
+        return [root / self._cgroup for root in roots if (root / self._cgroup).is_dir()]
+
+    def _pids_in_cgroups(self) -> set[int]:
+        found: set[int] = set()
+        for cgroup in self._cgroups():
+            for file in cgroup.rglob("cgroup.procs"):
+                found.update(map(int, file.read_text().split()))
+        return found
+
+    @property
+    def _env(self) -> dict[str, str]:
+        return {"PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}"}
+
+    def _command(self, name: str, *words: object) -> list[str]:
+        inside = ["nsenter", f"--target={self._namespace.pid}", "--mount"]
+        return [*inside, f"{self._programs}/{name}", *map(str, words)]
+
+    def _run(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
+        command = self._command(name, *words)
+        return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def _pids_with_mounts(namespace: str) -> set[int]:
+    """The processes in this mount namespace."""
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{entry}/ns/mnt") == namespace:
+                found.add(int(entry))
+    return found

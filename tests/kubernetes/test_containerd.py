@@ -1,0 +1,107 @@
+"""Containers with devices on the real containerd, and the plugin's gRPC client with a server in Go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+
+import pytest
+from yunion_mps.kubernetes import grpc
+from yunion_mps.kubernetes.kubelet_api import Empty
+from yunion_mps.kubernetes.plugin import lease_name
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of
+from kubernetes import cri_api as cri
+from kubernetes.containerd import Containerd
+from kubernetes.kubelet import Kubelet, KubeletPlugin
+from simhost import SimHost
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+
+#: The number of /dev/null, which stands for the driver's nodes.
+_NODE = os.makedev(1, 3)
+_ASK = "echo get_default_active_thread_percentage | nvidia-cuda-mps-control"
+
+
+@pytest.fixture
+def host(host: SimHost) -> SimHost:
+    """A host whose driver's nodes are device nodes."""
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{gpu.slot}" for gpu in host.gpus)):
+        path = host.root / "dev" / name
+        path.unlink(missing_ok=True)
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, _NODE)
+        except PermissionError as error:
+            pytest.skip(f"needs to make device nodes: {error}")
+    return host
+
+
+def test_our_client_talks_to_containerd_s_server_in_go(containerd: Containerd) -> None:
+    version = containerd.call(cri.VERSION, Empty())
+    assert (version.runtime_name, version.runtime_api_version) == ("containerd", "v1")
+    status = containerd.call(cri.STATUS, Empty()).status
+    assert status
+    assert next(one.status for one in status.conditions if one.type == "RuntimeReady")
+    with pytest.raises(grpc.RpcError) as caught:
+        containerd.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest("ü" * 1000))
+    assert (caught.value.status, "not found" in caught.value.message) == (5, True)
+
+
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_container_has_its_device_and_nothing_of_the_others(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    kubelet.wait_healthy(8)
+    pod = kubelet.admit("trainer", ("00:07.0-1",))
+    kubelet.start_container(pod)
+    container = containerd.run(pod)
+    device = ready_daemon.get("/v1/devices/00:07.0-1")[1]
+    wanted = {**device["client_environment"], **pod.answer.envs, "YUNION_MPS_DEVICE": "00:07.0-1"}
+    found = container.environment
+    assert {name: found.get(name) for name in wanted} == wanted
+    nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
+    assert {path.name for path in nodes} == {"nvidia1", "nvidiactl", "nvidia-uvm"}
+    assert {path.stat().st_rdev for path in nodes} == {_NODE}
+    (lease,) = leases_of(ready_daemon)
+    assert (lease["name"], lease["devices"]) == (lease_name(pod.devices), ["00:07.0-1"])
+    assert (lease["binding"], lease["pid"], lease["id"]) == (
+        "container", container.pid, found["YUNION_MPS_LEASE"],
+    )  # fmt: skip
+    assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"], "the control daemon is reached"
+
+
+def test_a_lease_ends_with_its_container_and_comes_back_with_the_next(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    kubelet.wait_healthy(4)
+    pod = kubelet.run_pod("trainer", 1)
+    container = containerd.run(pod)
+    for _ in range(2):
+        os.kill(container.pid, signal.SIGKILL)
+        eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
+        kubelet.start_container(pod)  # the kubelet starts it again
+        container = containerd.run(pod)
+        (lease,) = leases_of(ready_daemon)
+        assert (lease["devices"], lease["pid"]) == (list(pod.devices), container.pid)
+    containerd.remove_pod(pod)
+    eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
+    assert not container.is_running
+
+
+def test_four_pods_share_a_gpu_and_a_fifth_one_follows_the_first(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    kubelet.wait_healthy(4)
+    pods = [kubelet.run_pod(f"trainer-{number}", 1) for number in range(4)]
+    containers = [containerd.run(pod) for pod in pods]
+    leased = {tuple(lease["devices"]): lease["pid"] for lease in leases_of(ready_daemon)}
+    assert leased == {pod.devices: container.pid for pod, container in zip(pods, containers)}
+    assert kubelet.preferred(1) == ()
+    containerd.remove_pod(pods[0])
+    del kubelet.pods["trainer-0"]
+    fifth = kubelet.run_pod("trainer-4", 1)
+    assert fifth.devices == pods[0].devices
+    assert containerd.run(fifth).environment["YUNION_MPS_DEVICE"] == fifth.devices[0]
+    assert all(container.is_running for container in containers[1:])
