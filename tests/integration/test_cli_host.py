@@ -71,20 +71,6 @@ Control daemon of domain host: 1 GPU, pipe directory /tmp/nvidia-mps/pipe
 """
 
 
-@pytest.mark.parametrize("command", ["show", "check"])
-def test_without_a_file_the_configuration_is_bad(make_host: MakeHost, command: str) -> None:
-    host = make_host()
-    missing = host.root / "etc/yunion/host.conf"
-    missing.unlink()
-    code, words = failed(host, "config", command)
-    assert code == 6
-    assert words == (
-        f"yunion-mps: {missing}: cannot be read (No such file or directory): "
-        f"copy the example: cp /usr/share/yunion-mps/host.conf {missing} [invalid_configuration]\n"
-        "yunion-mps: then run: yunion-mps config check\n"
-    )
-
-
 DEVICE = "00:06.0-1"
 STRANGER = 65534
 PLANNED = """\
@@ -135,15 +121,6 @@ def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
     assert printed(ready.host, "plan") == "A reload would change nothing.\n"
 
 
-@pytest.mark.parametrize("command", ["plan", "reload"])
-def test_a_reload_reports_errors_as_config_check_does(ready: Daemon, command: str) -> None:
-    ready.host.divide("many")
-    told = failed(ready.host, command)
-    assert told == failed(ready.host, "config", "check")
-    assert told[0] == 6
-    assert limits(ready) == [5760]
-
-
 def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
     ready: Daemon, job: Client, stand_ins: StandIns
 ) -> None:
@@ -166,19 +143,6 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
     assert (draining.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
     assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits}')}")
     assert limits(ready) == [11520]
-
-
-def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_ins: StandIns) -> None:
-    ready.host.divide(2)
-    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("These jobs will be ended:\n")
-    assert re.search(rf"^ *{job.pid}  root ", done.stderr, re.MULTILINE)
-    assert limits(ready) == [11520]
-    assert not is_running(job.pid)
-    events = printed(ready.host, "events", "--kind", "client")
-    assert f"(PID {job.pid})" in events
-    eventually(lambda: not stand_ins.servers(), "the server's end")
 
 
 @pytest.mark.gpus({"kind": "v100"})

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -206,19 +205,6 @@ def test_systemd_is_notified_of_lost_control_daemons(ready_daemon: Daemon) -> No
     assert ready_daemon.stop() == 0
 
 
-def test_a_start_succeeds_while_an_old_control_daemon_is_ending(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    control = daemon.control_pid()
-    daemon.kill()
-    os.kill(control, signal.SIGSTOP)  # so that it is found, and does not answer before its end
-    daemon.start().wait_log(f"adopted the running control daemon (PID {control})")
-    os.kill(control, signal.SIGKILL)
-    daemon.wait_ready()
-    assert daemon.control_pid() != control
-    assert daemon.control(*LIMITS) == ["5G", "25.0"]
-    assert daemon.stop() == 0
-
-
 @pytest.mark.parametrize("driver", [True, False])
 def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, driver: bool) -> None:
     if not driver:
@@ -310,22 +296,6 @@ def test_if_one_domain_cannot_serve_the_others_do_and_it_says_why(daemon: Daemon
     counts |= {"used": 0, "free": 4}
     assert status["devices"] == counts
     assert any("4 of 8 devices available, 1 of 2" in line for line in daemon.notifications)
-    assert daemon.stop() == 0
-
-
-def test_another_programs_control_daemon_is_reported_and_left_alone(
-    daemon: Daemon, stranger: subprocess.Popen[str]
-) -> None:
-    daemon.control("set_default_active_thread_percentage 77")
-    *_, message, hint = refused(daemon, 1)
-    who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}) not started by yunion-mps"
-    assert message == f"<3>{who} serves {daemon.pipe_directory} [adoption_refused]"
-    assert hint.startswith("<3>once its jobs have ended: ")
-    assert stranger.poll() is None
-    assert daemon.control("get_default_active_thread_percentage") == ["77.0"]
-    daemon.control("quit")
-    assert stranger.wait(60) == 0
-    daemon.start().wait_ready()
     assert daemon.stop() == 0
 
 

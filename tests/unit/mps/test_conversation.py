@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import pytest
 from yunion_mps.errors import ControlError, HostError
 from yunion_mps.host.proc import Peer
-from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of
-from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_program
+from yunion_mps.mps.processes import client_variables
 from yunion_mps.planning.division import decimal, thread_percentage
 
 from .driving import Bench
@@ -220,19 +219,3 @@ def test_the_front_ends_environment_is_built_from_nothing(
         **client_variables(bench.plan.pipe_directory),
         "PWD": os.getcwd(),
     }
-
-
-def test_a_missing_control_program_is_named_with_its_packages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if any(os.path.exists(f"{folder}/{PROGRAM}") for folder in PROGRAM_DIRECTORIES):
-        pytest.skip("this machine has the program where drivers put it")
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(HostError) as caught:
-        find_control_program()
-    assert caught.value.message == "nvidia-cuda-mps-control is not installed"
-    assert caught.value.hint == (
-        "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
-        "nvidia-driver-cuda on RHEL and its derivatives (NVIDIA's repository), xorg-x11-drv-nvidia-cuda on "
-        "Fedora (RPM Fusion)"
-    )

@@ -20,22 +20,6 @@ TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST = "0000:00:06.0"
 
 
-def test_modes_are_set_and_on_a_stop_restored_to_what_each_was(begin: Begin) -> None:
-    host, made = begin(TWO)
-    assert modes(host) == ["exclusive_process", "exclusive_process"]
-    assert [gpu.compute_mode for gpu in made.snapshot.inventory.gpus] == ["Exclusive_Process"] * 2
-    made.stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
-def test_modes_are_restored_by_the_next_daemon_if_one_was_killed(begin: Begin) -> None:
-    host, first = begin(TWO)
-    first.stop(restore=False)
-    assert modes(host) == ["exclusive_process", "exclusive_process"]
-    first.again().stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
 def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop(restore=False)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
-from yunion_mps.config import KEYS
-from yunion_mps.errors import ConfigError, HostError
+from yunion_mps.errors import HostError
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.state import devices_json
-from yunion_mps.supervisor.changes import PLANNED_KEYS, LeaseWait, warnings
+from yunion_mps.supervisor.changes import LeaseWait, warnings
 from yunion_mps.supervisor.preflight import run_preflight
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
@@ -128,32 +125,6 @@ def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(begin: Begin) 
     assert made.snapshot.domains[0].pid == control
 
 
-@pytest.mark.parametrize(
-    ("conf", "devices", "words"),
-    [
-        ("enable_cuda_mps: maybe\n", None, "enable_cuda_mps"),
-        (
-            None,
-            "devices:\n- path: 00:99.0\n  type: NVIDIA_MPS\n  virtual_number: 2\n",
-            "not a GPU of this host",
-        ),
-        (None, "devices: [\n", "host_container_device.yml"),
-    ],
-)
-def test_a_bad_file_changes_nothing(begin: Begin, conf: str | None, devices: str | None, words: str) -> None:
-    host, made = begin(TWO)
-    before = made.snapshot
-    if conf:
-        (host.root / "etc/yunion/host.conf").write_text(conf)
-    if devices:
-        (host.root / "etc/yunion/host_container_device.yml").write_text(devices)
-    with pytest.raises(ConfigError) as caught:
-        made.reload()
-    assert words in caught.value.message
-    assert made.snapshot is before
-    assert modes(host) == ["exclusive_process"] * 2
-
-
 def test_an_occupied_pipe_directory_is_refused_before_any_change(begin: Begin) -> None:
     host, made = begin(TWO)
     before = pid(made)
@@ -240,32 +211,7 @@ def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -
     assert list(warnings(made.snapshot)) == []
 
 
-def test_the_keys_that_show_in_the_plan_are_keys_of_host_conf() -> None:
-    assert set(KEYS) >= PLANNED_KEYS
-
-
 V100 = [{"kind": "v100"}]
-
-
-def test_a_budget_is_pending_until_the_server_of_the_last_job_has_ended(
-    put_to_work: PutToWork,
-) -> None:
-    host, jobs, made, client = put_to_work(V100, 2)
-    (server,) = jobs.servers()
-    host.divide(4)
-    (change,) = made.reload()
-    assert change.effect == f"once the MPS server (PID {server}) has ended"
-    (domain,) = made.snapshot.domains
-    assert domain.state == "ready"
-    assert str(server) in domain.pending
-    assert budgets(made) == [("00:06.0-0", 8192), ("00:06.0-1", 8192)], "what clients get is what is shown"
-    assert made.available == 2
-    client.end()
-    made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
-    made.until(lambda: not made.snapshot.domains[0].pending)
-    assert [mib for _, mib in budgets(made)] == [4096] * 4
-    assert jobs.servers() == [], "a server without jobs was asked to end"
-    assert [event.what for event in made.events if event.kind == "limit"] == ["the new limits are in effect"]
 
 
 def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
@@ -352,7 +298,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert made.available == 8
 
 
-def test_a_mode_to_be_kept_is_restored_once_no_server_may_have_jobs(
+def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 4)
@@ -360,24 +306,8 @@ def test_a_mode_to_be_kept_is_restored_once_no_server_may_have_jobs(
     configure(host, cuda_mps_compute_mode="keep")
     (change,) = made.reload()
     assert change.effect == f"once the MPS server (PID {server}) has ended"
+    made.set_modes()
     assert modes(host) == ["exclusive_process"], "jobs may be at work under it"
-    client.end()
-    os.kill(server, signal.SIGKILL)
-    made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
-    made.set_modes()
-    assert modes(host) == ["default"]
-    made.stop()
-    assert modes(host) == ["default"]
-
-
-def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
-    put_to_work: PutToWork,
-) -> None:
-    host, jobs, made, client = put_to_work(V100, 4)
-    (server,) = jobs.servers()
-    configure(host, cuda_mps_compute_mode="keep")
-    made.reload()
-    made.set_modes()
     (domain,) = made.snapshot.domains
     assert domain.pending == f"compute modes are restored once the MPS server (PID {server}) has ended"
     assert domain.waits_for == (server,)

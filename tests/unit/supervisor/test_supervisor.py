@@ -68,17 +68,6 @@ def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None
     assert not (host.root / "tmp/nvidia-mps").exists()
 
 
-def test_a_gpu_switched_to_mig_mode_while_it_serves_is_unavailable(begin: Begin) -> None:
-    host, made = begin(TWO)
-    host.gpus[1].mig = True
-    made.rescan()
-    assert made.available == 4
-    assert made.snapshot.inventory.gpus[1].reason.startswith("the GPU is in MIG mode")
-    host.gpus[1].mig = False
-    made.rescan()
-    assert made.available == 8
-
-
 def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begin) -> None:
     host, made = begin(TWO)
     made.supervisor.note_xid(SECOND, 48)
