@@ -16,7 +16,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import scan
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import LeaseWait
 from yunion_mps.supervisor.preflight import run_preflight

@@ -26,7 +26,6 @@ from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
-from yunion_mps.service.state import one_line
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class _Loop:
         self._queries.changes.notify()
         if not self._supervisor.stopping and self._queries.version != self._notified_version:
             self._notified_version = self._queries.version
-            self._notifier.status(one_line(self._queries.service()))
+            self._notifier.status(self._queries.summary)
 
     def _publish_config(self) -> None:
         if self._supervisor.config is not self._published_config:

@@ -178,12 +178,11 @@ class _Daemon:
         """What answers queries, with the recorded leases; logs and records what it says at the start."""
         from yunion_mps.leases.storage import recorded_ledger
         from yunion_mps.service.queries import Queries
-        from yunion_mps.service.state import one_line
 
         queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
         # Only numbers are shown of them; the lease service replaces them.
         queries.set_leases(recorded_ledger(self._supervisor.store(), self._paths.lease_copies), str)
-        line = one_line(queries.service())
+        line = queries.summary
         log.info("yunion-mps %s is ready: %s", __version__, line)
         for warning, _ in warnings(self._supervisor.snapshot()):
             log.warning("%s", warning)

@@ -77,7 +77,7 @@ class Handlers:
         return self._services.queries.gpus()
 
     def get_pools(self, _: Request) -> answers.PoolList:
-        return self._queries.pools()
+        return self._services.queries.pools()
 
     async def get_status(self, _: Request) -> answers.Status:
         return await self._services.status.status()

@@ -8,13 +8,21 @@ import logging
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_infeasible
-from yunion_mps.leases.expiry import HolderWatch, renewed, restored
+from yunion_mps.leases.holders import (
+    HolderWatch,
+    describe_holder,
+    holder_label,
+    lease_json,
+    queued_json,
+    renewed,
+    restored,
+)
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import (
     Candidates,
@@ -30,27 +38,19 @@ from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of
+from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.state import describe_holder, holder_label, lease_json, queued_json, refuse_unserved
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.text import random_uuid
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
-    from yunion_mps.answers import QueuedRequest as QueuedRequestJson
+    from yunion_mps import answers
 
 log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
-
-
-class Grant(NamedTuple):
-    """The lease for a request; not `is_new` if the request was repeated."""
-
-    lease: LeaseRecord
-    is_new: bool
 
 
 class LeaseService:
@@ -141,19 +141,21 @@ class LeaseService:
     def memory_unit_mib(self) -> int:
         return self._supervisor.config.gpu_memory_unit_mib
 
-    def lease(self, name: str, caller: Owner) -> LeaseRecord:
+    def lease(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """The lease of this id or name; raises NotFoundError."""
         return self._json(find_lease(name, self.ledger.leases, caller))
 
-    def leases(self, *, brief: bool = False) -> list[LeaseRecord]:
+    def leases(self, *, brief: bool = False) -> list[answers.LeaseRecord]:
         """All leases; a `brief` one lacks what only the kernel knows about its holder."""
         return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
 
-    def waiting(self) -> list[QueuedRequestJson]:
+    def waiting(self) -> list[answers.QueuedRequest]:
         return [queued_json(request, self._containers) for request in self.queue.requests]
 
-    async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> Grant:
-        """Grant the request within `wait_s`; raises YunionError if that is not possible.
+    async def take(
+        self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float
+    ) -> tuple[answers.LeaseRecord, bool]:
+        """The lease, and whether it is new, within `wait_s`; raises YunionError if that is not possible.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
         gets its earlier lease or queue position. So does a named holder that requests the same again, which
@@ -171,20 +173,19 @@ class LeaseService:
             refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
-        return Grant(self._json(lease), is_new)
+        return self._json(lease), is_new
 
-    def preview(self, queued: QueuedRequest) -> LeaseRecord:
+    def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
         """The lease that would be granted now; raises YunionError if none would."""
         queued = queued._replace(sent=queued.as_text)
-        lease = self.ledger.repeated(queued)
-        if lease:
+        if lease := self.ledger.repeated(queued):
             return self._json(lease)
         request, candidates = self._admitted(queued).request, self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self._containers)
 
-    def release(self, name: str, caller: Owner) -> LeaseRecord:
+    def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = self._own(name, caller)
         released = lease_json(lease, None, self._containers)
@@ -192,7 +193,7 @@ class LeaseService:
         self._end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
 
-    def renew(self, name: str, caller: Owner) -> LeaseRecord:
+    def renew(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """Restart the time to live of a lease taken by name; raises what `release` raises.
 
         The time to live is reduced to `max_lease_ttl_s` if that was lowered since.
@@ -203,7 +204,7 @@ class LeaseService:
             raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
         return self._json(self._renewed(lease))
 
-    def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
+    def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
         Its owner does not change; one taken by name stays one, because containers may share it. Raises what
@@ -302,8 +303,7 @@ class LeaseService:
                     self._feasible(queued.request)
                 except YunionError as error:
                     refusals[queued.request] = error
-            refusal = refusals[queued.request]
-            if refusal:
+            if refusal := refusals[queued.request]:
                 self.queue.requests.remove(queued)
                 self._answers[queued.position].set_exception(refusal)
 
@@ -390,9 +390,9 @@ class LeaseService:
         check_may_change(lease, caller, of_any_unit=of_any_unit)
         return lease
 
-    def _json(self, lease: Lease, *, brief: bool = False) -> LeaseRecord:
-        use, expires_s = self._queries.usage.latest.devices, self._holders.expires_s(lease.id)
-        return lease_json(lease, expires_s, None if brief else self._containers, use, self.peaks.of(lease))
+    def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
+        sm_of, expires_s = self._queries.usage.latest.sm_of, self._holders.expires_s(lease.id)
+        return lease_json(lease, expires_s, None if brief else self._containers, sm_of, self.peaks.of(lease))
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
@@ -12,20 +12,19 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
+from yunion_mps.mps.states import READY
 from yunion_mps.planning.division import client_environment
-from yunion_mps.reasons import Reason
-from yunion_mps.service.events import LongPolls
-from yunion_mps.service.state import (
+from yunion_mps.reasons import DOMAIN_NOT_READY, Reason
+from yunion_mps.service.devices import (
     devices_json,
     domain_json,
     domain_names,
     gpu_json,
     gpu_reason,
-    not_ready_reasons,
     pool_json,
-    state_of,
     unusable_reasons,
 )
+from yunion_mps.service.events import LongPolls
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.changes import warnings
 from yunion_mps.text import rfc3339
@@ -162,8 +161,33 @@ class Queries:
 
     @property
     def state(self) -> str:
-        """The state of the GPUs, control daemons and devices, whatever their jobs do."""
-        return state_of(self._snapshot())
+        """The state of the GPUs, control daemons and devices, whatever their jobs do.
+
+        `ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`.
+        """
+        snapshot = self._snapshot()
+        if not snapshot.enabled:
+            return "disabled"
+        serving = sum(domain.state == READY for domain in snapshot.domains)
+        if not serving:
+            return "failed"
+        broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
+        broken = broken or any(unusable_reasons(snapshot).values())
+        return "degraded" if broken or serving < len(snapshot.domains) else "ready"
+
+    @property
+    def summary(self) -> str:
+        """The status in one line, for systemd and for logs."""
+        status = self.service()
+        devices, domains = status["devices"], status["domains"]
+        serving = sum(domain["state"] == READY for domain in domains)
+        if status["notice"]:
+            return str(status["notice"])
+        line = f"{devices['available']} of {devices['total']} devices available, "
+        line += f"{devices['pending']} pending, " if devices["pending"] else ""
+        line += f"{serving} of {len(domains)} control daemons serving"
+        errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
+        return line + (f"; {errors[0]}" if errors else "")
 
     def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
         return warnings(self._snapshot())
@@ -201,8 +225,24 @@ class Queries:
         }
 
     def not_ready_reasons(self) -> list[str]:
-        """Why the daemon is not ready, one line each; empty if it is."""
-        return not_ready_reasons(self._snapshot())
+        """Why no device can be used although MPS is enabled, one line each; empty if one can."""
+        snapshot = self._snapshot()
+        unusable = unusable_reasons(snapshot)
+        if not snapshot.enabled or not all(unusable.values()):
+            return []
+        lines: list[str] = [snapshot.notice]
+        lines += [
+            f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains if one.state != READY
+        ]
+        faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
+        lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]
+        explained = {gpu.uuid for gpu in faulty}
+        lines += [
+            f"devices of GPU {uuid}: {reason}"
+            for uuid, reason in unusable.items()
+            if reason.code != DOMAIN_NOT_READY and uuid not in explained
+        ]
+        return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
 
     def unusable_reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""

@@ -16,7 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
 from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
-from yunion_mps.service.state import domain_names
+from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import count, decoded

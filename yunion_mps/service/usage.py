@@ -36,6 +36,10 @@ class LatestPoll(NamedTuple):
     load: Load = Load()
     devices: Mapping[str, DeviceUsage] = {}
 
+    def sm_of(self, address: str) -> int | None:
+        """The SM utilization of a device in %; None if it is unknown."""
+        return self.devices[address].sm if address in self.devices else None
+
 
 class _Series(NamedTuple):
     """An hour of a GPU or device: memory in MiB, and utilization in % plus 1, 0 if unknown."""

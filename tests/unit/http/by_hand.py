@@ -20,7 +20,7 @@ from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
 from yunion_mps.service.events import EventService
 from yunion_mps.service.holdings import NO_CLIENTS
-from yunion_mps.service.leases import Grant, LeaseService
+from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.services import Services
@@ -190,7 +190,7 @@ class FakeLeases(_ByHand, LeaseService):
         self, queued: QueuedRequest, on_disconnect: Callable[[Callable[[], None]], None], wait_s: float
     ) -> Any:
         await self._pass("take")
-        return Grant(self._answer(queued, wait_s), self.is_new)
+        return self._answer(queued, wait_s), self.is_new
 
     def preview(self, queued: QueuedRequest) -> Any:
         return self._answer(queued, -1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.host.store import Store
-from yunion_mps.leases.expiry import RENEWAL_GRACE_S, renewed, restored
+from yunion_mps.leases.holders import RENEWAL_GRACE_S, renewed, restored
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths

@@ -9,7 +9,7 @@ import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.changes import warnings
 from yunion_mps.supervisor.compute_modes import ModeResult
 

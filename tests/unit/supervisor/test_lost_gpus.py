@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import ConfigError, DriverError
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 
 from simhost import SimHost
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes

@@ -13,7 +13,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.mps.processes import PROGRAM, our_processes
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.event_log import EventTable
 
 from integration.daemon_host import eventually

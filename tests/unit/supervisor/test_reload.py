@@ -7,7 +7,7 @@ import time
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.changes import LeaseWait, warnings
 from yunion_mps.supervisor.preflight import run_preflight
 

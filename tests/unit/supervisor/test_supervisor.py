@@ -12,7 +12,7 @@ from yunion_mps.mps.limits import PROBE_S
 from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
 from yunion_mps.mps.states import WEDGED
-from yunion_mps.service.state import devices_json
+from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import fleet
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise

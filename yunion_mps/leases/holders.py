@@ -1,4 +1,4 @@
-"""Expiry: ends a lease when its holder's process ends, or when it is not renewed in time.
+"""The holders of leases: each is watched until it ends, and named in answers, logs and events.
 
 A lease taken by name expires one TTL after its last renewal, across restarts of the daemon. Times are
 monotonic: that clock cannot be set, and stops while the host is suspended and no holder can renew.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ShortageError
-from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
-from yunion_mps.models import Holder, Lease
+from yunion_mps.leases.request import QueuedRequest
+from yunion_mps.models import CDI_KIND, Device, Holder, Lease
+from yunion_mps.text import rfc3339
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+    from yunion_mps.containers.lookup import Containers
 
 #: How long a holder has to renew its lease after the daemon could not be reached.
 RENEWAL_GRACE_S = 10.0
@@ -99,3 +106,76 @@ def _has_ended(process: Process, holder: Holder) -> bool:
         refuse_if_no_file_can_be_opened(f"PID {process.pid} cannot be inspected")
         return False  # only its first thread has ended
     return started != holder.started
+
+
+# -- in answers, logs and events
+
+
+def lease_json(
+    lease: Lease,
+    expires_s: float | None,
+    containers: Containers | None,
+    sm_of: Callable[[str], int | None] = lambda _: None,
+    peaks_mib: Sequence[int | None] = (),
+) -> answers.LeaseRecord:
+    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
+
+    Without `containers` the record is brief: what only the kernel knows about the holder is left out. `sm_of`
+    returns the SM utilization of a device, `peaks_mib` the known peaks of its own devices.
+    """
+    return {
+        "id": lease.id,
+        "devices": [device.addr for device in lease.devices],
+        "gpus": _gpus(lease.devices),
+        "memory_mib": [device.memory_limit_mib for device in lease.devices],
+        "memory_peak_mib": list(peaks_mib) or [None for _ in lease.devices],
+        "sm_utilization": [sm_of(device.addr) for device in lease.devices],
+        "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "budget_enforced": all(device.budget_enforced for device in lease.devices),
+        "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
+        "binding": lease.holder.binding,
+        **_holder_json(lease.holder, lease.since_s, containers),
+        "expires": None if expires_s is None else rfc3339(expires_s),
+        "cdi": f"{CDI_KIND}={lease.cdi_name}" if lease.cdi else None,
+        "environment": dict(lease.environment),
+    }
+
+
+def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
+    """A queued request; its place in the list is its position."""
+    return {**_holder_json(queued.holder, queued.since_s, containers), "requested": str(queued.request)}
+
+
+def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
+    pid = holder.pid
+    runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if containers and pid is not None and runs else None
+    return {
+        "pid": pid,
+        "uid": holder.uid,
+        "user": user_name(holder.uid),
+        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
+        "container": inside.name if inside else None,
+        "container_id": inside.id if inside else None,
+        "name": holder.name or None,
+        "since": rfc3339(since_s),
+    }
+
+
+def _gpus(devices: Iterable[Device]) -> list[str]:
+    return list(dict.fromkeys(device.gpu_address for device in devices))
+
+
+def describe_holder(holder: Holder, containers: Containers) -> str:
+    who = user_name(holder.uid)
+    if holder.pid is None:
+        return f"{holder.name} of {who}"
+    inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
+    command = holder.command or command_of(holder.pid or 0) or "a process"
+    return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
+
+
+def holder_label(holder: Holder, containers: Containers) -> str:
+    """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
+    inside = containers.of(holder.pid) if holder.pid is not None else None
+    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {holder.pid}'})"

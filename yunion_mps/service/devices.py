@@ -1,20 +1,17 @@
-"""The state of GPUs, devices, domains and leases, why one is unusable, and their JSON values in answers."""
+"""Devices, GPUs and domains as the API answers them: their state, and why one is unusable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
 from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_MEMORY, NOT_USED, PENDING, RESERVED, UNAVAILABLE
 from yunion_mps.errors import HostError
-from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
-    CDI_KIND,
     DEV_TYPE,
-    Device,
     DomainStatus,
     Gpu,
     Holder,
@@ -27,13 +24,9 @@ from yunion_mps.models import (
 from yunion_mps.mps.states import READY
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.text import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
-    from yunion_mps.containers.lookup import Containers
-    from yunion_mps.leases.request import QueuedRequest
-    from yunion_mps.service.usage import DeviceUsage
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
@@ -91,49 +84,6 @@ def domain_names(plan: Plan) -> dict[str, str]:
     """The domain of each GPU (UUID) that has devices or a pool."""
     names = {device.gpu_uuid: device.domain for device in plan.devices}
     return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
-
-
-def state_of(snapshot: Snapshot) -> str:
-    """`ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`."""
-    if not snapshot.enabled:
-        return "disabled"
-    serving = sum(domain.state == READY for domain in snapshot.domains)
-    if not serving:
-        return "failed"
-    broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
-    broken = broken or any(unusable_reasons(snapshot).values())
-    return "degraded" if broken or serving < len(snapshot.domains) else "ready"
-
-
-def not_ready_reasons(snapshot: Snapshot) -> list[str]:
-    """Why no device can be used although MPS is enabled, one line each; empty if one can."""
-    unusable = unusable_reasons(snapshot)
-    if not snapshot.enabled or not all(unusable.values()):
-        return []
-    lines: list[str] = [snapshot.notice]
-    lines += [f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains if one.state != READY]
-    faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
-    lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]
-    explained = {gpu.uuid for gpu in faulty}
-    lines += [
-        f"devices of GPU {uuid}: {reason}"
-        for uuid, reason in unusable.items()
-        if reason.code != codes.DOMAIN_NOT_READY and uuid not in explained
-    ]
-    return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
-
-
-def one_line(status: answers.ServiceFields) -> str:
-    """The status in one line, for systemd and for logs."""
-    devices, domains = status["devices"], status["domains"]
-    serving = sum(domain["state"] == READY for domain in domains)
-    if status["notice"]:
-        return str(status["notice"])
-    line = f"{devices['available']} of {devices['total']} devices available, "
-    line += f"{devices['pending']} pending, " if devices["pending"] else ""
-    line += f"{serving} of {len(domains)} control daemons serving"
-    errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
-    return line + (f"; {errors[0]}" if errors else "")
 
 
 def devices_json(
@@ -287,74 +237,4 @@ def domain_json(domain: DomainStatus) -> answers.Domain:
         "gpus": list(plan.gpu_uuids),
         "memory_limits_mib": list(plan.memory_limits_mib),
         "thread_percentage": _plain(plan.thread_percentage),
-    }
-
-
-def lease_json(
-    lease: Lease,
-    expires_s: float | None,
-    containers: Containers | None,
-    use: Mapping[str, DeviceUsage] = {},
-    peaks_mib: Sequence[int | None] = (),
-) -> answers.LeaseRecord:
-    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
-
-    Without `containers` the record is brief: what only the kernel knows about the holder is left out. `use`
-    is the use of devices by address, `peaks_mib` the known peaks of its own devices.
-    """
-    return {
-        "id": lease.id,
-        "devices": [device.addr for device in lease.devices],
-        "gpus": _gpus(lease.devices),
-        "memory_mib": [device.memory_limit_mib for device in lease.devices],
-        "memory_peak_mib": list(peaks_mib) or [None for _ in lease.devices],
-        "sm_utilization": [use[device.addr].sm if device.addr in use else None for device in lease.devices],
-        "thread_percentage": min(device.thread_percentage for device in lease.devices),
-        "budget_enforced": all(device.budget_enforced for device in lease.devices),
-        "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
-        "binding": lease.holder.binding,
-        **_holder_json(lease.holder, lease.since_s, containers),
-        "expires": None if expires_s is None else rfc3339(expires_s),
-        "cdi": f"{CDI_KIND}={lease.cdi_name}" if lease.cdi else None,
-        "environment": dict(lease.environment),
-    }
-
-
-def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
-    """A queued request; its place in the list is its position."""
-    return {**_holder_json(queued.holder, queued.since_s, containers), "requested": str(queued.request)}
-
-
-def describe_holder(holder: Holder, containers: Containers) -> str:
-    who = user_name(holder.uid)
-    if holder.pid is None:
-        return f"{holder.name} of {who}"
-    inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
-    command = holder.command or command_of(holder.pid or 0) or "a process"
-    return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
-
-
-def _gpus(devices: Iterable[Device]) -> list[str]:
-    return list(dict.fromkeys(device.gpu_address for device in devices))
-
-
-def holder_label(holder: Holder, containers: Containers) -> str:
-    """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
-    inside = containers.of(holder.pid) if holder.pid is not None else None
-    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {holder.pid}'})"
-
-
-def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
-    pid = holder.pid
-    runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
-    inside = containers.of(pid) if containers and pid is not None and runs else None
-    return {
-        "pid": pid,
-        "uid": holder.uid,
-        "user": user_name(holder.uid),
-        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
-        "container": inside.name if inside else None,
-        "container_id": inside.id if inside else None,
-        "name": holder.name or None,
-        "since": rfc3339(since_s),
     }
