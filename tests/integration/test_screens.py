@@ -33,14 +33,15 @@ Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
   Hint: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS…
 1 more; show all: yunion-mps status
-GPU                   USED GiB  TOTAL TEMP C UTIL % IN USE     PROCS NAME
-00:06.0    ██▊░░░░░░░      6.2   22.5               3 of 4         2 Tesla P40
-DEVICE                USED GiB BUDGET   SM % UTIL % USER         PID COMMAND
-00:06.0-1! ██████████      5.9    5.6     25     42 alice       4260 python tra…
-00:06.0!   {BAR}      0.3                   42 mallory     4711 ./old-job
-00:06.0-2  {BAR}      0.0    5.6     25        bob              job-17
-00:06.0-3  {BAR}      0.0    5.6     25        bob              job-17
-00:06.0-0  {BAR}             5.6     25        free
+GPU                   USED GiB  TOTAL POWER W UTIL % IN USE     PROCS NAME
+00:06.0    ██▊░░░░░░░      6.2   22.5                3 of 4         2 Tesla P40
+DEVICE                USED GiB BUDGET    PEAK UTIL % USER         PID COMMAND
+00:06.0-1! ██████████      5.9    5.6     5.0     42 alice       4260 python tr…
+00:06.0!   {BAR}      0.3                    42 mallory     4711 ./old-job
+00:06.0-2  {BAR}      0.0    5.6     5.0        bob              job-17
+00:06.0-3  {BAR}      0.0    5.6                bob              job-17
+00:06.0-0  {BAR}             5.6                free
+(hidden: TEMP C, SM %, AGE; show all: yunion-mps top --once | cat)
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
@@ -301,6 +302,6 @@ def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
     with terminal(host) as screen:
         lines = watch(screen, f"LC_ALL=C {TOP}")
     assert "".join(lines).isascii()
-    assert "00:06.0-1! [########]      5.9    5.6     25     42 alice       4260 python tra~" in lines
-    assert "00:06.0    [##------]      6.2   22.5               3 of 4         2 Tesla P40" in lines
+    assert "00:06.0-1! [########]      5.9    5.6     5.0     42 alice       4260 python tr~" in lines
+    assert "00:06.0    [##------]      6.2   22.5                3 of 4         2 Tesla P40" in lines
     assert lines[-1] == FOOT.replace("↑↓", "j k")

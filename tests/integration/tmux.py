@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from integration.daemon_host import PATIENCE_S, eventually
 from simhost.host import Closes
 
-#: Beyond the environment given: a shell that says nothing of its own.
+#: Beyond the environment given, without the prompt of an active .venv: a shell that says nothing of its own.
 _SHELL = {"ENV": "", "SHELL": "/bin/sh", "LC_ALL": "C.UTF-8"}
 
 
@@ -30,7 +30,7 @@ class Tmux(Closes):
         assert shutil.which("tmux"), "tmux is not there: run scripts/setup"
         self._folder = tempfile.mkdtemp(prefix="tmux.", dir="/tmp")
         self._env = {**env, **_SHELL, "TMUX_TMPDIR": self._folder}
-        for name in ("TMUX", "COLUMNS", "LINES"):
+        for name in ("TMUX", "COLUMNS", "LINES", "PS1"):
             self._env.pop(name, None)
         size = ["-x", str(columns), "-y", str(rows)]
         self._tmux("-u", "-f", "/dev/null", "new-session", "-d", *size, f"TERM={term} exec sh -i")

@@ -188,10 +188,14 @@ def table(
         lines = ["  ".join(row).rstrip() for row in (header, *rows)]
     hidden = [column.header for column in cells if column not in widths]
     if hidden:
-        names = f"(hidden: {', '.join(hidden)}; show all: -o csv)"
-        summary = f"({len(hidden)} columns hidden; show all: -o csv)"
-        lines.append(names if len(names) <= width else summary)
+        lines.append(hidden_columns(hidden, "-o csv", width))
     return "\n".join(lines) + "\n"
+
+
+def hidden_columns(headers: Sequence[str], all_of_them: str, width: int) -> str:
+    """Name the columns that do not fit, or only count them; the words `all_of_them` show them."""
+    names = f"(hidden: {', '.join(headers)}; show all: {all_of_them})"
+    return names if len(names) <= width else f"({len(headers)} columns hidden; show all: {all_of_them})"
 
 
 def _cell_text(value: ColumnValue, record: Any) -> str:

@@ -88,11 +88,33 @@ def test_from_80_x_24_on_every_part_is_there_and_the_keys_are_last(scene: Scene)
 
 def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
     lines = lines_of(MANY, 80, 24)
-    assert any(line.startswith("GPU 1-3/10 ") for line in lines)
+    assert any(line.startswith("GPU 1-2/10 ") for line in lines)
     assert any(line.startswith("DEVICE 1-7/480 ") for line in lines)
     assert any(line.startswith("DEVICE 5-11/480 ") for line in lines_of(MANY, 80, 24, offset=4))
     last = frame(MANY, ViewState(80, 24), None, NOW_S, 2).last_offset
     assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
+
+
+@pytest.mark.parametrize(
+    ("columns", "gpu", "device", "hidden"),
+    [
+        (120, "USED GiB TOTAL POWER W TEMP C UTIL % IN USE PROCS NAME",
+         "USED GiB BUDGET PEAK SM % UTIL % USER PID AGE COMMAND", ""),
+        (80, "USED GiB TOTAL POWER W UTIL % IN USE PROCS NAME",
+         "USED GiB BUDGET PEAK UTIL % USER PID COMMAND", "(hidden: TEMP C, SM %, AGE; show all: "),
+        (60, "USED GiB TOTAL POWER W UTIL % IN USE NAME", "USED GiB BUDGET PEAK UTIL % USER COMMAND",
+         "(5 columns hidden; show all: "),
+        (40, "USED GiB TOTAL POWER W", "USED GiB BUDGET PEAK", "(10 columns hidden; show all: "),
+    ],
+)  # fmt: skip
+def test_memory_peak_and_power_stay_and_hidden_columns_are_named(
+    columns: int, gpu: str, device: str, hidden: str
+) -> None:
+    lines = lines_of(BUSY, columns, 24)
+    assert next(line.split() for line in lines if line.startswith("GPU ")) == ["GPU", *gpu.split()]
+    assert next(line.split() for line in lines if line.startswith("DEVICE ")) == ["DEVICE", *device.split()]
+    told = [line for line in lines if line.startswith("(")]
+    assert [line[: len(hidden)] for line in told] == ([hidden] if hidden else [])
 
 
 def test_top_shows_above_old_data_that_the_daemon_is_down() -> None:

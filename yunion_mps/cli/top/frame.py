@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.cli.output import age, cell, display_width, fit
+from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.overview import with_hints
@@ -44,12 +44,14 @@ _WIDTHS = {
     "user": 8,
     "pid": 7,
     "since": 6,
-    "command": 10,
+    "command": 9,
 }
 #: Columns that a narrow terminal omits, the least useful first.
-_DROP = ("since", "peak", "threads", "pid", "command", "user", "busy", "bar")
+_DROP = ("since", "threads", "pid", "bar", "command", "busy", "user", "peak")
 _RIGHT_ALIGNED = ("used", "of", "peak", "threads", "busy", "pid", "since")
 _WIDEST_BAR, _WIDEST_USER = 24, 14
+#: With fewer rows below the problems, hidden columns are not named.
+_LEAST_ROWS = 5
 #: A bar warns from this share of the budget.
 _WARNING_SHARE = 0.9
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -90,8 +92,10 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
     top = _header(scene, outage, now_s)
     top += _problems(scene, len(scene.problems) * 2 if whole else state.rows // 6)
     footer = [] if whole else [_footer(state, interval_s)]
-    layout = _layout(scene, state, state.rows - len(top) - len(footer))
     widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], state.columns)
+    rows = state.rows - len(top) - len(footer)
+    hidden = _hidden(widths, state.columns) if rows >= _LEAST_ROWS else []
+    layout = _layout(scene, state, rows - len(hidden))
     view_gpus = state.view == "GPUs"
     gpus, gpus_over = _table(
         "GPU", sorted_gpus(scene.gpus, state.order), layout.gpus, state.offset if view_gpus else 0, widths,
@@ -106,7 +110,6 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
         state,
         now_s,
     )
-    hidden = _hidden(widths) if whole else []
     lines = [*top, *gpus, *devices, *hidden, *_events(scene, state, layout.events, now_s)]
     if whole:
         fitted = [[(cell(text), style) for text, style in line] for line in lines]
@@ -216,11 +219,11 @@ def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
     return widths
 
 
-def _hidden(widths: dict[str, int]) -> list[Line]:
+def _hidden(widths: dict[str, int], columns: int) -> list[Line]:
     """Name the columns that the terminal is too narrow for."""
-    columns = [column for column in _WIDTHS if column not in widths]
-    names = [_HEADINGS[name][column] for column in columns for name in _HEADINGS if column in _HEADINGS[name]]
-    text = f"(hidden: {', '.join(names)}; show all: yunion-mps top --once | cat)"
+    hidden = [column for column in _WIDTHS if column not in widths]
+    names = [_HEADINGS[name][column] for column in hidden for name in _HEADINGS if column in _HEADINGS[name]]
+    text = hidden_columns(list(dict.fromkeys(names)), "yunion-mps top --once | cat", columns)
     return [[(text, "")]] if names else []
 
 
