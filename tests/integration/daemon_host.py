@@ -56,13 +56,17 @@ def control_daemons(root: Path) -> list[int]:
     return [pid for pid in _all_pids() if b"CUDA_MPS_PIPE_DIRECTORY=" + bytes(root) in _environ(pid)]
 
 
+def state_of(pid: int) -> str:
+    """The state of a process, as proc(5) has it; X if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    return state_of(pid) not in "ZX"
 
 
 class Daemon(Closes):

@@ -157,8 +157,19 @@ class Containerd(Closes):
     def run(self, pod: Pod) -> Container:
         """Start the container of a pod, in a new sandbox unless it has one; raises grpc.RpcError."""
         if pod.name not in self._sandboxes:
-            self._run_sandbox(pod)
+            self.run_sandbox(pod)
         return self.start_container(self.create_container(pod))
+
+    def run_sandbox(self, pod: Pod) -> None:
+        uid = str(uuid.uuid4())
+        config = cri.PodSandboxConfig(
+            cri.PodSandboxMetadata(pod.name, uid, "default"),
+            cri.LinuxPodSandboxConfig(
+                f"/{self._cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
+            ),
+        )
+        answer = self.call(cri.RUN_POD_SANDBOX, cri.RunPodSandboxRequest(config))
+        self._sandboxes[pod.name] = answer.pod_sandbox_id, config
 
     def create_container(self, pod: Pod) -> str:
         """The id of a container that is not started yet."""
@@ -177,7 +188,10 @@ class Containerd(Closes):
     def start_container(self, container: str) -> Container:
         self.call(cri.START_CONTAINER, cri.ContainerId(container))
         info = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container, verbose=True)).info
-        return Container(container, json.loads(info["info"])["pid"])
+        pid = json.loads(info["info"])["pid"]
+        command = Path(f"/proc/{pid}/cmdline")
+        eventually(lambda: command.read_bytes().startswith(b"sleep"), "the container's program, after runc's")
+        return Container(container, pid)
 
     def inside(self, container: Container, *command: str) -> str:
         """What a command in the container prints."""
@@ -200,17 +214,6 @@ class Containerd(Closes):
         answer = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container.id))
         assert answer.status
         return answer.status.state
-
-    def _run_sandbox(self, pod: Pod) -> None:
-        uid = str(uuid.uuid4())
-        config = cri.PodSandboxConfig(
-            cri.PodSandboxMetadata(pod.name, uid, "default"),
-            cri.LinuxPodSandboxConfig(
-                f"/{self._cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
-            ),
-        )
-        answer = self.call(cri.RUN_POD_SANDBOX, cri.RunPodSandboxRequest(config))
-        self._sandboxes[pod.name] = answer.pod_sandbox_id, config
 
     # -- its end
 

@@ -14,14 +14,15 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
 
-from integration.daemon_host import eventually
+from integration.daemon_host import eventually, state_of
 from kubernetes.peers import PATIENCE_S, channel, their_server
 from simhost import SimHost
 from simhost.host import Closes
@@ -200,6 +201,22 @@ class KubeletPlugin(Closes):
     @property
     def log(self) -> str:
         return self._log.read_text()
+
+    def wait_asking(self, function: Callable[[], object]) -> threading.Thread:
+        """Call the function on a thread; returns once the plugin has sent something for it, and waits."""
+        proc = Path(f"/proc/{self.process.pid}")
+        before = len(os.listdir(proc / "fd"))
+        thread = threading.Thread(target=function)
+        thread.start()
+        # It has another connection, and sleeps, which it only does once everything is sent.
+        eventually(
+            lambda: len(os.listdir(proc / "fd")) > before and state_of(self.process.pid) == "S", "a request"
+        )
+        return thread
+
+    @property
+    def socket(self) -> Path:
+        return self._host.root / "var/lib/kubelet/device-plugins/yunion-mps.sock"
 
     def close(self) -> None:
         if self.process.poll() is None:
