@@ -1,40 +1,19 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from yunion_mps.cli.config import config_json, gpu_records, plan_json
-from yunion_mps.config import KEYS
 from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.supervisor.preflight import Preflight
 
-from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
+from unit.builders import DEVICES, MACHINE_ID, config, entry, gpu, inventory
 
 
 def preflight_of(settings: Config, found: Inventory) -> Preflight:
     plan, problems = make_plan(settings, found, MACHINE_ID)
     return Preflight(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
-
-
-def test_every_key_is_shown_with_its_value_and_where_it_stands() -> None:
-    shown = config_json(config(cuda_mps_scope="gpu"))
-    keys: Any = shown["keys"]
-    assert list(keys) == list(KEYS)
-    assert keys["enable_cuda_mps"] == {"value": True, "from": f"{HOST}:9"}
-    assert keys["cuda_mps_scope"] == {"value": "gpu", "from": f"{HOST}:9"}
-    assert keys["cuda_mps_replicas"] == {"value": 10, "from": "default"}
-    assert keys["cuda_mps_max_clients"] == {"value": None, "from": "default"}
-    assert shown["devices"] == []
-
-
-def test_every_entry_is_shown_with_its_line() -> None:
-    shown = config_json(config(entry("00:06.0", 4), entry("GPU-1", 2, 5)))
-    assert shown["devices"] == [
-        {"path": "00:06.0", "virtual_number": 4, "from": f"{DEVICES}:2"},
-        {"path": "GPU-1", "virtual_number": 2, "from": f"{DEVICES}:5"},
-    ]
 
 
 def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
@@ -63,42 +42,6 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
         [0, "127 units of 128 MiB, 64 MiB reserved for each client", None, None, "host", ""],
     ]
-
-
-def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
-    settings = config(entry("/dev/dri/renderD128", 4))
-    shown = plan_json(preflight_of(settings, inventory(P40)))
-    assert shown == {
-        "notice": "",
-        "driver": "535.261.03",
-        "host_id": "24854d54-6fb6-5ac9-9cb0-857b92bf9c53",
-        "gpus": [
-            {
-                "addr": "00:06.0",
-                "uuid": P40.uuid,
-                "name": "Tesla P40",
-                "devices": 4,
-                "division": "4 x 5760 MiB, 25 %",
-                "memory_limit_mib": 5760,
-                "thread_percentage": 25.0,
-                "compute_mode": "Default -> Exclusive_Process",
-                "domain": "host",
-                "budget_enforced": False,
-                "reason": "",
-            }
-        ],
-        "domains": [
-            {
-                "name": "host",
-                "pipe_directory": "/tmp/nvidia-mps/pipe",
-                "gpus": [P40.uuid],
-                "memory_limits_mib": [5760],
-                "thread_percentage": 25.0,
-            }
-        ],
-        "configuration": config_json(settings),
-    }
-    assert json.loads(json.dumps(shown)) == shown
 
 
 def test_a_gpu_without_devices_says_why() -> None:

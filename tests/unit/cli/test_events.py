@@ -92,10 +92,6 @@ def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: C
     ]
 
 
-def test_on_80_columns_nothing_of_this_is_folded(happened: Cli) -> None:
-    assert happened.on_terminal(80, "events") == TEXT.splitlines()
-
-
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [

@@ -57,12 +57,6 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
     return shown._replace(version=id(domain), domains=(domain,))
 
 
-def test_a_plan_is_shown_with_what_has_to_wait(own: Cli) -> None:
-    own.host.reloader.planned = PLANNED
-    assert own.good("plan") == "A reload would make these changes:\n" + TABLE
-    assert own.host.reloader.done == ["plan"]
-
-
 def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
     assert own.good("plan") == "A reload would change nothing.\n"
     own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"]}
@@ -83,14 +77,6 @@ def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
     own.host.reloader.planned = own.host.reloader.reloaded = RELOADED
     header = ["kind", "subject", "before", "after", "effect"]
     assert own.read(command) == (RELOADED, [header, list(AT_ONCE.values())[:-1], list(LATE.values())[:-1]])
-
-
-@pytest.mark.parametrize("columns", [80, 100, 132])
-def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: int) -> None:
-    own.host.reloader.planned = PLANNED
-    lines = own.on_terminal(columns, "plan")
-    assert max(map(len, lines)) <= columns
-    assert lines[-1] == TABLE.splitlines()[-1]
 
 
 def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
@@ -301,12 +287,6 @@ def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> No
     how = rf"as PID {os.getpid()}; it did not answer for \d+\.\d\d s\n"
     told = rf"The daemon \({__version__}\) was re-executed {how}"
     assert re.fullmatch(told, out)
-
-
-def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
-    own.host.reloader.error = HostError("the new program cannot start: no", "correct that")
-    told = "yunion-mps: the new program cannot start: no [host_error]\nyunion-mps: correct that\n"
-    assert own("daemon-reexec") == (1, "", told)
 
 
 def test_a_failed_re_exec_is_reported(own: Cli) -> None:

@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 
 import pytest
-from yunion_mps import __version__
 from yunion_mps.models import PlannedGpu, Snapshot
 from yunion_mps.reasons import GPU_LOST, LIMITS_PENDING, Reason
 
 from unit.cli.conftest import Cli, Serve
-from unit.cli.held import OUTSIDE_MPS, busy, hold
-from unit.cli.test_devices import HOST
+from unit.cli.held import busy, hold
 from unit.http import snapshots
-from unit.http.by_hand import LEASE, SERVER, WAITING, clients
-
-NOT_ENFORCED = """\
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients \
-can use all of its memory and threads
-Hint:     run only jobs that stay within their budgets; find those that do not: yunion-mps who
-"""
-WHERE = """\
-GPUs:     1
-Driver:   535.261.03, CUDA 12.2
-Host:     {node}, id {host}
-Daemon:   {version}, PID N, up T
-"""
-GPU = """\
-GPU      NAME       STATE      DEVICES  IN USE  FREE  {title:>{width}}
-00:06.0  Tesla P40  available        4       {use}     {free}  {mib} / 23040 MiB
-"""
-DOMAIN = """\
-DOMAIN  STATE   PID  RESTARTS  GPUS  DEFAULT LIMIT   PIPE DIRECTORY
-host    ready  4242         0     1  5760 MiB, 25 %  /tmp/nvidia-mps/pipe
-"""
-HEALTHY = f"""\
-State:    ready
-{NOT_ENFORCED}\
-Devices:  4 of 4 available, 1 used, 3 free (3 without enforced budgets)
-Leases:   0; 1 process
-{WHERE}{GPU.format(use=1, free=3, mib=512, title="MEMORY USED", width=15)}{DOMAIN}"""
-BUSY = f"""\
-State:    degraded
-Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Hint:     ask its owner, or terminate it: yunion-mps terminate 4260
-Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) outside MPS, so no budget limits it
-Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
-{NOT_ENFORCED}\
-Devices:  4 of 4 available, 3 used, 1 free (1 without enforced budgets)
-Leases:   2, 1 request queued; 2 processes, 1 outside MPS
-{WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
-
+from unit.http.by_hand import LEASE, SERVER, clients
 
 MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
-
-
-def shown(cli: Cli) -> str:
-    return re.sub(r"PID \d+, up \d+[sm]", "PID N, up T", cli.good("status"))
-
-
-def whole(text: str) -> str:
-    return text.format(host=HOST, version=__version__, node=os.uname().nodename)
-
-
-def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
-    hold(own.host)
-    assert shown(own) == whole(HEALTHY)
-    assert len(shown(own).splitlines()) < 24
-
-
-def test_over_budget_and_outside_mps_come_first_with_hints(own: Cli) -> None:
-    busy(own.host)
-    assert shown(own) == whole(BUSY)
-    assert len(shown(own).splitlines()) < 24
 
 
 def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
@@ -84,22 +23,6 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
         "Hint:     wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients",
     ]
-
-
-def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None:
-    own.host.clients.found = clients(waiting=(WAITING,))
-    who = "PID 4262 of bob (python eval.py)"
-    assert own.good("status").splitlines()[3:5] == [
-        f"Warning:  {who} is waiting for the MPS server of alice (PID 4250, domain host) to exit",
-        "Hint:     wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
-    ]
-
-
-def test_status_ends_with_what_is_incomplete(own: Cli) -> None:
-    own.host.clients.found = clients(errors=("the driver does not answer",))
-    lines = own.good("status").splitlines()
-    assert lines[0] == "State:    ready"
-    assert lines[-1] == "Incomplete: the driver does not answer"
 
 
 @pytest.mark.parametrize(
@@ -192,12 +115,6 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     ]
 
 
-def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
-    lines = serve(snapshots.gone()).good("status").splitlines()
-    assert lines[0] == "State:    degraded"
-    assert "Devices:  0 of 4 available, 1 used, 0 free" in lines
-
-
 def test_a_gpu_that_its_control_daemon_does_not_serve_degrades_the_host(serve: Serve) -> None:
     found = snapshots.snapshot(snapshots.P40, snapshots.H100)
     served = found.domains[0].plan.for_gpus((snapshots.P40.uuid or "",))
@@ -241,20 +158,19 @@ def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
     assert lines[-1] == "Domains:  64 of 64 ready (list all: -o json)"
 
 
-def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
-    own.host.clients.found = clients(OUTSIDE_MPS)
-    hold(own.host, LEASE)
-    answer, rows = own.read("status")
-    assert (answer["state"], answer["domains"][0]["memory_limits_mib"]) == ("degraded", [5760])
-    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0, "reserved": 0}
-    assert answer["devices"] == {**served, "used": 1, "free": 3}
-    assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
-    assert [problem["level"] for problem in answer["problems"]] == ["problem", "warning"]
-    pairs = dict(rows)
-    assert (pairs["field"], pairs["state"], pairs["domains.0.pid"]) == ("value", "degraded", "4242")
-    assert pairs["domains.0.memory_limits_mib"] == "[5760]"
-
-
-def test_a_program_reads_the_same_from_the_command_and_the_daemon(own: Cli) -> None:
+def test_a_program_reads_what_the_daemon_answers_or_a_line_for_each_value(own: Cli) -> None:
     busy(own.host)
-    assert json.loads(own.good("status", "-o", "json")) == own.host.ask("GET", "/v1/status").json()
+    answer, rows = own.read("status")
+    assert answer == own.host.ask("GET", "/v1/status").json()
+    pairs = dict(rows)
+    assert (pairs["field"], pairs["state"], pairs["domains.0.memory_limits_mib"]) == (
+        "value",
+        "degraded",
+        "[5760]",
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "who", "who --clients", "top --once"])
+def test_what_is_incomplete_is_named_in_the_last_line(own: Cli, command: str) -> None:
+    own.host.clients.found = clients(errors=("domain host: it does not answer",))
+    assert own.good(*command.split()).splitlines()[-1] == "Incomplete: domain host: it does not answer"

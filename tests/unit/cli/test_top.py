@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import subprocess
 from typing import Any
 
@@ -20,7 +19,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.text import rfc3339
 
 from unit.cli.conftest import Cli
-from unit.cli.held import OUTSIDE_MPS, OVER, TWO, busy, hold
+from unit.cli.held import OUTSIDE_MPS, OVER, TWO, hold
 from unit.http import snapshots
 from unit.http.by_hand import CLIENT, LEASE, clients, status_of
 
@@ -136,18 +135,6 @@ def test_the_first_line_shows_the_overall_state(scene: Scene, state: str) -> Non
     assert lines_of(scene, 80, 24)[0].split()[3] == state
 
 
-def test_numbers_stand_on_the_right_below_each_other() -> None:
-    lines = [line for line in lines_of(BUSY, 80, 24) if line.startswith("00:06.0")]
-    assert [line[22:37] for line in lines] == [
-        "     6.2   22.5",
-        "     5.9    5.6",
-        "     0.3       ",
-        "     0.0    5.6",
-        "     0.0    5.6",
-        "            5.6",
-    ]
-
-
 @pytest.mark.parametrize(
     ("order", "slots"),
     [
@@ -209,22 +196,6 @@ def test_a_bar_shows_the_share_and_whatever_is_not_nothing(share: float, blocks:
     assert bar(share, 10, utf8=False) == signs
 
 
-def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
-    busy(own.host)
-    out = own.good("top", "--once")
-    assert "\x1b" not in out
-    assert "  Hint: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
-    assert re.search(r"\n00:06.0-0  ░+             5.6             25        free\n", out)
-    assert re.search(r"00:06.0-1! .* 25     42 alice", out), "its budget, then what it uses of the SMs"
-    assert "outside MPS, so no budget limits it\n" in out
-    assert " quit " not in out
-
-
-def test_once_says_what_is_not_known(own: Cli) -> None:
-    own.host.clients.found = clients(errors=("domain host: it does not answer",))
-    assert own.good("top", "--once").splitlines()[-1] == "Incomplete: domain host: it does not answer"
-
-
 def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
     cli = serve(snapshots.disabled())
     hold(cli.host)
@@ -255,12 +226,3 @@ def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
         os.close(ours)
         os.close(theirs)
     assert (done.code, done.err) == (1, f"yunion-mps: {why}\n{INSTEAD}")
-
-
-def test_top_says_that_no_daemon_is_running(alone: Cli) -> None:
-    done = alone("top", "--once")
-    assert done.code == 3
-    error = done.err.splitlines()[0]
-    assert re.fullmatch(
-        r"yunion-mps: the daemon is not running: .* does not exist \[daemon_unreachable\]", error
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unit.cli.conftest import Cli
-from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
+from unit.http.by_hand import CLIENT, GONE, SERVER, clients
 
 
 def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
@@ -29,13 +29,3 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
 def test_without_clients_there_is_a_sentence(own: Cli) -> None:
     own.host.clients.found = clients(servers=())
     assert own.good("who", "--clients") == "No processes use the GPUs.\n"
-
-
-def test_clients_are_printed_for_programs_too(own: Cli) -> None:
-    two = {**CLIENT, "gpus": ["00:06.0", "00:07.0"]}
-    own.host.clients.found = clients(two, GONE, waiting=(WAITING,))
-    answer, (header, first, second) = own.read("who", "--clients")
-    assert answer == own.host.clients.found
-    assert header[:6] == ["pid", "user", "command", "device", "gpus", "memory_used_mib"]
-    assert first[4:6] == ["00:06.0,00:07.0", "512"]
-    assert dict(zip(header, second)) == {**dict.fromkeys(header, ""), "pid": "4261", "domain": "host"}
