@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running

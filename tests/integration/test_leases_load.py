@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually

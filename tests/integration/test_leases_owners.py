@@ -169,7 +169,7 @@ def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Dae
     daemon.configure(max_lease_ttl_s=60, max_leases_per_user=1)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     status, answer = daemon.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=61")
-    what = "a time to live of 61 s exceeds max_lease_ttl_s (60 s)"
+    what = "a time to live of 61s exceeds the limit of 1m"
     assert (status, answer["detail"], answer["code"]) == (403, what, "not_allowed")
     take(daemon, "holder.name=b&holder.ttl_s=60")
     with stranger(daemon) as nobody:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import Event
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from integration.tmux import Tmux

@@ -1,11 +1,11 @@
-"""Times as the API writes them."""
+"""Times as the API writes them, and durations as people type them."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.text import rfc3339, seconds
+from yunion_mps.units import duration_s, duration_text, rfc3339, seconds
 
 NOON_S = 1795175100.123
 
@@ -48,3 +48,17 @@ def test_an_invalid_time_is_refused(text: str) -> None:
 def test_a_formatted_time_is_parsed_to_the_same_value(moment_s: float) -> None:
     assert seconds(rfc3339(moment_s)) == pytest.approx(moment_s, abs=1e-4)
     assert rfc3339(seconds(rfc3339(moment_s))) == rfc3339(moment_s)
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "text"),
+    [(1, "1s"), (90, "90s"), (600, "10m"), (5400, "90m"), (7200, "2h"), (86_400_000, "1000d"),
+     (604_800, "7d")],
+)  # fmt: skip
+def test_a_duration_is_written_as_it_would_be_typed(whole_s: int, text: str) -> None:
+    assert duration_text(whole_s) == text
+
+
+@given(st.integers(0, 999_999_999))
+def test_a_formatted_duration_is_parsed_to_the_same_value(whole_s: int) -> None:
+    assert duration_s(duration_text(whole_s)) == whole_s

@@ -45,9 +45,18 @@ from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
 from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.http.operations import END_LEASE, GET_DEVICE, GET_LEASE, GET_LEASES, NAME, RENEW_LEASE
+from yunion_mps.http.operations import (
+    END_LEASE,
+    GET_DEVICE,
+    GET_LEASE,
+    GET_LEASES,
+    MAX_TTL_S,
+    NAME,
+    RENEW_LEASE,
+)
 from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
-from yunion_mps.text import printable, seconds
+from yunion_mps.text import printable
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseList, LeaseRecord
@@ -102,7 +111,7 @@ def lease_group() -> None:
 @click.argument("name")
 @request_options
 @click.option(
-    "--ttl", type=Duration(), required=True, metavar="DURATION",
+    "--ttl", type=Duration(1, MAX_TTL_S), required=True, metavar="DURATION",
     help="End the lease unless it is renewed within this time (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.options import Number, call, daemon, duration_s
+from yunion_mps.cli.options import Number, call, daemon
 from yunion_mps.cli.output import (
     as_json,
     csv_rows,
@@ -28,7 +28,8 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_STATUS, MAX_EVENTS
 from yunion_mps.paths import Paths
-from yunion_mps.text import printable, rfc3339, seconds
+from yunion_mps.text import printable
+from yunion_mps.units import duration_s, rfc3339, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, EventList

@@ -27,7 +27,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 from yunion_mps.service.holdings import ID_LENGTH
-from yunion_mps.text import mebibytes
+from yunion_mps.units import duration_s, duration_text, mebibytes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -42,7 +42,6 @@ T = TypeVar("T")
 #: A shell that waits longer for completions seems to hang.
 _COMPLETION_S = 2.0
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
 
 
@@ -71,12 +70,6 @@ def listed_devices() -> list[Device]:
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
-def duration_s(text: str) -> int | None:
-    """Parse a duration into s; None if it is not a duration. Without a unit it is in seconds."""
-    found = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
-    return int(found[1]) * _UNITS_S[found[2] or "s"] if found else None
-
-
 class Duration(click.ParamType):
     name = "duration"
 
@@ -91,16 +84,10 @@ class Duration(click.ParamType):
         if found is None:
             self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
         if found < self._min_s:
-            self.fail(f"{value} is too short: use at least {_format_duration(self._min_s)}.", param, ctx)
+            self.fail(f"{value} is too short: use at least {duration_text(self._min_s)}.", param, ctx)
         if self._max_s is not None and found > self._max_s:
-            self.fail(f"{value} is too long: use at most {_format_duration(self._max_s)}.", param, ctx)
+            self.fail(f"{value} is too long: use at most {duration_text(self._max_s)}.", param, ctx)
         return found
-
-
-def _format_duration(duration: int) -> str:
-    """Format a duration in s in the largest unit that divides it."""
-    unit = max((name for name in _UNITS_S if duration % _UNITS_S[name] == 0), key=_UNITS_S.__getitem__)
-    return f"{duration // _UNITS_S[unit]}{unit}"
 
 
 class Number(click.ParamType):

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar, Union
 import click
 
 from yunion_mps.errors import YunionError
-from yunion_mps.text import printable, seconds
+from yunion_mps.text import printable
+from yunion_mps.units import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 

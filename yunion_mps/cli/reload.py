@@ -38,6 +38,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.overview import REEXEC as REEXEC_HINT
 from yunion_mps.overview import version_mismatch
 from yunion_mps.reasons import LEASES_PENDING, LIMITS_PENDING, hint_of
+from yunion_mps.units import duration_text
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, MpsClient, Status
@@ -230,7 +231,7 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 
 def _wait(timeout_s: int | None) -> Status:
     """Return the status once nothing is pending; raises YunionError if that takes too long."""
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    begin_s = time.monotonic()
     retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, print_notice)
     announced = ""
     while True:
@@ -244,9 +245,11 @@ def _wait(timeout_s: int | None) -> Status:
         if pending != announced:
             print_notice(f"waiting: {pending}")
             announced = pending
-        if end_s is not None and time.monotonic() > end_s:
+        if timeout_s is not None and time.monotonic() > begin_s + timeout_s:
             hint = "it takes effect automatically; see: yunion-mps status"
-            raise YunionError(f"still pending after {timeout_s} s: {pending}", hint, LIMITS_PENDING)
+            raise YunionError(
+                f"still pending after {duration_text(timeout_s)}: {pending}", hint, LIMITS_PENDING
+            )
         time.sleep(_POLL_S)
 
 

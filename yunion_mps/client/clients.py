@@ -31,7 +31,7 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 
 class ClientQueries:

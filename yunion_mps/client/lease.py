@@ -32,7 +32,7 @@ from yunion_mps.http.operations import (
     TAKE_LEASE,
 )
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
-from yunion_mps.text import mebibytes
+from yunion_mps.units import mebibytes
 
 if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_ar
 
 from yunion_mps.enums import FREE
 from yunion_mps.errors import VersionError
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers  # noqa: F401 - the types in quotes, whose import takes 3 ms

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yunion_mps.config.document import Node, nearest, value_of, written
-from yunion_mps.text import mebibytes
+from yunion_mps.units import mebibytes
 
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
 MAX_DEVICES_PER_GPU = 60

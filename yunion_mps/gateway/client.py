@@ -16,7 +16,7 @@ from yunion_mps.http.operation import EncodedRequest, Operation, Value
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import Answers, HostOverview, page
 from yunion_mps.paths import Paths
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device

@@ -21,7 +21,7 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
 

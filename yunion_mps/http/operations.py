@@ -30,7 +30,7 @@ MAX_MIB = 1 << 30
 #: How long a request may wait, in s.
 MAX_WAIT_S = 30 * 86_400
 #: What can be sent as a time to live, in s; host.conf says what is granted (`max_lease_ttl_s`).
-MAX_TTL_S = 9_999_999_999
+MAX_TTL_S = 100_000 * 86_400
 #: A holder's command line is cut to this many characters.
 COMMAND_LENGTH = 100
 #: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is

@@ -18,8 +18,8 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation, Value
 from yunion_mps.http.operations import OPERATIONS, ROUTES
+from yunion_mps.identity import fingerprint
 from yunion_mps.service.facts import BOUNDS_S, LatencyHistogram, RequestCounts
-from yunion_mps.text import fingerprint
 
 log = logging.getLogger(__name__)
 

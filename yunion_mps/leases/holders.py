@@ -16,7 +16,7 @@ from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

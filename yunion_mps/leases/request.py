@@ -20,6 +20,7 @@ from yunion_mps.planning.division import (
 )
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.text import count
+from yunion_mps.units import duration_text
 
 BINPACK = "binpack"
 SPREAD = "spread"
@@ -265,8 +266,9 @@ def refuse_over_quota(
     again when granted. Root is not limited, because its container engine takes leases for all users.
     """
     if holder.ttl_s > max_ttl_s:
-        what = f"a time to live of {holder.ttl_s:.0f} s exceeds max_lease_ttl_s ({max_ttl_s} s)"
-        hint = f"request at most {max_ttl_s} s and renew the lease, or raise max_lease_ttl_s in host.conf"
+        longest = duration_text(max_ttl_s)
+        what = f"a time to live of {duration_text(int(holder.ttl_s))} exceeds the limit of {longest}"
+        hint = f"request at most {longest} and renew the lease, or raise max_lease_ttl_s in host.conf"
         raise NotAllowedError(what, hint)
     if max_leases is None or holder.uid == 0:
         return

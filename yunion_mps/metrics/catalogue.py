@@ -29,7 +29,7 @@ from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.facts import BOUNDS_S, Facts
 from yunion_mps.service.observer import DomainUsage, GpuUsage
 from yunion_mps.service.usage import DeviceUsage
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, Gpu

@@ -15,6 +15,7 @@ from itertools import groupby
 
 from yunion_mps import reasons
 from yunion_mps.errors import InfeasibleError, NotFoundError
+from yunion_mps.identity import uuid5
 from yunion_mps.models import (
     NORMAL,
     PRIORITIES,
@@ -32,7 +33,6 @@ from yunion_mps.models import (
     SliceEntry,
 )
 from yunion_mps.reasons import LIMITS_PENDING, NO_REASON, Reason, hint_of
-from yunion_mps.text import uuid5
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"

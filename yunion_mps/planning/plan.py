@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import Problem
+from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
@@ -34,7 +35,6 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
-from yunion_mps.text import NAMESPACE, uuid5
 
 
 class ModeChange(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import (
@@ -309,3 +309,13 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
 def is_memory_unknown(gpu: Gpu) -> bool:
     """Whether the driver does not report what processes use of the GPU, as for a lost one."""
     return gpu["state"] == UNAVAILABLE and gpu["memory_used_mib"] is None
+
+
+def filled(
+    addresses: Sequence[str], used_mib: int, budgets_mib: Mapping[str, int]
+) -> Iterator[tuple[str, int]]:
+    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""
+    for address in addresses:
+        part_mib = used_mib if address == addresses[-1] else min(used_mib, budgets_mib.get(address, 0))
+        yield address, part_mib
+        used_mib -= part_mib

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_infeasible
 from yunion_mps.leases.holders import (
     HolderWatch,
@@ -42,7 +43,6 @@ from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.permissions import check_may_change
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.text import random_uuid
 
 if TYPE_CHECKING:
     from yunion_mps import answers

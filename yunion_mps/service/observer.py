@@ -31,7 +31,8 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.text import printable, rfc3339
+from yunion_mps.text import printable
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -15,9 +15,10 @@ from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.service.holdings import filled
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.text import filled, rfc3339
+from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -24,7 +24,7 @@ from yunion_mps.service.facts import ClockReadings, LeaseFacts
 from yunion_mps.service.holdings import holder_label
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from simhost import SimHost
 from unit import builders

@@ -99,7 +99,7 @@ def test_an_invalid_duration_is_wrong_usage_with_a_hint(text: str) -> None:
         ((), "0s", "too short: use at least 1s"),
         ((90, 600), "1m", "too short: use at least 90s"),
         ((1, 600), "11m", "too long: use at most 10m"),
-        ((1, 14 * 86_400), "15d", "too long: use at most 2w"),
+        ((1, 14 * 86_400), "3w", "too long: use at most 14d"),
     ],
 )
 def test_a_duration_out_of_its_bounds_is_wrong_usage(bounds: tuple[int, ...], text: str, wrong: str) -> None:

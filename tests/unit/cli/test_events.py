@@ -18,7 +18,7 @@ from yunion_mps.cli.output import cell
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli

@@ -8,7 +8,7 @@ import pytest
 from yunion_mps.cli import lease
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Holder, Lease
-from yunion_mps.text import rfc3339, seconds
+from yunion_mps.units import rfc3339, seconds
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, TWO, hold

@@ -143,7 +143,7 @@ def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, option
 def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
     own.host.snapshot = pending()
     told = f"yunion-mps: waiting: host: {WAITS}\n"
-    told += f"yunion-mps: still pending after 1 s: host: {WAITS} [limits_pending]\n"
+    told += f"yunion-mps: still pending after 1s: host: {WAITS} [limits_pending]\n"
     told += "yunion-mps: it takes effect automatically; see: yunion-mps status\n"
     assert own("reload", "--drain", "--timeout", "1") == (1, SAME, told)
 
@@ -174,7 +174,7 @@ def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
     own.host.clients.found = by_hand.clients()
     done = own("reload", "--now", "--yes", "--timeout", "1")
     assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
-    assert f"still pending after 1 s: host: {WAITS} [limits_pending]\n" in done.err
+    assert f"still pending after 1s: host: {WAITS} [limits_pending]\n" in done.err
 
 
 TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")

@@ -16,7 +16,7 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview import Answers, ShownProblem
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO, hold

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
 from yunion_mps.models import Event
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.http import by_hand

@@ -93,13 +93,17 @@ def test_a_name_never_finds_another_owner_s_lease(owner: Owner, name: str) -> No
     assert caught.value.hint == "refer to another owner's lease by its id: yunion-mps lease list"
 
 
-@pytest.mark.parametrize("ttl_s", [61, 99_999 * 86_400])
-def test_host_conf_alone_limits_the_time_to_live(ttl_s: int) -> None:
+@pytest.mark.parametrize(
+    ("ttl_s", "asked"),
+    [(61, "61s"), (90 * 60, "90m"), (1000 * 86_400, "1000d"), (100_000 * 86_400, "100000d")],
+)
+def test_host_conf_alone_limits_the_time_to_live(ttl_s: int, asked: str) -> None:
     sent = TAKE_LEASE.encode({"holder": {"name": "job", "ttl_s": ttl_s}})
     holder = TAKE_LEASE.arguments("", {"content-type": "application/json"}, sent.body)["holder"]
     assert isinstance(holder, dict)
     assert holder["ttl_s"] == ttl_s
     with pytest.raises(NotAllowedError) as caught:
         refuse_over_quota(Holder("name", 0, name="job", ttl_s=ttl_s), [], None, 60)
-    assert caught.value.message == f"a time to live of {ttl_s} s exceeds max_lease_ttl_s (60 s)"
-    assert caught.value.hint.startswith("request at most 60 s and renew")
+    assert caught.value.message == f"a time to live of {asked} exceeds the limit of 1m"
+    wanted = "request at most 1m and renew the lease, or raise max_lease_ttl_s in host.conf"
+    assert caught.value.hint == wanted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.service.holdings import Holding, holdings, memory_by_gpu
-from yunion_mps.text import filled
+from yunion_mps.service.holdings import Holding, filled, holdings, memory_by_gpu
 
 from unit.cli.held import OUTSIDE_MPS, TWO
 from unit.http.by_hand import CLIENT, GONE, LEASE

@@ -22,7 +22,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.text import seconds
+from yunion_mps.units import seconds
 
 from unit import builders
 from unit.http.snapshots import snapshot

@@ -27,7 +27,7 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.text import rfc3339
+from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, UNAVAILABLE
 from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
-from yunion_mps.service.holdings import Holding, is_memory_unknown
-from yunion_mps.text import filled, seconds
+from yunion_mps.service.holdings import Holding, filled, is_memory_unknown
+from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, Gpu
