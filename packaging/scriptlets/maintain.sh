@@ -14,15 +14,16 @@ installed() { # the files have been installed for the first time, or in another 
     fi
 }
 
-compile_bytecode() {
-    remove_bytecode
-    if python=$(python) && ! "$python" -IS -m compileall -q "$library" >/dev/null 2>&1; then
-        remove_bytecode
+compile_bytecode() { # in directories $@, otherwise in the whole library, where the kubelet plugin's files are, too
+    [ $# -gt 0 ] || set -- "$library"
+    remove_bytecode "$@"
+    if python=$(python) && ! "$python" -IS -m compileall -q "$@" >/dev/null 2>&1; then
+        remove_bytecode "$@"
         say "cannot write bytecode to $library (is the disk full?); everything works without it, but starts more slowly"
     fi
 }
 
-remove_bytecode() { find "$library" -name __pycache__ -prune -exec rm -rf {} +; }
+remove_bytecode() { find "$@" -name __pycache__ -prune -exec rm -rf {} +; }
 
 make_group() {
     getent group yunion-mps >/dev/null ||
@@ -84,7 +85,7 @@ reexec() { # run the new program in the daemon's process, so that an upgrade end
     fi
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
         printf '%s\n' "$why" | while IFS= read -r line; do say "$line"; done
-        systemctl --quiet try-restart yunion-mps-gateway.service yunion-mps-kubelet-plugin.service 2>/dev/null || :
+        systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
         systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # earlier releases did not have it
     else
         say "the previous daemon continues: $(first "$why"); when no job is running: systemctl restart $unit"
@@ -152,13 +153,12 @@ before_cloudpods_goes() { # Cloudpods' rpm stops the service before the last scr
 going() { # the package is removed: stop the daemon, which restores the compute modes
     if systemd_runs; then
         say_whose_jobs_end
-        systemctl --quiet stop yunion-mps-kubelet-plugin.service || :
         systemctl stop "$unit" || say "the service could not be stopped: see above"
         systemctl stop 'yunion-mps-job@*.service' || : # jobs that are not clients of MPS
         systemctl reset-failed "$unit" 'yunion-mps-job@*.service' 2>/dev/null || :
     fi
     if command -v systemctl >/dev/null; then
-        systemctl --quiet disable "$unit" yunion-mps-kubelet-plugin.service 2>/dev/null || :
+        systemctl --quiet disable "$unit" 2>/dev/null || :
         for link in "$enabled"/yunion-mps-job@?*.service; do
             [ ! -L "$link" ] || systemctl --quiet disable "${link##*/}" 2>/dev/null || :
         done
@@ -167,7 +167,7 @@ going() { # the package is removed: stop the daemon, which restores the compute 
         with_the_hosts_files "$programs/yunion-mps-daemon" --restore ||
             say "not everything could be restored: see above; to try again: yunion-mps-daemon --restore"
     fi
-    remove_bytecode
+    remove_bytecode "$library"
 }
 
 say_whose_jobs_end() {
@@ -187,6 +187,23 @@ replaced() { # Cloudpods' package replaces this one; that must not end jobs
     ! systemd_runs || systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service || :
 }
 
+# ---- The package of the kubelet plugin, which depends on this one; $plugin_files are its directories
+
+plugin_installed() { # for the first time, or in another version
+    # shellcheck disable=SC2086 # one word a directory
+    compile_bytecode $plugin_files
+    systemd_runs || return 0
+    systemctl daemon-reload || say "systemctl daemon-reload failed: see above"
+    systemctl --quiet try-restart "$plugin" || say "the kubelet plugin does not run; see: systemctl status $plugin"
+}
+
+plugin_going() { # running containers keep their devices
+    ! systemd_runs || systemctl --quiet stop "$plugin" || say "the kubelet plugin could not be stopped: see above"
+    ! command -v systemctl >/dev/null || systemctl --quiet disable "$plugin" 2>/dev/null || :
+    # shellcheck disable=SC2086 # one word a directory
+    remove_bytecode $plugin_files
+}
+
 case $1 in
 nothing) ;; # for tests, which call single functions
 first) make_configuration ;;
@@ -194,7 +211,11 @@ before-cloudpods-goes) before_cloudpods_goes ;;
 installed) installed ;;
 python-changed) compile_bytecode ;;
 going) going ;;
-leaving-bytecode) remove_bytecode ;;
+leaving-bytecode) remove_bytecode "$library" ;;
 replaced) replaced ;;
-*) say "usage: maintain first|before-cloudpods-goes|installed|python-changed|going|leaving-bytecode|replaced" && exit 2 ;;
+plugin-installed) plugin_installed ;;
+plugin-going) plugin_going ;;
+# shellcheck disable=SC2086 # one word a directory
+plugin-leaving-bytecode) remove_bytecode $plugin_files ;;
+*) say "usage: maintain nothing|first|…; see the end of $0" && exit 2 ;;
 esac

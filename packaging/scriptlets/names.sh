@@ -3,6 +3,8 @@
 unit=yunion-mps-daemon.service
 programs=/usr/bin # and not /usr/local/bin, where a wheel may be installed
 library=/usr/lib/yunion-mps
+plugin=yunion-mps-kubelet-plugin.service
+plugin_files="$library/yunion_mps/kubernetes $library/vendor/h2 $library/vendor/hpack $library/vendor/hyperframe"
 configuration=/etc/yunion
 examples=/usr/share/yunion-mps
 state=/var/lib/yunion-mps

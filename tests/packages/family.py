@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from packages.machine import Done, Machine
-from packages.versions import Packages, stub_rpm
+from packages.versions import Packages, kubelet_plugin, stub_rpm
 from simhost.environment import CHECKOUT
 
 NAME = "yunion-mps-daemon"
@@ -30,20 +30,20 @@ class Family(ABC):
         """Make the machine as one of the family is."""
 
     @abstractmethod
-    def install(self, packages: Packages, *, check: bool = True) -> Done:
-        """Install the version, whichever was there before."""
+    def install(self, packages: Packages, *, check: bool = True, plugin: bool = False) -> Done:
+        """Install the version, whichever was there before, also of the kubelet plugin if `plugin` is set."""
 
     @abstractmethod
-    def remove(self) -> Done:
-        """Remove it, and keep what is configured."""
+    def remove(self, name: str = NAME) -> Done:
+        """Remove a package, and keep what is configured."""
 
     @abstractmethod
     def purge(self) -> None:
         """Remove what `remove` keeps."""
 
     @abstractmethod
-    def version(self) -> str:
-        """The version that is installed, empty where none is."""
+    def version(self, name: str = NAME) -> str:
+        """The version that is installed of a package, empty where none is."""
 
 
 class Deb(Family):
@@ -52,20 +52,22 @@ class Deb(Family):
     name = "deb"
     environment = "/etc/default/yunion-mps-daemon"
 
-    def install(self, packages: Packages, *, check: bool = True) -> Done:
-        file = self.machine.install_file(packages.deb)
+    def install(self, packages: Packages, *, check: bool = True, plugin: bool = False) -> Done:
+        files = [packages.deb, kubelet_plugin(packages.deb)][: 1 + plugin]
         options = ["--yes", "--no-install-recommends", "--allow-downgrades"]
-        return self.machine.run("apt-get", "install", *options, file, check=check)
+        return self.machine.run(
+            "apt-get", "install", *options, *map(self.machine.install_file, files), check=check
+        )
 
-    def remove(self) -> Done:
-        return self.machine.run("apt-get", "remove", "--yes", NAME)
+    def remove(self, name: str = NAME) -> Done:
+        return self.machine.run("apt-get", "remove", "--yes", name)
 
     def purge(self) -> None:
         self.machine.run("apt-get", "purge", "--yes", NAME)
 
-    def version(self) -> str:
+    def version(self, name: str = NAME) -> str:
         done = self.machine.run(
-            "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Version}", NAME, check=False
+            "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Version}", name, check=False
         )
         state, _, version = done.stdout.partition(" ")
         return version.rpartition(":")[2] if state == "installed" else ""
@@ -88,11 +90,12 @@ class Rpm(Family):
         self._rpm("--initdb")
         self._rpm("--install", self.machine.install_file(stub_rpm(folder, provides)))
 
-    def install(self, packages: Packages, *, check: bool = True) -> Done:
-        return self._rpm("--upgrade", "--oldpackage", self.machine.install_file(packages.rpm), check=check)
+    def install(self, packages: Packages, *, check: bool = True, plugin: bool = False) -> Done:
+        files = [packages.rpm, kubelet_plugin(packages.rpm)][: 1 + plugin]
+        return self._rpm("--upgrade", "--oldpackage", *map(self.machine.install_file, files), check=check)
 
-    def remove(self) -> Done:
-        return self._rpm("--erase", NAME)
+    def remove(self, name: str = NAME) -> Done:
+        return self._rpm("--erase", name)
 
     def purge(self) -> None:
         """Do what docs/install.md says, because RPM has no purge."""
@@ -101,8 +104,8 @@ class Rpm(Family):
         assert said, f"{_INSTALL} does not say how to remove everything"
         self.machine.shell(said[1])
 
-    def version(self) -> str:
-        done = self._rpm("--query", "--queryformat", "%{VERSION}", NAME, check=False)
+    def version(self, name: str = NAME) -> str:
+        done = self._rpm("--query", "--queryformat", "%{VERSION}", name, check=False)
         return done.stdout if done.returncode == 0 else ""
 
     def _rpm(self, *arguments: str, check: bool = True) -> Done:

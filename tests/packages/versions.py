@@ -33,7 +33,12 @@ def built(folder: Path, version: str = __version__) -> Packages:
     output = folder / f"dist-{version}"
     if not output.exists():
         _build(folder / f"tree-{version}", version, output)
-    return Packages(version, _only(output, "*.deb"), _only(output, "*.rpm"))
+    return Packages(version, *(_only(output, f"yunion-mps-daemon{kind}") for kind in ("_*.deb", "-*.rpm")))
+
+
+def kubelet_plugin(daemon: Path) -> Path:
+    """The package of the kubelet plugin that belongs to a package of the daemon."""
+    return daemon.with_name(daemon.name.replace("-daemon", "-kubelet-plugin"))
 
 
 def _build(tree: Path, version: str, output: Path) -> None:

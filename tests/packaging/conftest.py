@@ -25,16 +25,20 @@ class File(NamedTuple):
     sha256: str
 
 
-class Built:
-    """What scripts/package wrote into a directory."""
+DAEMON, KUBELET_PLUGIN = "yunion-mps-daemon", "yunion-mps-kubelet-plugin"
 
-    def __init__(self, directory: Path) -> None:
+
+class Built:
+    """What scripts/package wrote into a directory, with one of the packages."""
+
+    def __init__(self, directory: Path, package: str = DAEMON) -> None:
         self.directory = directory
-        self.deb = self._one("*.deb")
-        self.rpm = self._one("*.rpm")
+        self.package = package
+        self.deb = self._one(f"{package}_*.deb")
+        self.rpm = self._one(f"{package}-*.rpm")
+        self.sbom = self._one(f"{package}-*.cdx.json")
         self.wheel = self._one("*.whl")
         self.sdist = self._one("*.tar.gz")
-        self.sbom = self._one("*.cdx.json")
 
     def _one(self, pattern: str) -> Path:
         (path,) = self.directory.glob(pattern)
@@ -76,11 +80,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(shared / "dist")
 
 
+@pytest.fixture(scope="session", params=[DAEMON, KUBELET_PLUGIN])
+def each(request: pytest.FixtureRequest, built: Built) -> Built:
+    """Both packages."""
+    return Built(built.directory, request.param)
+
+
+@pytest.fixture(scope="session")
+def plugin(built: Built) -> Built:
+    """The package of the kubelet plugin."""
+    return Built(built.directory, KUBELET_PLUGIN)
+
+
 @pytest.fixture(scope="session")
 def unpacked(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The deb's files, in a root of their own."""
+    """The files of both debs, in a root of their own."""
     root = tmp_path_factory.mktemp("root")
-    run("dpkg-deb", "-x", built.deb, root)
+    for package in (DAEMON, KUBELET_PLUGIN):
+        run("dpkg-deb", "-x", Built(built.directory, package).deb, root)
     return root
 
 

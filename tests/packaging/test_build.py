@@ -17,14 +17,15 @@ from yunion_mps import __version__
 
 from packages.versions import build, copy_checkout
 
-from .conftest import ROOT, Built, run
+from .conftest import DAEMON, KUBELET_PLUGIN, ROOT, Built, run
 
 VENDOR = "/usr/lib/yunion-mps/vendor/"
 
 
 @pytest.fixture(scope="module")
-def sbom(built: Built) -> Any:
-    return json.loads(built.sbom.read_text())
+def sboms(built: Built, plugin: Built) -> list[Any]:
+    """The lists of both packages."""
+    return [json.loads(one.sbom.read_text()) for one in (built, plugin)]
 
 
 def pins(name: str) -> dict[str, tuple[str, list[str]]]:
@@ -70,15 +71,20 @@ def test_the_lock_file_names_one_file_of_each_dependency() -> None:
         assert digests[0] in runtime[name][1]
 
 
-def test_the_list_of_bundled_libraries_matches_the_lock_file(sbom: Any) -> None:
-    listed = {one["name"]: (one["version"], [one["hashes"][0]["content"]]) for one in sbom["components"]}
+def test_the_lists_of_bundled_libraries_match_the_lock_file(sboms: list[Any]) -> None:
+    each = [one for sbom in sboms for one in sbom["components"]]
+    listed = {one["name"]: (one["version"], [one["hashes"][0]["content"]]) for one in each}
     assert listed == pins("package.lock")
-    assert sbom["metadata"]["component"]["version"] == __version__
+    assert len(each) == len(listed)
+    assert {sbom["metadata"]["component"]["version"] for sbom in sboms} == {__version__}
 
 
-def test_every_bundled_file_is_listed_with_its_hash(sbom: Any, unpacked: Path) -> None:
+def test_every_bundled_file_is_listed_with_its_hash(sboms: list[Any], unpacked: Path) -> None:
     listed = {
-        file["name"]: file["hashes"][0]["content"] for one in sbom["components"] for file in one["components"]
+        file["name"]: file["hashes"][0]["content"]
+        for sbom in sboms
+        for one in sbom["components"]
+        for file in one["components"]
     }
     installed = {
         f"/{path.relative_to(unpacked)}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -89,25 +95,29 @@ def test_every_bundled_file_is_listed_with_its_hash(sbom: Any, unpacked: Path) -
     assert listed == installed
 
 
-def test_the_installed_list_is_the_published_one(built: Built, unpacked: Path) -> None:
-    assert (
-        unpacked / "usr/share/doc/yunion-mps-daemon/sbom.cdx.json"
-    ).read_bytes() == built.sbom.read_bytes()
+def test_the_installed_list_is_the_published_one(each: Built, unpacked: Path) -> None:
+    installed = unpacked / f"usr/share/doc/{each.package}/sbom.cdx.json"
+    assert installed.read_bytes() == each.sbom.read_bytes()
+    assert json.loads(each.sbom.read_text())["metadata"]["component"]["name"] == each.package
 
 
-def test_the_list_has_the_fields_that_cyclonedx_requires(sbom: Any) -> None:
-    assert (sbom["bomFormat"], sbom["specVersion"], sbom["version"]) == ("CycloneDX", "1.5", 1)
-    assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", sbom["serialNumber"])
-    references = [one["bom-ref"] for one in sbom["components"]]
-    assert len(set(references)) == len(references)
-    assert sbom["dependencies"][0]["dependsOn"] == references
-    for one in sbom["components"]:
-        assert one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}"
-        assert one["licenses"][0]["license"]["id"] in ("Apache-2.0", "BSD-3-Clause", "MIT")
+def test_the_lists_have_the_fields_that_cyclonedx_requires(sboms: list[Any]) -> None:
+    for sbom in sboms:
+        assert (sbom["bomFormat"], sbom["specVersion"], sbom["version"]) == ("CycloneDX", "1.5", 1)
+        assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", sbom["serialNumber"])
+        references = [one["bom-ref"] for one in sbom["components"]]
+        assert len(set(references)) == len(references)
+        assert sbom["dependencies"][0]["dependsOn"] == references
+        for one in sbom["components"]:
+            assert one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}"
+            assert one["licenses"][0]["license"]["id"] in ("Apache-2.0", "BSD-3-Clause", "MIT")
 
 
 def test_the_licence_of_every_bundled_module_is_installed(unpacked: Path) -> None:
-    told = (unpacked / "usr/share/doc/yunion-mps-daemon/copyright").read_text()
+    told, of_plugin = (
+        (unpacked / f"usr/share/doc/{name}/copyright").read_text() for name in (DAEMON, KUBELET_PLUGIN)
+    )
+    assert told == of_plugin
     for path in (unpacked / VENDOR[1:]).iterdir():
         assert f"Files: vendor/{path.name}{'/*' if path.is_dir() else ''}\n" in told
 

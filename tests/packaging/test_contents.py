@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 from yunion_mps import __version__
 
-from .conftest import ROOT, Built, run
+from .conftest import DAEMON, KUBELET_PLUGIN, ROOT, Built, run
 
 #: Where the families expect the same file in different places, and what only one of them has.
 ELSEWHERE = {
     "/etc/default/yunion-mps-daemon": "/etc/sysconfig/yunion-mps-daemon",
     "/usr/share/zsh/vendor-completions/_yunion-mps": "/usr/share/zsh/site-functions/_yunion-mps",
 }
-ONLY_DEBIAN = {
-    "/usr/share/doc/yunion-mps-daemon/changelog.gz",
-    "/usr/share/lintian/overrides/yunion-mps-daemon",
-}
+ONLY_DEBIAN = ("/usr/share/doc/{}/changelog.gz", "/usr/share/lintian/overrides/{}")
 PROGRAMS = {
     "/usr/bin/yunion-mps",
     "/usr/bin/yunion-mps-daemon",
@@ -31,7 +28,6 @@ EXPECTED = {
     "/usr/lib/systemd/system/yunion-mps-daemon.service",
     "/usr/lib/systemd/system/yunion-mps-gateway.path",
     "/usr/lib/systemd/system/yunion-mps-gateway.service",
-    "/usr/lib/systemd/system/yunion-mps-kubelet-plugin.service",
     "/usr/lib/systemd/system-preset/90-yunion-mps.preset",
     "/usr/lib/sysusers.d/yunion-mps.conf",
     "/usr/lib/tmpfiles.d/yunion-mps.conf",
@@ -42,7 +38,6 @@ EXPECTED = {
     "/usr/share/man/man5/yunion-mps-host.conf.5.gz",
     "/usr/share/man/man5/yunion-mps-host_container_device.yml.5.gz",
     "/usr/share/man/man8/yunion-mps-daemon.8.gz",
-    "/usr/share/man/man8/yunion-mps-kubelet-plugin.8.gz",
     "/usr/share/yunion-mps/grafana/yunion-mps.json",
     "/usr/share/yunion-mps/host.conf",
     "/usr/share/yunion-mps/host_container_device.yml",
@@ -50,21 +45,44 @@ EXPECTED = {
     "/usr/share/doc/yunion-mps-daemon/copyright",
     "/usr/share/doc/yunion-mps-daemon/sbom.cdx.json",
 }
+OF_THE_PLUGIN = {
+    "/usr/bin/yunion-mps-kubelet-plugin",
+    "/usr/lib/systemd/system/yunion-mps-kubelet-plugin.service",
+    "/usr/lib/systemd/system-preset/90-yunion-mps-kubelet-plugin.preset",
+    "/usr/lib/yunion-mps/vendor/h2/connection.py",
+    "/usr/lib/yunion-mps/yunion_mps/kubernetes/service.py",
+    "/usr/share/doc/yunion-mps-kubelet-plugin/copyright",
+    "/usr/share/doc/yunion-mps-kubelet-plugin/sbom.cdx.json",
+    "/usr/share/man/man8/yunion-mps-kubelet-plugin.8.gz",
+}
 MAX_MIB = 8
 
 
-def test_both_packages_install_the_same_files(built: Built, unpacked: Path) -> None:
-    of_deb = built.deb_files(unpacked)
-    same = {ELSEWHERE.get(name, name): file for name, file in of_deb.items() if name not in ONLY_DEBIAN}
-    assert same == built.rpm_files()
+def test_both_formats_install_the_same_files(each: Built, unpacked: Path) -> None:
+    of_deb = each.deb_files(unpacked)
+    only_debian = [name.format(each.package) for name in ONLY_DEBIAN]
+    same = {ELSEWHERE.get(name, name): file for name, file in of_deb.items() if name not in only_debian}
+    assert same == each.rpm_files()
 
 
-def test_the_packages_have_units_manuals_and_examples(built: Built) -> None:
-    assert set(built.rpm_files()) >= EXPECTED | PROGRAMS | set(ELSEWHERE.values())
+def test_no_file_is_in_both_packages(built: Built, plugin: Built) -> None:
+    """A directory belongs to both, or is owned by the daemon's, on which the plugin's depends."""
+    assert built.rpm_files().keys().isdisjoint(plugin.rpm_files())
+    directories = [
+        run("rpm", "-qp", "--qf", "[%{FILENAMES} %{FILEMODES:perms}\n]", one.rpm) for one in (built, plugin)
+    ]
+    owned = [{line for line in text.splitlines() if line.endswith("drwxr-xr-x")} for text in directories]
+    assert all(owned)
+    assert owned[0].isdisjoint(owned[1])
 
 
-def test_only_programs_are_executable_and_only_root_can_write(built: Built, unpacked: Path) -> None:
-    for name, file in built.deb_files(unpacked).items():
+def test_the_packages_have_units_manuals_and_examples(built: Built, plugin: Built) -> None:
+    assert set(built.rpm_files()) >= EXPECTED | PROGRAMS - OF_THE_PLUGIN | set(ELSEWHERE.values())
+    assert set(plugin.rpm_files()) >= OF_THE_PLUGIN
+
+
+def test_only_programs_are_executable_and_only_root_can_write(each: Built, unpacked: Path) -> None:
+    for name, file in each.deb_files(unpacked).items():
         assert file.owner == "root/root"
         assert file.mode == ("-rwxr-xr-x" if name in PROGRAMS else "-rw-r--r--")
     for path in unpacked.rglob("*"):
@@ -72,11 +90,12 @@ def test_only_programs_are_executable_and_only_root_can_write(built: Built, unpa
             assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
-def test_the_environment_file_is_the_only_file_in_etc(built: Built) -> None:
+def test_the_environment_file_is_the_only_file_in_etc(built: Built, plugin: Built) -> None:
     """Those in /etc/yunion are made where there are none: packaged, a removal would take Cloudpods' away."""
     assert [name for name in built.rpm_files() if name.startswith("/etc/")] == [
         "/etc/sysconfig/yunion-mps-daemon"
     ]
+    assert [name for name in plugin.rpm_files() if name.startswith("/etc/")] == []
     configuration = run("rpm", "-qp", "--qf", "[%{FILENAMES} %{FILEFLAGS:fflags}\n]", built.rpm)
     assert "/etc/sysconfig/yunion-mps-daemon cn\n" in configuration  # %config(noreplace)
     assert run("dpkg-deb", "-I", built.deb, "conffiles") == "/etc/default/yunion-mps-daemon\n"
@@ -89,8 +108,20 @@ def test_the_installed_size_with_bytecode_is_small(unpacked: Path, tmp_path: Pat
     assert size <= MAX_MIB * 1024 * 1024
 
 
-def test_the_programs_need_no_python_packages_of_the_system(unpacked: Path) -> None:
-    library = unpacked / "usr/lib/yunion-mps"
+@pytest.mark.parametrize(
+    ("packages", "libraries"),
+    [
+        ([DAEMON], ["click", "h11", "prometheus_client.samples", "pynvml", "yaml"]),
+        ([DAEMON, KUBELET_PLUGIN], ["h2.connection"]),
+    ],
+    ids=["the daemon's package", "both packages"],
+)
+def test_the_packages_need_no_other_python_packages(
+    built: Built, tmp_path: Path, packages: list[str], libraries: list[str]
+) -> None:
+    for package in packages:
+        run("dpkg-deb", "-x", Built(built.directory, package).deb, tmp_path)
+    library = tmp_path / "usr/lib/yunion-mps"
     modules = [
         str(path.relative_to(library).with_suffix("")).replace("/", ".")
         for path in (library / "yunion_mps").rglob("*.py")
@@ -101,21 +132,21 @@ import importlib, sys
 sys.path[:0] = [{str(library)!r}, {str(library / "vendor")!r}]
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
-for name in ("click", "h11", "h2.connection", "prometheus_client.samples", "pynvml", "yaml"):
+for name in {libraries!r}:
     print(sys.modules.get(name) or importlib.import_module(name))
 """
     found = run(sys.executable, "-B", "-IS", "-c", code).splitlines()
-    assert len(found) == 6
+    assert len(found) == len(libraries)
     assert all(str(library / "vendor") in line for line in found)
 
 
-def test_both_packages_have_a_higher_version_than_cloudpods(built: Built) -> None:
-    """Its package has the same name and versions such as 3.11: only an epoch makes ours an upgrade."""
-    version = run("dpkg-deb", "-f", built.deb, "Version").strip()
+def test_the_packages_have_a_higher_version_than_cloudpods(each: Built) -> None:
+    """Its package has the daemon's name and versions such as 3.11: only an epoch makes ours an upgrade."""
+    version = run("dpkg-deb", "-f", each.deb, "Version").strip()
     assert version == f"1:{__version__}"
     newer = ["dpkg", "--compare-versions", version, "gt", "999.0-24112208"]
     assert subprocess.run(newer, check=False).returncode == 0
-    assert built.asked_rpm("%{EPOCH}:%{VERSION}-%{RELEASE}") == f"1:{__version__}-1"
+    assert each.asked_rpm("%{EPOCH}:%{VERSION}-%{RELEASE}") == f"1:{__version__}-1"
 
 
 @pytest.mark.parametrize(
@@ -148,23 +179,32 @@ def test_the_rpm_needs_a_python_and_nothing_else(built: Built) -> None:
     assert f"yunion-mps = 1:{__version__}-1" in run("rpm", "-qp", "--provides", built.rpm)
 
 
-def test_the_rpm_is_for_any_processor_wherever_it_is_built(built: Built) -> None:
-    assert built.asked_rpm("%{ARCH}") == "noarch"
-    assert built.asked_rpm("%{PLATFORM}").startswith("noarch-")
-    assert built.rpm.read_bytes()[8:10] == b"\0\xff"  # the lead's architecture: any
+def test_the_plugin_needs_exactly_its_version_of_the_daemon(plugin: Built) -> None:
+    """They share modules."""
+    depends = run("dpkg-deb", "-f", plugin.deb, "Depends").strip()
+    assert depends == f"python3, yunion-mps-daemon (= 1:{__version__})"
+    needed = set(run("rpm", "-qp", "--requires", plugin.rpm).splitlines())
+    ours = {line for line in needed if not line.startswith(("rpmlib(", "/bin/sh"))}
+    assert ours == {f"yunion-mps-daemon = 1:{__version__}"}
 
 
-def test_lintian_finds_nothing(built: Built) -> None:
+def test_the_rpm_is_for_any_processor_wherever_it_is_built(each: Built) -> None:
+    assert each.asked_rpm("%{ARCH}") == "noarch"
+    assert each.asked_rpm("%{PLATFORM}").startswith("noarch-")
+    assert each.rpm.read_bytes()[8:10] == b"\0\xff"  # the lead's architecture: any
+
+
+def test_lintian_finds_nothing(each: Built) -> None:
     done = subprocess.run(
-        ["lintian", "--allow-root", "--fail-on", "error,warning", built.deb],
+        ["lintian", "--allow-root", "--fail-on", "error,warning", each.deb],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_rpmlint_finds_nothing(built: Built) -> None:
+def test_rpmlint_finds_nothing(each: Built) -> None:
     done = subprocess.run(
-        ["rpmlint", "--config", ROOT / "packaging/rpm/rpmlint.toml", built.rpm],
+        ["rpmlint", "--config", ROOT / "packaging/rpm/rpmlint.toml", each.rpm],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert "0 errors, 0 warnings" in done.stdout, done.stdout

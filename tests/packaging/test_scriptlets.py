@@ -58,7 +58,7 @@ def test_no_device_file_is_created_beside_an_existing_host_conf(host: Host) -> N
 
 def test_only_the_first_installation_creates_files() -> None:
     """An upgrade does not bring back what an operator has taken away."""
-    postinst = (ROOT / "packaging/debian/postinst").read_text()
+    postinst = (ROOT / "packaging/debian/yunion-mps-daemon/postinst").read_text()
     assert '[ -n "$2" ] || /usr/lib/yunion-mps/maintain first' in postinst
     assert (
         "make_configuration"
@@ -121,7 +121,7 @@ def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
         "yunion-mps plan --output csv",
         "yunion-mps daemon-reexec",
         # What serves over TCP, too.
-        "systemctl --quiet try-restart yunion-mps-gateway.service yunion-mps-kubelet-plugin.service",
+        "systemctl --quiet try-restart yunion-mps-gateway.service",
         "systemctl --quiet start yunion-mps-gateway.path",
     ]
 
@@ -315,11 +315,10 @@ def test_template_jobs_are_stopped_after_the_service(host: Host) -> None:
     )
     calls = [call for call in host.calls() if call.startswith("systemctl ")]
     assert calls[1:] == [
-        "systemctl --quiet stop yunion-mps-kubelet-plugin.service",
         "systemctl stop yunion-mps-daemon.service",
         "systemctl stop yunion-mps-job@*.service",
         "systemctl reset-failed yunion-mps-daemon.service yunion-mps-job@*.service",
-        "systemctl --quiet disable yunion-mps-daemon.service yunion-mps-kubelet-plugin.service",
+        "systemctl --quiet disable yunion-mps-daemon.service",
         "systemctl --quiet disable yunion-mps-job@train.service",
     ]
 
@@ -338,3 +337,43 @@ def test_a_full_disk_leaves_no_bytecode_and_is_reported(host: Host) -> None:
     (said,) = host.good("compile_bytecode")
     assert "cannot write bytecode to" in said
     assert not (host.root / "usr/__pycache__").exists()
+
+
+# -- the package of the kubelet plugin
+
+
+@pytest.fixture
+def plugin_files(host: Host) -> str:
+    """Set its directories, each with a module and old bytecode, beside the daemon's."""
+    for name in ("kubernetes", "h2", "daemon"):
+        files(host.root / "usr" / name, "module.py")
+        files(host.root / "usr" / name / "__pycache__", "former.pyc")
+    return f'plugin_files="{host.root}/usr/kubernetes {host.root}/usr/h2"'
+
+
+def bytecode(host: Host) -> list[str]:
+    return sorted(f"{path.parent.parent.name} {path.name.split('.')[0]}" for path in host.root.rglob("*.pyc"))
+
+
+def test_an_upgrade_restarts_only_a_running_plugin(host: Host, plugin_files: str) -> None:
+    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed") == []
+    assert host.calls() == [
+        "systemctl daemon-reload",
+        "systemctl --quiet try-restart yunion-mps-kubelet-plugin.service",
+    ]
+    assert bytecode(host) == ["daemon former", "h2 module", "kubernetes module"]
+
+
+def test_a_plugin_that_does_not_restart_is_reported(host: Host, plugin_files: str) -> None:
+    host.program("systemctl", 'case "$*" in *try-restart*) exit 1 ;; esac')
+    (said,) = host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed")
+    assert said.endswith("does not run; see: systemctl status yunion-mps-kubelet-plugin.service")
+
+
+def test_the_removal_of_the_plugin_stops_and_disables_it(host: Host, plugin_files: str) -> None:
+    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_going") == []
+    assert host.calls() == [
+        "systemctl --quiet stop yunion-mps-kubelet-plugin.service",
+        "systemctl --quiet disable yunion-mps-kubelet-plugin.service",
+    ]
+    assert bytecode(host) == ["daemon former"]

@@ -12,8 +12,8 @@ import tempfile
 from package_build.formats import build_deb, build_rpm
 from package_build.sbom import sbom
 from package_build.source import Source, take_source
-from package_build.tree import DEBIAN, FEDORA, stage
-from package_build.vendor import bundled, relock
+from package_build.tree import DEBIAN, FEDORA, PACKAGES, Made, Package, generate, stage
+from package_build.vendor import bundled, bundled_in, relock
 
 _LOCK = "requirements/package.lock"
 
@@ -46,20 +46,28 @@ def build(checkout: str, cache: str, work: str, output: str) -> list[str]:
     """Build everything into `output`; returns the paths."""
     source = take_source(checkout, os.path.join(work, "source"))
     bundle = bundled(_LOCK, cache)
-    bill = sbom(source, bundle)
-    listed = os.path.join(output, f"yunion-mps-daemon-{source.version}.cdx.json")
+    sdist, wheel = (_flit(source, kind, output) for kind in ("sdist", "wheel"))
+    made = Made(wheel, bundle, os.path.join(work, "generated"))
+    generate(source, made.generated)
+    built = [_build_package(source, package, made, work, output) for package in PACKAGES]
+    return [*(path for paths in built for path in paths), wheel, sdist]
+
+
+def _build_package(source: Source, package: Package, made: Made, work: str, output: str) -> list[str]:
+    """Build the deb, the rpm and the list of bundled libraries; returns the paths."""
+    bill = sbom(source, package.name, bundled_in(package.name, made.bundle))
+    listed = os.path.join(output, f"{package.name}-{source.version}.cdx.json")
     with open(listed, "w", encoding="utf-8") as file:
         file.write(bill)
-    sdist, wheel = (_flit(source, kind, output) for kind in ("sdist", "wheel"))
-    debian, fedora, rpm_work = (os.path.join(work, name) for name in ("debian", "fedora", "rpm"))
-    stage(source, DEBIAN, wheel, bundle, bill, debian)
-    stage(source, FEDORA, wheel, bundle, bill, fedora)
+    debian, fedora, rpm_work = (
+        os.path.join(work, package.name, name) for name in ("debian", "fedora", "rpm")
+    )
+    stage(source, package, DEBIAN, made, bill, debian)
+    stage(source, package, FEDORA, made, bill, fedora)
     os.mkdir(rpm_work)
     return [
-        build_deb(source, debian, output),
-        build_rpm(source, fedora, rpm_work, output),
-        wheel,
-        sdist,
+        build_deb(source, package, debian, output),
+        build_rpm(source, package, fedora, rpm_work, output),
         listed,
     ]
 

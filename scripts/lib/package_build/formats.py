@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import textwrap
@@ -11,7 +12,7 @@ import time
 from email.utils import formatdate
 
 from package_build.source import Source
-from package_build.tree import DEBIAN, DOCUMENTS, FEDORA, compressed, installed_bytes, put, settle
+from package_build.tree import DEBIAN, FEDORA, Package, compressed, installed_bytes, put, settle
 
 #: There is no public mailbox: whichever organization publishes the packages is responsible for them.
 MAINTAINER = "yunion-mps maintainers <yunion-mps@localhost>"
@@ -25,9 +26,9 @@ def points(source: Source) -> list[str]:
     return [" ".join(point.split()) for point in section.split("\n- ")[1:]]
 
 
-def debian_changelog(source: Source) -> str:
+def debian_changelog(source: Source, package: Package) -> str:
     """Return the changelog in the format of deb-changelog(5)."""
-    head = f"yunion-mps-daemon ({EPOCH}:{source.version}) unstable; urgency=medium\n\n"
+    head = f"{package.name} ({EPOCH}:{source.version}) unstable; urgency=medium\n\n"
     body = "".join(_indented(point, "  * ", "    ") for point in points(source))
     return f"{head}{body}\n -- {MAINTAINER}  {formatdate(source.epoch_s)}\n"
 
@@ -43,27 +44,30 @@ def _indented(point: str, first: str, rest: str) -> str:
     return textwrap.fill(point, 78, initial_indent=first, subsequent_indent=rest) + "\n"
 
 
-def build_deb(source: Source, root: str, output: str) -> str:
+def build_deb(source: Source, package: Package, root: str, output: str) -> str:
     """Turn the staged tree into a deb; returns its path."""
-    put(root, f"{DOCUMENTS}/changelog.gz", compressed(debian_changelog(source).encode()))
-    overrides = source.read("packaging/debian/lintian-overrides")
-    put(root, "usr/share/lintian/overrides/yunion-mps-daemon", overrides.encode())
+    ours = f"packaging/debian/{package.name}"
+    put(root, f"{package.documents}/changelog.gz", compressed(debian_changelog(source, package).encode()))
+    overrides = source.read(ours, "lintian-overrides")
+    put(root, f"usr/share/lintian/overrides/{package.name}", overrides.encode())
     sums = _sums(root)
-    control = source.read("packaging/debian/control")
+    control = source.read(ours, "control")
     for name, value in (
         ("VERSION", f"{EPOCH}:{source.version}"),
         ("MAINTAINER", MAINTAINER),
         ("INSTALLED_KIB", str(-(-installed_bytes(root) // 1024))),
     ):
         control = control.replace(f"@{name}@", value)
+    if os.path.exists(os.path.join(root, DEBIAN.defaults)):
+        put(root, "DEBIAN/conffiles", f"/{DEBIAN.defaults}\n".encode())
     put(root, "DEBIAN/control", control.encode())
-    put(root, "DEBIAN/conffiles", f"/{DEBIAN.defaults}\n".encode())
-    put(root, "DEBIAN/triggers", source.read("packaging/debian/triggers").encode())
     put(root, "DEBIAN/md5sums", sums.encode())
-    for name in ("preinst", "postinst", "prerm", "postrm"):
-        put(root, f"DEBIAN/{name}", source.script("packaging/debian", name).encode(), 0o755)
+    for name in sorted({*os.listdir(source.path(ours))} - {"control", "lintian-overrides"}):
+        put(
+            root, f"DEBIAN/{name}", source.script(ours, name).encode(), 0o644 if name == "triggers" else 0o755
+        )
     settle(root, source.epoch_s)
-    path = os.path.join(output, f"yunion-mps-daemon_{source.version}_all.deb")
+    path = os.path.join(output, f"{package.name}_{source.version}_all.deb")
     # xz, because dpkg before Debian 12 does not support zstd.
     command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--build", root, path]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
@@ -84,13 +88,13 @@ def _sums(root: str) -> str:
     return "".join(sorted(lines, key=lambda line: line.split("  ")[1]))
 
 
-def build_rpm(source: Source, root: str, work: str, output: str) -> str:
+def build_rpm(source: Source, package: Package, root: str, work: str, output: str) -> str:
     """Turn the staged tree into an rpm; `work` is an empty folder. Returns its path."""
     settle(root, source.epoch_s)
     with open(os.path.join(work, "files"), "w", encoding="utf-8") as file:
-        file.writelines(_file_list(root))
-    spec = source.script("packaging/rpm/yunion-mps-daemon.spec", percent="%%")
-    with open(os.path.join(work, "yunion-mps-daemon.spec"), "w", encoding="utf-8") as file:
+        file.writelines(_file_list(package, root))
+    spec = source.script(f"packaging/rpm/{package.name}.spec", percent="%%")
+    with open(os.path.join(work, f"{package.name}.spec"), "w", encoding="utf-8") as file:
         file.write(spec + rpm_changelog(source))
     defines = {
         "_topdir": work,
@@ -112,23 +116,21 @@ def build_rpm(source: Source, root: str, work: str, output: str) -> str:
         command += ["--define", f"{name} {value}"]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s), "LC_ALL": "C.UTF-8", "TZ": "UTC"}
     done = subprocess.run(
-        [*command, f"{work}/yunion-mps-daemon.spec"],
+        [*command, f"{work}/{package.name}.spec"],
         check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"package: rpmbuild failed:\n{done.stdout}")
-    name = f"yunion-mps-daemon-{source.version}-1.noarch.rpm"
+    name = f"{package.name}-{source.version}-1.noarch.rpm"
     return shutil.copy(f"{work}/rpms/noarch/{name}", output)
 
 
-def _file_list(root: str) -> list[str]:
+def _file_list(package: Package, root: str) -> list[str]:
     """List all files and the directories that only this package has; mark configuration and documentation."""
-    lines = ["%dir /usr/lib/yunion-mps\n"]
+    lines = []
     for folder, folders, names in os.walk(root):
         place = folder[len(root) :]
-        if place.startswith(
-            ("/usr/lib/yunion-mps/", "/usr/share/yunion-mps", "/usr/share/doc/yunion-mps-daemon")
-        ):
+        if re.match(package.directories, place.lstrip("/")):
             lines.append(f"%dir {place}\n")
         lines += [f"{_mark(f'{place}/{name}')}{place}/{name}\n" for name in names]
         folders.sort()

@@ -16,10 +16,10 @@ _VENDOR = "/usr/lib/yunion-mps/vendor"
 Json = dict[str, Any]
 
 
-def sbom(source: Source, bundle: list[Bundled]) -> str:
-    """Return CycloneDX 1.5 as JSON, which depends only on the sources."""
+def sbom(source: Source, package: str, bundle: list[Bundled]) -> str:
+    """Return the package's list: CycloneDX 1.5 as JSON, which depends only on the sources."""
     made_at = datetime.fromtimestamp(source.epoch_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    us = f"pkg:generic/yunion-mps-daemon@{source.version}"
+    us = f"pkg:generic/{package}@{source.version}"
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -30,7 +30,7 @@ def sbom(source: Source, bundle: list[Bundled]) -> str:
             "component": {
                 "type": "application",
                 "bom-ref": us,
-                "name": "yunion-mps-daemon",
+                "name": package,
                 "version": source.version,
                 "purl": us,
                 "licenses": [{"license": {"id": "Apache-2.0"}}],

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 #: Which of several published files is taken: the one for the oldest Python. PyYAML publishes one for each
@@ -27,14 +27,16 @@ class Component(NamedTuple):
     name: str
     taken: str
     licence: str
+    package: str = "yunion-mps-daemon"
 
 
+_PLUGIN = "yunion-mps-kubelet-plugin"
 COMPONENTS = (
     Component("click", r"click/.+\.py", "BSD-3-Clause"),
     Component("h11", r"h11/.+\.py", "MIT"),
-    Component("h2", r"h2/.+\.py", "MIT"),
-    Component("hpack", r"hpack/.+\.py", "MIT"),
-    Component("hyperframe", r"hyperframe/.+\.py", "MIT"),
+    Component("h2", r"h2/.+\.py", "MIT", _PLUGIN),
+    Component("hpack", r"hpack/.+\.py", "MIT", _PLUGIN),
+    Component("hyperframe", r"hyperframe/.+\.py", "MIT", _PLUGIN),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
     # Only the modules that format metrics; yunion_mps/metrics/exporter.py says why.
     Component(
@@ -67,6 +69,11 @@ def bundled(lock: str, cache: str) -> list[Bundled]:
             download(lock, cache)
             found = _files_by_hash(cache)
     return [_unpack(component, *pinned[component.name], found) for component in COMPONENTS]
+
+
+def bundled_in(package: str, bundle: Iterable[Bundled]) -> list[Bundled]:
+    """Return the components that the package installs."""
+    return [one for one in bundle if one.component.package == package]
 
 
 @contextlib.contextmanager
