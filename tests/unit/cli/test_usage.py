@@ -231,16 +231,6 @@ def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-@pytest.mark.parametrize("command", [["reload"], ["daemon-reexec"]], ids=" ".join)
-def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: list[str]) -> None:
-    os.chmod(own.host.paths.socket, 0o666)
-    told = "yunion-mps: only root may reload or re-execute the daemon [not_allowed]\n"
-    told += "yunion-mps: run the command as root\n"
-    assert as_nobody(own, *command) == (4, told)
-    assert own.host.reloader.asked == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 @pytest.mark.parametrize("command", [*ASKING, *TELLING], ids=" ".join)
 def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
     cli: Cli, command: list[str]

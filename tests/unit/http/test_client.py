@@ -12,23 +12,20 @@ from typing import Any
 import pytest
 from yunion_mps.errors import (
     BusyError,
-    ConfigError,
     HostError,
     NotAllowedError,
     NotFoundError,
-    Problem,
     UnreachableError,
     YunionError,
 )
 from yunion_mps.http.client import BadConfigurationError, DaemonClient
 from yunion_mps.http.listener import listen
 from yunion_mps.http.operation import Operation
-from yunion_mps.http.operations import GET_DEVICE, GET_EVENTS, GET_GPUS, GET_PLAN, GET_STATUS, REEXEC, RELOAD
+from yunion_mps.http.operations import GET_EVENTS, GET_STATUS, REEXEC
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually
-from unit.http import by_hand
 from unit.http.conftest import Serve
 from unit.http.server_host import NOBODY, ServerHost, as_user, short_root
 
@@ -78,18 +75,6 @@ def failure(
     }
     assert type(error) in kinds[error.exit_code]
     return error.exit_code, error.message, error.hint
-
-
-def test_a_get_returns_the_decoded_json(host: ServerHost) -> None:
-    assert DaemonClient(host.paths).call(GET_GPUS)["gpus"][0]["name"] == "Tesla P40"
-
-
-def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
-    assert failure(DaemonClient(paths)) == (
-        3,
-        f"the daemon is not running: {paths.socket} does not exist",
-        START,
-    )
 
 
 def test_if_nothing_listens_the_daemon_is_not_running(paths: Paths) -> None:
@@ -235,14 +220,6 @@ def test_every_invalid_answer_is_an_error(
         assert failure(DaemonClient(paths)) == expected
 
 
-def test_an_unknown_device_is_an_error_of_the_request(host: ServerHost) -> None:
-    assert failure(DaemonClient(host.paths), GET_DEVICE, id="x") == (
-        1,
-        "there is no device x",
-        "list the devices: yunion-mps list",
-    )
-
-
 def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
     """Again and again, for the server may hang up before the client has said anything."""
     host = serve(connections=1, reserved_for_root=0, first_request_timeout_s=600)
@@ -255,26 +232,6 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
             "too many connections are open",
             "close some, or try again in a moment",
         )
-
-
-def test_a_post_returns_the_decoded_json(host: ServerHost) -> None:
-    host.reloader.reloaded = by_hand.RELOADED
-    assert DaemonClient(host.paths).call(RELOAD, mode="drain") == by_hand.RELOADED
-    assert host.reloader.done == ["reload drain"]
-
-
-def test_a_post_that_is_refused_is_a_failed_request(host: ServerHost) -> None:
-    host.reloader.error = HostError("the disk is full", "make room")
-    assert failure(DaemonClient(host.paths), RELOAD) == (1, "the disk is full", "make room")
-
-
-@pytest.mark.parametrize("operation", [GET_PLAN, RELOAD])
-def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(
-    host: ServerHost, operation: Operation[Any]
-) -> None:
-    error = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
-    host.reloader.error = error
-    assert failure(DaemonClient(host.paths), operation) == (6, error.message, error.hint)
 
 
 def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:

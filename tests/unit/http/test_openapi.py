@@ -19,7 +19,6 @@ from yunion_mps.http.openapi import document
 from yunion_mps.http.operation import OTHER_STATUS, STATUSES
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.models import Snapshot
-from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.queries import Queries
 
 from unit.http import by_hand, snapshots
@@ -72,10 +71,6 @@ def test_the_document_is_valid_openapi_3_1() -> None:
     assert [error.message for error in OpenAPIV31SpecValidator(DOCUMENT).iter_errors()] == []
 
 
-def test_the_daemon_serves_the_document() -> None:
-    assert ask(snapshots.reference(), "/v1/openapi.json") == (200, DOCUMENT)
-
-
 @pytest.mark.parametrize("target", ANSWERS)
 @pytest.mark.parametrize("name", snapshots.ALL)
 def test_every_answer_is_as_its_schema_says(name: str, target: str) -> None:
@@ -84,13 +79,6 @@ def test_every_answer_is_as_its_schema_says(name: str, target: str) -> None:
         assert (status, errors("ProblemDetails", answer)) == (404, [])
     else:
         assert (status, errors(ANSWERS[target], answer)) == (200, [])
-
-
-@pytest.mark.parametrize("state", LEGAL_CHANGES)
-def test_every_state_of_a_domain_is_in_the_schema(state: str) -> None:
-    for target, schema in ANSWERS.items():
-        answer = ask(snapshots.snapshot(snapshots.P40, state=state), target)[1]
-        assert errors(schema, answer) == []
 
 
 def test_no_object_may_have_fields_that_its_schema_does_not_name() -> None:
@@ -176,20 +164,6 @@ def test_fields_that_may_be_unknown_are_nullable() -> None:
     assert errors("Domain", {**by_hand.EXAMPLES["Domain"], "memory_limits_mib": [5760, None]}) == []
     assert errors("MpsClient", by_hand.GONE) == []
     assert errors("MpsServer", {**by_hand.SERVER, "state": None}) == []
-
-
-@pytest.mark.parametrize(
-    ("target", "body", "schema"),
-    [
-        ("/v1/reload", b'{"mode": "drain"}', "ChangeList"),
-        ("/v1/reexec", b"", "Reexec"),
-        ("/v1/clients/4260/terminate", b'{"force": true}', "Termination"),
-        ("/v1/leases", b"{}", "LeaseRecord"),
-    ],
-)
-def test_answers_to_changes_match_their_schemas(target: str, body: bytes, schema: str) -> None:
-    status, answer = ask(snapshots.reference(), target, "POST", body)
-    assert (status, errors(schema, answer)) == (201 if target == "/v1/leases" else 200, [])
 
 
 BODIES = [
