@@ -40,7 +40,7 @@ _UNPACKED = CHECKOUT / ".containerd/usr/bin"
 _CONFIG = """\
 version = 2
 root = "{folder}/root"
-state = "{folder}/state"
+state = "{state}"
 [grpc]
   address = "{folder}/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
@@ -102,7 +102,8 @@ class Containerd(Closes):
         self._folder.mkdir()
         cdi = host.root / "run/cdi"
         cdi.mkdir(exist_ok=True)
-        (self._folder / "config.toml").write_text(_CONFIG.format(folder=self._folder, cdi=cdi, image=IMAGE))
+        config = _CONFIG.format(folder=self._folder, state=host.root / "run/containerd", cdi=cdi, image=IMAGE)
+        (self._folder / "config.toml").write_text(config)
         self._socket = self._folder / "containerd.sock"
         #: The cgroup of all pods.
         self._cgroup = f"yunion-mps-test-{host.root.name}"

@@ -72,6 +72,19 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"], "the control daemon is reached"
 
 
+def test_every_view_names_the_namespace_the_pod_and_the_container(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    kubelet.wait_healthy(4)
+    container = containerd.run(kubelet.run_pod("trainer", 1))
+    name = "pod default/trainer/main"
+    (lease,) = leases_of(ready_daemon)
+    assert (lease["container"], lease["container_id"]) == (name, container.id)
+    assert f"{name}: sleep infinity" in ready_daemon.host.run(["yunion-mps", "who"]).stdout
+    for words in (["list"], ["events"], ["top", "--once"]):
+        assert name in ready_daemon.host.run(["yunion-mps", *words]).stdout, words
+
+
 def test_a_lease_ends_with_its_container_and_comes_back_with_the_next(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:

@@ -2,7 +2,7 @@
 
 No engine is queried, because that needs its socket and may block. If a file cannot be read, the container has
 no name, but always its id. A name may change (`podman rename`, `docker rename`), so a file of names is read
-again when it has changed.
+again when it has changed; a pod's container is never renamed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,18 @@ _CONTAINERS_JSON = (
     "/var/lib/containers/storage/vfs-containers/containers.json",
 )
 _DOCKER_CONFIG = "/var/lib/docker/containers/{id}/config.v2.json"
+#: The OCI configuration of a pod's container: of containerd, of that of k3s and RKE2, and of CRI-O.
+_TASK = "containerd/io.containerd.runtime.v2.task/k8s.io/{id}/config.json"
+_BUNDLES = (
+    f"/run/{_TASK}",
+    f"/run/k3s/{_TASK}",
+    "/run/containers/storage/overlay-containers/{id}/userdata/config.json",
+)
+#: The annotations there with the namespace, pod and container: of containerd, and of CRI-O.
+_ANNOTATIONS = (
+    tuple(f"io.kubernetes.cri.{key}" for key in ("sandbox-namespace", "sandbox-name", "container-name")),
+    tuple(f"io.kubernetes.{key}" for key in ("pod.namespace", "pod.name", "container.name")),
+)
 
 
 class Container(NamedTuple):
@@ -64,14 +76,26 @@ class Containers:
 
     def _name(self, pid: int, match: _CgroupMatch) -> str:
         if match.pod:
-            return f"pod {match.pod}/{match.id[:_SHORT_ID]}"
+            return self._name_in_pod(match)
         name = self._name_in_files(match)
         if name or match.id not in self._names:
-            if len(self._names) >= _MAX_CACHED:
-                self._names.clear()
             monitor_name = "" if name or match.engine == "docker" else self._name_from_monitor(pid, match.id)
-            self._names[match.id] = printable(name or monitor_name)[:_MAX_LENGTH]
+            self._remember(match, (name or monitor_name)[:_MAX_LENGTH])
         return self._names[match.id] or match.id[:_SHORT_ID]
+
+    def _name_in_pod(self, match: _CgroupMatch) -> str:
+        """The namespace, pod and container, which never change; the pod's uid if they cannot be read."""
+        if match.id not in self._names:
+            files = (_json(self._paths.under(path.format(id=match.id)), dict) for path in _BUNDLES)
+            if not (name := next(filter(None, map(_name_in_bundle, files)), "")):
+                return f"pod {match.pod}/{match.id[:_SHORT_ID]}"
+            self._remember(match, f"pod {name}")
+        return self._names[match.id]
+
+    def _remember(self, match: _CgroupMatch, name: str) -> None:
+        if len(self._names) >= _MAX_CACHED:
+            self._names.clear()
+        self._names[match.id] = printable(name)
 
     def _name_in_files(self, match: _CgroupMatch) -> str:
         """The current name in the engine's files, empty if there is none."""
@@ -130,6 +154,17 @@ def _names_of(content: Any) -> dict[str, str]:
         for container in content
         if isinstance(container, dict) and isinstance(container.get("names"), list) and container["names"]
     }
+
+
+def _name_in_bundle(config: Any) -> str:
+    """The namespace, pod and container of an OCI configuration, empty if it does not name all of them."""
+    annotations = config.get("annotations")
+    if isinstance(annotations, dict):
+        for keys in _ANNOTATIONS:
+            parts = [annotations.get(key) for key in keys]
+            if all(isinstance(part, str) and part for part in parts):
+                return "/".join(map(str, parts))
+    return ""
 
 
 def _json(path: str, kind: type) -> Any:

@@ -89,6 +89,54 @@ def test_a_pod_is_named_by_its_uid(tmp_path: Path) -> None:
     assert name_of(tmp_path, process(tmp_path, f"0::/kubepods/pod{POD}/{ID}")) == f"pod {POD}/{ID[:12]}"
 
 
+_TASK = f"containerd/io.containerd.runtime.v2.task/k8s.io/{ID}/config.json"
+_CONTAINERD = {
+    "io.kubernetes.cri.sandbox-namespace": "ml",
+    "io.kubernetes.cri.sandbox-name": "trainer-0",
+    "io.kubernetes.cri.container-name": "main",
+}
+_CRIO = {
+    "io.kubernetes.pod.namespace": "ml",
+    "io.kubernetes.pod.name": "trainer-0",
+    "io.kubernetes.container.name": "main",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "annotations"),
+    [
+        (f"run/{_TASK}", _CONTAINERD),
+        (f"run/k3s/{_TASK}", _CONTAINERD),
+        (f"run/containers/storage/overlay-containers/{ID}/userdata/config.json", _CRIO),
+    ],
+)
+def test_a_pod_is_named_as_its_runtime_knows_it(
+    tmp_path: Path, path: str, annotations: dict[str, str]
+) -> None:
+    pid = process(tmp_path, f"0::/kubepods/pod{POD}/{ID}")
+    containers = containers_of(tmp_path)
+    assert containers.of(pid) == Container(ID, f"pod {POD}/{ID[:12]}"), "the file may come later"
+    write(tmp_path, path, {"annotations": {**annotations, "other": 7}})
+    assert containers.of(pid) == Container(ID, "pod ml/trainer-0/main")
+    (tmp_path / path).unlink()
+    assert containers.of(pid) == Container(ID, "pod ml/trainer-0/main")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        [],
+        {"annotations": 7},
+        {"annotations": {**_CONTAINERD, "io.kubernetes.cri.sandbox-name": 7}},
+        {"annotations": dict(list(_CONTAINERD.items())[:2])},
+    ],
+)
+def test_a_pod_whose_runtime_does_not_tell_is_named_by_its_uid(tmp_path: Path, config: object) -> None:
+    write(tmp_path, f"run/{_TASK}", config)
+    assert name_of(tmp_path, process(tmp_path, f"0::/kubepods/pod{POD}/{ID}")) == f"pod {POD}/{ID[:12]}"
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[7]", '{"Name": 7}', json.dumps([{"id": ID}]), "[[[[[", "[" * 100_000]
 )
