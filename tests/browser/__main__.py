@@ -42,7 +42,6 @@ PICTURES = {"web": (1280, False), "web-dark": (1280, True), "web-phone": (390, F
 
 
 def main(folder: Path) -> None:
-    """Write the pictures into the folder."""
     with SimHost.create(_GPUS) as host, StandIns(host), Daemon(host) as daemon, ExitStack() as stack:
         file = host.root / "etc/yunion/host_container_device.yml"
         file.write_text(file.read_text().replace(_LAST, _UNITS))

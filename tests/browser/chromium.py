@@ -46,8 +46,6 @@ _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 
 
 class Chromium(Closes):
-    """One browser; a context manager."""
-
     def __init__(self) -> None:
         program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
         assert program, "chromium-headless-shell is not there: run scripts/setup"
@@ -155,8 +153,6 @@ class Chromium(Closes):
 
 
 class Page:
-    """One page of the browser."""
-
     def __init__(self, browser: Chromium, session: str) -> None:
         self._browser = browser
         self.session = session
@@ -194,7 +190,6 @@ class Page:
         self.tell("Input.insertText", {"text": text})
 
     def resize(self, width: int, height: int) -> None:
-        """Another size of the window, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.tell("Emulation.setDeviceMetricsOverride", size)
 

@@ -20,6 +20,5 @@ def program() -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(program: Chromium) -> Iterator[Chromium]:
-    """The browser without any page; those of a test are closed at its end."""
     yield program
     program.close_pages()

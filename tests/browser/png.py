@@ -35,7 +35,6 @@ def with_palette(png: bytes) -> bytes:
 
 
 def size_of(png: bytes) -> tuple[int, int]:
-    """Its width and height in pixels."""
     assert png.startswith(_SIGNATURE)
     width, height = struct.unpack(">2I", png[16:24])
     return width, height

@@ -48,7 +48,6 @@ class Scene(NamedTuple):
 
 @contextmanager
 def scene_on(host: SimHost) -> Iterator[Scene]:
-    """The daemon on this host, ready, with stand-ins for jobs."""
     with StandIns(host), Daemon(host) as daemon:
         daemon.start().wait_ready()
         with Jobs(daemon) as jobs, Served(host) as served:

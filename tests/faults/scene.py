@@ -60,7 +60,6 @@ class SceneDaemon(Daemon):
 
     @property
     def socket_path(self) -> Path:
-        """The API's socket."""
         return Path(f"{self.namespace}{super().socket_path}")
 
 
@@ -92,7 +91,6 @@ class Scene(Closes):
     # -- before the fault
 
     def serve(self, **environment: str) -> Scene:
-        """Start the daemon and wait until every device is available."""
         self.daemon.start(**environment).wait_ready()
         self.all_available()
         self.hold_a_lease()
@@ -211,7 +209,6 @@ class Scene(Closes):
         self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
 
     def find(self, text: str) -> str:
-        """The first line with `text` that the operator can read, empty if there is none."""
         return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
 
     def goes_on(self, what: str = "serves throughout") -> None:
@@ -239,7 +236,6 @@ class Scene(Closes):
             self.known_events = self.events()
 
     def events(self) -> list[dict[str, Any]]:
-        """The newest events (1,000), oldest first."""
         return events_of(self.daemon)
 
     def trouble(self) -> str:

@@ -48,7 +48,6 @@ def make_host() -> Iterator[MakeHost]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register our mark."""
     config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
 
 
@@ -81,7 +80,6 @@ def daemon(make_daemon: MakeDaemon, host: SimHost) -> Daemon:
 
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
-    """A daemon on the reference case that has said READY."""
     return daemon.start().wait_ready()
 
 

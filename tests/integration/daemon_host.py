@@ -65,7 +65,6 @@ def state_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
     return state_of(pid) not in "ZX"
 
 
@@ -156,7 +155,6 @@ class Daemon(Closes):
         return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL: its control daemons go on."""
         self.signal(signal.SIGKILL)
         self.wait()
 
@@ -173,7 +171,6 @@ class Daemon(Closes):
 
     @property
     def descriptors(self) -> int:
-        """How many files it has open."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     @property
@@ -182,7 +179,6 @@ class Daemon(Closes):
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, None while it runs."""
         return None if self._process is None else self._process.poll()
 
     @property
@@ -200,7 +196,6 @@ class Daemon(Closes):
 
     @property
     def socket_path(self) -> Path:
-        """The API's socket."""
         return self.host.root / "run/yunion-mps/yunion-mps.sock"
 
     @property
@@ -209,7 +204,6 @@ class Daemon(Closes):
         return self.host.root / "tmp/nvidia-mps/pipe"
 
     def get(self, path: str) -> tuple[int, Any]:
-        """GET from its socket: the HTTP status and the JSON."""
         return self.ask("GET", path)
 
     def ask(self, method: str, path: str, words: str = "") -> tuple[int, Any]:
@@ -230,7 +224,6 @@ class Daemon(Closes):
         return dict(answer)
 
     def reexec(self) -> Daemon:
-        """Have it run its program again, and wait until that is ready."""
         self.status()  # it answers, so it has logged that it is ready
         count = self.log.count(" is ready: ")
         assert self.ask("POST", "/v1/reexec")[0] == 200
@@ -285,7 +278,6 @@ class Daemon(Closes):
         self.write_host_conf({"enable_cuda_mps": True, **keys})
 
     def write_host_conf(self, keys: Mapping[str, object]) -> None:
-        """Write host.conf with just these keys; JSON's scalars are YAML's."""
         lines = [f"{name}: {json.dumps(value)}\n" for name, value in keys.items()]
         (self.host.root / "etc/yunion/host.conf").write_text("".join(lines))
 

@@ -121,6 +121,5 @@ class Scene:
         return folder
 
     def device(self, slot: int) -> dict[str, str]:
-        """The environment of a device of the first GPU."""
         environment: dict[str, str] = self.daemon.get(f"/v1/devices/00:06.0-{slot}")[1]["client_environment"]
         return environment

@@ -70,7 +70,6 @@ class Gateway:
         return self
 
     def wait(self) -> int:
-        """Wait for its end by itself, and return the exit status."""
         assert self._process
         return self._process.wait(PATIENCE_S)
 
@@ -93,7 +92,6 @@ class Gateway:
                 return None
 
     def answer(self, port: int, target: str = "/metrics", *words: str, **headers: str) -> tuple[int, str]:
-        """The same, of a port where it listens."""
         found = self.get(port, target, *words, **headers)
         assert found
         return found

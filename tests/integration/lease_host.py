@@ -54,8 +54,6 @@ class Connection(http.client.HTTPConnection):
 
 
 class Asker(Connection):
-    """Asks for a lease, and hears of it later."""
-
     def __init__(self, daemon: Daemon, query: str) -> None:
         super().__init__(daemon)
         self.post("/v1/leases", query)
@@ -85,7 +83,6 @@ def stranger(daemon: Daemon) -> Iterator[Connection]:
 
 
 def take(daemon: Daemon | Connection, query: str) -> dict[str, Any]:
-    """The lease that somebody gets for the query."""
     status, lease = daemon.ask("POST", "/v1/leases", query)
     assert status in (200, 201), lease
     return dict(lease)

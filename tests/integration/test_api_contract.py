@@ -85,7 +85,6 @@ def unix_session(path: Path) -> requests.Session:
 
 
 def errors(schema: str, value: Any) -> list[str]:
-    """What is wrong with the value, by the schema of that name."""
     whole = {"$ref": f"#/components/schemas/{schema}", **DOCUMENT}
     return [f"{error.json_path}: {error.message}" for error in OAS31Validator(whole).iter_errors(value)]
 

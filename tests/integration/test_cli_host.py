@@ -32,7 +32,6 @@ def printed(host: SimHost, *arguments: str) -> str:
 
 
 def failed(host: SimHost, *arguments: str) -> tuple[int, str]:
-    """The exit status and the words of a command that fails."""
     done = host.run(["yunion-mps", *arguments])
     assert done.stdout == ""
     return done.returncode, done.stderr

@@ -34,7 +34,6 @@ _PATIENCE_S = 60.0
 
 @pytest.fixture
 def system_log(host: SimHost) -> Iterator[socket.socket]:
-    """The host's log, in the place of systemd's or another's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.bind(str(host.root / "dev/log"))
         log.settimeout(_PATIENCE_S)

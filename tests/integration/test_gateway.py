@@ -25,7 +25,6 @@ MakeGateway = Callable[[Daemon], Gateway]
 
 @pytest.fixture
 def make_gateway() -> Iterator[MakeGateway]:
-    """Make a gateway beside a daemon, not started yet."""
     with ExitStack() as stack:
         yield lambda daemon: stack.enter_context(Gateway(daemon))
 

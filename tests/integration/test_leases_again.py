@@ -77,7 +77,6 @@ class Between:
 
 @pytest.fixture
 def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a client in this process has told people."""
     monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
     return []
 
@@ -111,18 +110,6 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     before_s = kept()
     assert ready_daemon.ask("POST", "/v1/leases/a/renew")[0] == 200
     assert kept() > before_s
-
-
-def test_the_next_daemon_shows_the_same_holders(ready_daemon: Daemon) -> None:
-    def holders() -> list[str | None]:
-        return [device["holder"] for device in ready_daemon.ask("GET", "/v1/devices")[1]["isolated_devices"]]
-
-    take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
-    before = holders()
-    restart(ready_daemon)
-    assert before[0] is not None
-    assert holders() == before
-    assert (ready_daemon.reexec(), holders())[1] == before
 
 
 def test_a_repeated_request_ties_the_lease_to_its_own_connection(ready_daemon: Daemon) -> None:
@@ -193,7 +180,6 @@ def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon,
 
 
 def stored_positions(daemon: Daemon) -> int:
-    """How many queued requests the next daemon would know."""
     state = sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")
     with contextlib.closing(state):
         (count,) = state.execute("SELECT count(*) FROM queued_request").fetchone()

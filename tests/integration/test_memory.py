@@ -33,8 +33,6 @@ _TARGETS = {
 
 
 class Server(NamedTuple):
-    """A server under test: its process, and how it is connected to."""
-
     pid: int
     connect: Callable[[], socket.socket]
 

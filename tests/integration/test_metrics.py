@@ -36,7 +36,6 @@ def value(daemon: Daemon, name: str, **labels: str) -> float | None:
 
 
 def of_device(daemon: Daemon, address: str) -> dict[str, str]:
-    """The labels of its metrics."""
     device = daemon.get(f"/v1/devices/{address}")[1]
     return {"device": address, "gpu": address.rpartition("-")[0], "gpu_uuid": device["gpu_uuid"]}
 

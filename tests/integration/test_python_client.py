@@ -42,7 +42,6 @@ ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 
 @pytest.fixture
 def said() -> list[str]:
-    """What the client has told people."""
     return []
 
 
@@ -108,7 +107,6 @@ def test_any_python_finds_it_beside_h11_without_our_environment(
 
 
 def loaded(code: str) -> list[str]:
-    """The modules that this loads."""
     code = f"import sys; before = {{*sys.modules}}; {code}; print(*({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout.split()

@@ -250,11 +250,6 @@ def test_a_service_holds_a_device_until_its_gpu_is_lost(ready_daemon: Daemon, tm
     assert (server.returncode, given(ready_daemon)) == (0, [])
 
 
-def test_without_arguments_the_servers_print_their_usage() -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / "llm_servers.py"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "usage: llm_servers.py NUMBER COMMAND [ARG]...\n")
-
-
 def test_servers_share_a_gpu_until_one_of_them_ends(ready_daemon: Daemon) -> None:
     serve = "echo {port} on $YUNION_MPS_DEVICE; [ {port} = 8001 ] && exit 7; exec sleep 600"
     command = [sys.executable, EXAMPLES / "llm_servers.py", "2", "sh", "-c", serve]

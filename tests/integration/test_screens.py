@@ -94,10 +94,6 @@ def watch_until(screen: Tmux, text: str, rows: int, command: str = TOP) -> None:
     eventually(lambda: timeless(screen.lines()) == shown(text, rows), "the screen")
 
 
-def test_at_80_x_24_everything_is_on_one_screen(screen: Tmux) -> None:
-    watch_until(screen, SCREEN_80, 24)
-
-
 def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None:
     watch(screen, "yunion-mps top --interval 3600")
     screen.resize(120, 40)
@@ -214,7 +210,6 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(screen: Tmux, number: si
 
 
 def stands_still(screen: Tmux, period_s: float) -> bool:
-    """Whether nothing is drawn for so long, though the clock on the screen goes on."""
     before, end_s = screen.lines(), time.monotonic() + period_s
     while time.monotonic() < end_s:
         if screen.lines() != before:

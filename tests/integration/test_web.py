@@ -52,7 +52,6 @@ def served(ready_daemon: Daemon) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Served]:
-    """The same for all who only read, and read nothing that changes."""
     with SimHost.create() as host, Daemon(host) as daemon:
         daemon.start().wait_ready()
         with Served(host) as served:

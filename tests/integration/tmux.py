@@ -22,8 +22,6 @@ _SHELL = {"ENV": "", "SHELL": "/bin/sh", "LC_ALL": "C.UTF-8"}
 
 
 class Tmux(Closes):
-    """One terminal with a shell on it; a context manager."""
-
     def __init__(
         self, env: Mapping[str, str], columns: int, rows: int, term: str = "screen-256color"
     ) -> None:
@@ -47,7 +45,6 @@ class Tmux(Closes):
         self._tmux("send-keys", *words)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Another size of the terminal."""
         self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
     def lines(self, *, styled: bool = False) -> list[str]:
@@ -56,7 +53,6 @@ class Tmux(Closes):
         return [line.rstrip() for line in shown.rstrip().splitlines()]
 
     def wait(self, pattern: str, timeout_s: float = PATIENCE_S) -> list[str]:
-        """The lines, once one of them matches the pattern somewhere."""
         found: list[str] = []
 
         def look() -> bool:
@@ -67,11 +63,9 @@ class Tmux(Closes):
         return list(found)
 
     def wait_prompt(self) -> None:
-        """Wait until the shell wants the next command."""
         eventually(lambda: (self.lines() or [""])[-1] in ("#", "$"), "the prompt", trouble=self._text)
 
     def wait_without(self, pattern: str) -> list[str]:
-        """The lines, once none of them matches."""
         found: list[str] = []
 
         def look() -> bool:

@@ -90,7 +90,6 @@ class Prometheus(Closes):
         return self.firing()
 
     def value(self, query: str) -> float | None:
-        """What a query gives that gives one value; None if it gives none."""
         found = (self.ask(f"query?query={query}") or {"result": []})["result"]
         return float(found[0]["value"][1]) if found else None
 

@@ -82,13 +82,11 @@ def versions(shared: Path) -> tuple[Packages, Packages]:
 
 @pytest.fixture(scope="session")
 def previous(versions: tuple[Packages, Packages]) -> Packages:
-    """The version before this one."""
     return versions[0]
 
 
 @pytest.fixture(scope="session")
 def current(versions: tuple[Packages, Packages]) -> Packages:
-    """The version under test."""
     return versions[1]
 
 

@@ -50,11 +50,9 @@ class Docker:
         self.machine.shell(_IMPORT)
 
     def run(self, *words: str, check: bool = True) -> Done:
-        """`docker run --rm`, of a container that ends by itself."""
         return self("run", "--rm", *words, check=check)
 
     def told(self, container: str, template: str) -> str:
-        """What `docker inspect` says of a container."""
         return self("inspect", "--format", template, container).stdout.strip()
 
     def remove(self, *containers: str) -> None:

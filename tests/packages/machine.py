@@ -118,7 +118,6 @@ class Machine(Closes):
         shutil.rmtree(self._folder)
 
     def keep_journal(self, folder: Path) -> None:
-        """Write the journal of all its boots, and its console, into the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "console.log").write_text(self.console())
         if self._leader:
@@ -165,12 +164,10 @@ class Machine(Closes):
         return self.run("systemctl", "show", "--property", name, "--value", unit).stdout.strip()
 
     def journal(self, unit: str = UNIT) -> str:
-        """What the journal has of the unit, of this boot."""
         self.run("journalctl", "--sync")
         return self.run("journalctl", "--boot", "--no-pager", "--output=cat", "--unit", unit).stdout
 
     def kill(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to a process of the machine."""
         self.run("kill", f"-{number.value}", str(pid))
 
     def install_file(self, file: Path) -> str:
@@ -178,7 +175,6 @@ class Machine(Closes):
         return f"/root/{file.name}"
 
     def write(self, path: str, text: str) -> None:
-        """Write a file of it, with the folders above."""
         target = self.root / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)

@@ -35,8 +35,6 @@ devices:
 
 
 class Operator:
-    """Works on one machine."""
-
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
@@ -48,7 +46,6 @@ class Operator:
         self.machine.write(DEVICES, _GPU.format(number=number))
 
     def start(self) -> None:
-        """`systemctl enable --now`, which returns once the budgets are in effect."""
         self.machine.run("systemctl", "enable", "--now", UNIT)
 
     def begin_job(self, name: str, *, attached: bool = True) -> int:
@@ -75,7 +72,6 @@ class Operator:
         self.machine.driver.host.gpus[0].remove_process(pid)
 
     def is_at_work(self, name: str) -> bool:
-        """Whether the job is still attached to its server."""
         said = self.machine.journal(f"{name}.service")
         ended = ("server gone", "terminated", "refused")
         running = self.machine.show("ActiveState", f"{name}.service") == "active"
@@ -102,11 +98,9 @@ class Operator:
         return answer
 
     def daemon(self) -> int:
-        """The daemon's PID, 0 where none runs."""
         return int(self.machine.show("MainPID"))
 
     def control_daemon(self) -> int:
-        """The control daemon's PID, 0 where none serves."""
         (domain,) = self.ask("status")["domains"]
         return int(domain["pid"] or 0)
 
@@ -119,12 +113,10 @@ class Operator:
         return [int(line) for line in self.control("get_server_list")]
 
     def modes(self) -> list[str]:
-        """The GPUs' compute modes, as nvidia-smi has them."""
         query = ["--query-gpu=compute_mode", "--format=csv,noheader"]
         return self.machine.run("nvidia-smi", *query).stdout.splitlines()
 
     def processes(self, name: str) -> list[int]:
-        """The PIDs of the processes with this program's name."""
         found = self.machine.run("pidof", name, check=False).stdout
         return [int(word) for word in found.split()]
 

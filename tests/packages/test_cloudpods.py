@@ -24,7 +24,6 @@ def theirs(folder: Path) -> Packages:
 
 @pytest.fixture(scope="class")
 def their(family: Family, operator: Operator, theirs: Packages) -> int:
-    """Cloudpods' package at work; the PID of its control daemon."""
     operator.configure()
     family.install(theirs)
     operator.start()

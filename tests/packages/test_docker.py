@@ -23,7 +23,6 @@ RUN = ("yunion-mps", "run", "--docker", "--")
 
 @pytest.fixture(scope="module")
 def operator(new_machine: NewMachine, current: Packages) -> Iterator[Operator]:
-    """A machine that serves a GPU whose budgets are enforced, divided by four."""
     with new_machine("trixie", "trixie-docker", [{"kind": "v100", "pci": "0000:00:06.0"}], CALLS) as machine:
         operator = Operator(machine.boot())
         Deb(machine).install(current)
@@ -41,7 +40,6 @@ def engine(operator: Operator) -> Docker:
 
 
 def mps(name: str) -> tuple[str, str]:
-    """The option that gives a container this device."""
     return "--device", f"yunion.io/mps={name}"
 
 

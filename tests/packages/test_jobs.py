@@ -29,7 +29,6 @@ def lease_of(operator: Operator, name: str) -> dict[str, Any]:
 
 
 def begin(machine: Machine, command: str, options: str = OPTIONS) -> None:
-    """Say what the job is, and start it."""
     machine.run("mkdir", "-p", "/etc/yunion/jobs")
     machine.write("/etc/yunion/jobs/train", f"COMMAND={command}\nOPTIONS={options}\n")
     machine.run("systemctl", "start", JOB)
@@ -44,8 +43,6 @@ def host(family: Family, operator: Operator, current: Packages) -> Operator:
 
 
 class TestJobs:
-    """One machine, one job after another."""
-
     def test_a_template_job_has_a_lease_that_ends_with_it(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, f"python3 -IS {CLIENT}")

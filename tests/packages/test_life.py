@@ -50,8 +50,6 @@ def traces(machine: Machine) -> Traces:
 
 
 class TestLife:
-    """The steps."""
-
     @of_the_package
     def test_it_installs_offline_and_starts_nothing(
         self, family: Family, operator: Operator, traces: Traces, current: Packages

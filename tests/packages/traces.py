@@ -41,7 +41,6 @@ class Traces:
         return [path for path in paths if now.get(path) != self._before.get(path)] + self._ours()
 
     def programs(self) -> list[str]:
-        """Files of ours in the places of packages' own files."""
         return [path for path in self._ours() if path.startswith("/usr/")]
 
     def _ours(self) -> list[str]:

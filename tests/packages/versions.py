@@ -21,8 +21,6 @@ _LIMIT_S = 300
 
 
 class Packages(NamedTuple):
-    """One version in both formats."""
-
     version: str
     deb: Path
     rpm: Path

@@ -152,13 +152,11 @@ class Host:
         )  # fmt: skip
 
     def good(self, *words: str) -> list[str]:
-        """Call a function that has to succeed; returns the lines that it said."""
         done = self.call(*words)
         assert done.returncode == 0, done.stderr
         return done.stderr.splitlines()
 
     def calls(self) -> list[str]:
-        """The programs called so far, with their arguments."""
         return self.called.read_text().splitlines() if self.called.exists() else []
 
 

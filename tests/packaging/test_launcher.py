@@ -29,7 +29,6 @@ class Installed:
             (root / program).chmod(0o755)
 
     def python(self, minor: int) -> None:
-        """Another Python beside the system's, which says that it is used."""
         path = self.root / f"python3.{minor}"
         path.write_text(f'#!/bin/sh\necho "python3.{minor}"\nexec /usr/bin/python3 "$@"\n')
         path.chmod(0o755)

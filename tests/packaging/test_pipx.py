@@ -34,8 +34,6 @@ def repack(name: str, folder: Path) -> None:
 
 
 class Pipx:
-    """A user's pipx, all of which lies below one directory."""
-
     def __init__(self, home: Path, wheels: Path) -> None:
         self.home = home
         own = {

@@ -13,8 +13,6 @@ VENDOR = 0x10DE
 
 
 class Kind(NamedTuple):
-    """What all boards of one kind have in common."""
-
     name: str
     device: int  # PCI device id
     memory_mib: int

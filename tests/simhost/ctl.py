@@ -15,7 +15,6 @@ from .state import PROCESS_TYPES, StateError
 
 
 def main(arguments: list[str]) -> int:
-    """Do one command; `arguments` are `--ctl ROOT` and the user's."""
     given = _parser().parse_args(arguments[2:])
     try:
         given.act(SimHost.attach(Path(arguments[1])), given)

@@ -133,7 +133,6 @@ def parse_description(value: object) -> HostDescription:
 
 
 def _gpus(entries: Sequence[Any]) -> list[GpuDescription]:
-    """Read `gpus`; what an entry asks for is not given to another one."""
     wanted: list[dict[str, Any]] = []
     for number, entry in enumerate(entries):
         one = _checked(entry, f"gpus[{number}]", _GPU)

@@ -269,7 +269,6 @@ class SimGpu:
                 self._slot.power_mw = int(power_w * 1000)
 
     def remove_process(self, pid: int) -> bool:
-        """Take a process off the GPU; false where it was not there."""
         return self._file.remove_process(self.slot, pid)
 
     def xid(self, code: int) -> None:

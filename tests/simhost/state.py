@@ -127,7 +127,6 @@ class StateFile:
             slot.pid = pid
 
     def remove_process(self, gpu: int, pid: int) -> bool:
-        """Take a process off a GPU; false where it was not there."""
         with self.changing() as state:
             for slot in state.gpus[gpu].processes:
                 if slot.pid == pid:
@@ -136,7 +135,6 @@ class StateFile:
         return False
 
     def add_event(self, gpu: int, xid: int) -> None:
-        """Report an Xid error of a GPU to all who wait for events."""
         with self.changing() as state:
             event = state.events[state.event_count % layout.MAX_EVENTS]
             event.type, event.data, event.gpu = EVENT_XID, xid, gpu

@@ -28,7 +28,6 @@ P40 = Gpu(
 
 
 def gpu(slot: int = 0, **given: Any) -> Gpu:
-    """A healthy H100 at 0000:0<slot>:00.0."""
     found = Gpu(
         f"0000:{slot:02x}:00.0",
         uuid=f"GPU-00000000-0000-0000-0000-{slot:012x}",
@@ -65,12 +64,10 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
 
 
 def planned(settings: Config, found: Inventory) -> Plan:
-    """The plan, which has no problems."""
     plan, problems = make_plan(settings, found, MACHINE_ID)
     assert problems == []
     return plan
 
 
 def messages(settings: Config, found: Inventory) -> list[str]:
-    """The problems of a plan."""
     return [str(problem) for problem in make_plan(settings, found, MACHINE_ID)[1]]

@@ -42,8 +42,6 @@ class _Polled:
 
 
 class Supervised:
-    """A Supervisor on a host, driven by the real clock."""
-
     def __init__(self, host: SimHost, make: Supervise | None = None) -> None:
         """`make` makes the next one."""
         self.host = host
@@ -68,7 +66,6 @@ class Supervised:
         return self
 
     def again(self) -> Supervised:
-        """The next daemon, started on the same host."""
         return self._make(self.host).start()
 
     def rescan(self) -> Snapshot:
@@ -208,7 +205,6 @@ def configure(host: SimHost, **keys: str) -> None:
 
 
 def budgets(made: Supervised) -> list[tuple[str, int]]:
-    """The devices' addresses, and how many MiB each client may use."""
     return [(device["addr"], device["memory_mib"]) for device in devices_json(made.snapshot)]
 
 

@@ -27,7 +27,6 @@ FILE_NAMES = HOSTILE.map(lambda text: text.replace("\ud800", "")[:5]).filter(lam
 
 @contextlib.contextmanager
 def running(name: str, command: str) -> Iterator[int]:
-    """A process of that name and command line; its PID."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(os.fsencode(folder), name.encode())
         os.symlink("/bin/sleep", path)

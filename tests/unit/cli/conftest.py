@@ -39,16 +39,12 @@ with mock.patch("yunion_mps.host.proc.environment_of", return_value={"LC_ALL": "
 
 
 class Done(NamedTuple):
-    """How a command ended."""
-
     code: int
     out: str
     err: str
 
 
 class Cli:
-    """Runs yunion-mps on a host with this root, and perhaps a server."""
-
     #: What is run as a process.
     program: Sequence[str] = (PROGRAM,)
 
@@ -60,7 +56,6 @@ class Cli:
 
     @property
     def host(self) -> ServerHost:
-        """The server that it asks."""
         assert self._host
         return self._host
 
@@ -85,7 +80,6 @@ class Cli:
             return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
     def process(self, *arguments: str, **options: Any) -> Done:
-        """How a command ends that runs in a process of its own, as users run it."""
         with self.start(*arguments, **options) as process:
             out, err = process.communicate(timeout=PATIENCE_S)
         assert "Traceback" not in (err or "")
@@ -165,7 +159,6 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def cli(serve: Serve) -> Cli:
-    """The reference case."""
     return serve(snapshots.reference())
 
 

@@ -209,7 +209,6 @@ class ProgramAtThatMoment(Cli):
 
 @contextmanager
 def golden_host() -> Iterator[Cli]:
-    """The command line on that host."""
     found = snapshots.snapshot(*H100, P40, LOST, replicas=4)
     with _simulated() as sim, ServerHost(found, paths=Paths(str(sim.root))) as host:
         devices = {device.addr: device for device in found.plan.devices}

@@ -41,7 +41,6 @@ OUTSIDE_MPS: Json = {
 
 
 def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> None:
-    """From now on the host has these leases."""
     host.leases.found = {"leases": list(leases), "waiting": list(waiting)}
 
 

@@ -13,7 +13,6 @@ from unit.cli.conftest import PROGRAM, Cli
 
 @pytest.fixture(scope="module")
 def script(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash."""
     file = tmp_path_factory.mktemp("completion") / "yunion-mps"
     file.write_text(cli.good("completion", "bash"))
     return file

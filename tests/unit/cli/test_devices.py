@@ -34,8 +34,6 @@ BORDER = "+" + "+".join("-" * (width + 2) for width in WIDTHS) + "+\n"
 
 
 def drawn(rows: list[list[str]], last_line: str) -> str:
-    """The table as it has to be, to the last space."""
-
     def line(cells: list[str]) -> str:
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS)) + " |\n"
 
@@ -43,7 +41,6 @@ def drawn(rows: list[list[str]], last_line: str) -> str:
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """The cells of a table that was printed, without its header."""
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 

@@ -107,7 +107,6 @@ ASKING = ("terminate 61102", "reload --now")
 
 
 def commands(group: click.Group, *path: str) -> Iterator[str]:
-    """The group and all commands below it."""
     yield " ".join(path)
     context = click.Context(group)
     for name in COMMANDS if group is cli else group.list_commands(context):

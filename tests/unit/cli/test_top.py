@@ -31,7 +31,6 @@ INSTEAD = (
 
 
 def poll(snapshot: Snapshot, *leases: Any, clients: Any = NO_CLIENTS, events: int = 0) -> Poll:
-    """What a daemon with this snapshot says."""
     service: Any = Queries(lambda: snapshot, NOW_S - 60, 4200)
     devices = service.all_devices()
     event: Any = {

@@ -31,7 +31,6 @@ class Files:
         self.host.parent.mkdir(parents=True)
 
     def write(self, host: Content = "enable_cuda_mps: true\n", devices: Content = None) -> Files:
-        """Write the files; None leaves one out."""
         for file, content in ((self.host, host), (self.devices, devices)):
             file.unlink(missing_ok=True)
             if content is not None:
@@ -39,7 +38,6 @@ class Files:
         return self
 
     def load(self) -> Config:
-        """The configuration, which must be without a problem."""
         config, problems = load(self.paths)
         assert problems == []
         return config
@@ -48,7 +46,6 @@ class Files:
         return load(self.paths)[1]
 
     def messages(self) -> list[str]:
-        """What is wrong with the files, as it is printed."""
         return [str(problem).replace(str(self.root), "") for problem in self.problems()]
 
 

@@ -71,7 +71,6 @@ def plan_of(snapshot: Snapshot) -> tuple[tuple[Device, ...], list[DomainPlan]]:
 
 
 def spec_of(snapshot: Snapshot, host: HostFiles = HOST) -> Json:
-    """The specification of a snapshot's devices, which is as the format has it."""
     return held(devices_spec(*plan_of(snapshot), host))
 
 
@@ -83,7 +82,6 @@ def held(spec: Json | None) -> Json:
 
 
 def edits_of(spec: Json, name: str) -> Json:
-    """What a container gets that is given the device."""
     return dict(next(device["containerEdits"] for device in spec["devices"] if device["name"] == name))
 
 

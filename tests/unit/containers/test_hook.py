@@ -63,7 +63,6 @@ def bundle(folder: Path, **environment: str) -> Path:
 
 
 def devices(host: ServerHost) -> list[tuple[str, ...]]:
-    """Those that were requested."""
     return [request.devices for request, _, _ in host.leases.requested]
 
 

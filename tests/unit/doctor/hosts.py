@@ -50,14 +50,12 @@ def host_of(root: Path, *gpus: Gpu, snapshot: Snapshot | None = None, **keys: st
 
 
 def write(file: Path, text: str = "") -> Path:
-    """The file, with its directories."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
 
 
 def found(host: Host, check: str) -> list[Finding]:
-    """What the check of this name finds."""
     return findings_of(CHECKS[check], host)
 
 

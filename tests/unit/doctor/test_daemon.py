@@ -22,11 +22,6 @@ def with_domain(root: Path, **changed: Any) -> Host:
     return host_of(root, P40, snapshot=taken._replace(domains=(taken.domains[0]._replace(**changed),)))
 
 
-def test_a_daemon_that_serves_is_ok(tmp_path: Path) -> None:
-    served = host_of(tmp_path, P40, snapshot=reference())
-    assert one(served, "daemon", "ok").what == "running; 4 of 4 devices available"
-
-
 @pytest.mark.parametrize(
     ("changed", "level", "what"),
     [

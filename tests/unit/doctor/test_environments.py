@@ -39,7 +39,6 @@ class Scene(NamedTuple):
         return list(of_command(self.host, {**path, **(self.given if own is None else own)}, words))
 
     def bad_command(self, *words: str, own: Mapping[str, str] | None = None) -> list[str]:
-        """What is not well with the command."""
         return [finding.what for finding in self.of_command(*words, own=own) if finding.level != "ok"]
 
 

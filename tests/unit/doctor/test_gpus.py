@@ -24,7 +24,6 @@ EXCLUSIVE = "Exclusive_Process"
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """A host with two GPUs, on which the driver and its programs are complete."""
     for name in (CONTROL, SERVER):
         write(tmp_path / "bin" / name, f"\0{DRIVER}\0").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

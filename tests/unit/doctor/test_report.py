@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.checks import Check, Finding, Findings, Host, Lazy, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import Check, Finding, Findings, Host, ok, problem, skipped, warning
 from yunion_mps.doctor.report import HOST_CHECKS, Report, run_checks, selected_checks
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
@@ -102,22 +102,6 @@ def test_each_check_of_the_host_has_a_code_of_the_table() -> None:
 def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
     found = report(host, problem("1", ""), warning("2", "", MIG_ENABLED), ok("3"))
     assert [line.finding.code for line in found.lines] == [HOST_ERROR, MIG_ENABLED, ""]
-
-
-def test_facts_and_failures_are_cached() -> None:
-    calls = []
-
-    def work() -> int:
-        calls.append(1)
-        raise HostError("no", "")
-
-    once = Lazy(work)
-    for _ in range(2):
-        with pytest.raises(HostError):
-            once()
-    assert calls == [1]
-    good = Lazy(lambda: calls.append(2))
-    assert (good(), good(), calls) == (None, None, [1, 2])
 
 
 def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:

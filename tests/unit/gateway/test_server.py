@@ -26,7 +26,6 @@ class Nothing:
 
 
 def answers(address: str) -> bool:
-    """Whether the address is served."""
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as client:
         return client.connect_ex((host.strip("[]"), int(port))) == 0

@@ -73,7 +73,6 @@ def clients(
     waiting: tuple[Json, ...] = (),
     errors: tuple[str, ...] = (),
 ) -> Json:
-    """The answer with these clients."""
     return {
         "servers": list(servers),
         "clients": list(found),

@@ -29,5 +29,4 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def host(serve: Serve) -> ServerHost:
-    """A server over the reference case."""
     return serve()

@@ -50,7 +50,6 @@ _SETRESUID = {"x86_64": 117, "aarch64": 147}[os.uname().machine]
 
 
 def request(target: str, method: str = "GET", *headers: str, version: str = "1.1") -> bytes:
-    """A request's head, as most clients write it."""
     lines = [f"{method} {target} HTTP/{version}", "Host: localhost", *headers, "", ""]
     return "\r\n".join(lines).encode()
 
@@ -67,7 +66,6 @@ class Answer(NamedTuple):
 
     @property
     def problem(self) -> tuple[int, str, str | None]:
-        """Status, detail and hint of an answer that has to be problem details."""
         assert self.headers["content-type"] == "application/problem+json"
         problem = self.json()
         assert (problem["type"], problem["status"]) == ("about:blank", self.status)
@@ -89,7 +87,6 @@ class RawClient(Closes):
         return self
 
     def ask(self, target: str, *head: str) -> Answer:
-        """The answer to a GET."""
         return self.send(request(target, "GET", *head)).answer()
 
     def post(self, target: str, words: str = "") -> Answer:
@@ -105,7 +102,6 @@ class RawClient(Closes):
         return found
 
     def answer_or_end(self, method: str = "GET") -> Answer | None:
-        """The next answer; None if the connection has ended instead."""
         try:
             line = self._file.readline()
             if not line:

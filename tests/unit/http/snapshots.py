@@ -50,7 +50,6 @@ def snapshot(
 
 
 def reference() -> Snapshot:
-    """The documentation's reference case."""
     return snapshot(P40)
 
 
@@ -62,7 +61,6 @@ def troubled() -> Snapshot:
 
 
 def disabled() -> Snapshot:
-    """MPS switched off: the driver was never asked."""
     return reference()._replace(
         enabled=False,
         notice=Reason("enable_cuda_mps is false", DISABLED),

@@ -34,7 +34,6 @@ def whats(answer: Answer) -> list[str]:
 
 
 def waiting(host: ServerHost, count: int = 1, target: str = WAIT) -> list[RawClient]:
-    """Clients that wait for an event."""
     clients = [host.connect().send(request(target)) for _ in range(count)]
     eventually(lambda: len(host.events.waiting) == count, f"{count} that wait")
     return clients

@@ -51,7 +51,6 @@ def ask(snapshot: Snapshot, target: str, method: str = "GET", body: bytes = b"")
 
 
 def errors(schema: str, value: Any) -> list[str]:
-    """What is wrong with the value, by the schema of that name."""
     whole = {"$ref": f"#/components/schemas/{schema}", **DOCUMENT}
     found = OAS31Validator(whole, format_checker=OAS31Validator.FORMAT_CHECKER).iter_errors(value)
     return [f"{error.json_path}: {error.message}" for error in found]

@@ -41,7 +41,6 @@ def ask(
 
 
 def problem(response: Response) -> Problem:
-    """Status, detail and hint."""
     told = json.loads(response.body)
     return response.status, told["detail"], told.get("hint")
 

@@ -43,7 +43,6 @@ def storage(store: Store, paths: Paths) -> LeaseStorage:
 
 
 def known_next(paths: Paths) -> list[Lease]:
-    """The leases that the next daemon knows."""
     with closing(Store(paths)) as store:
         return LeaseStorage(store, paths.lease_copies).read()
 

@@ -27,7 +27,6 @@ PAGES = (
 
 @pytest.fixture(scope="session")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with all that scripts/generate writes."""
     return generate(tmp_path_factory.mktemp("generated"))
 
 
@@ -51,7 +50,6 @@ def manual(generated: Path) -> Manual:
 
 
 def program(name: str) -> str:
-    """The path of a program that the tests need."""
     path = shutil.which(name)
     assert path, f"{name} is missing: scripts/setup installs it"
     return path

@@ -35,7 +35,6 @@ def plan(bench: Bench) -> DomainPlan:
 
 @pytest.fixture
 def other(bench: Bench) -> DomainPlan:
-    """The plan with other limits."""
     return bench.planned((2880,), 12.5)
 
 
@@ -46,5 +45,4 @@ def jobs(bench: Bench) -> Jobs:
 
 @pytest.fixture
 def run(bench: Bench) -> DomainRun:
-    """A domain that is ready for jobs."""
     return bench.serving()

@@ -42,13 +42,11 @@ class Jobs:
         self._plan = plan
 
     def begin(self, uid: int | None = None) -> Client:
-        """A job that has its server."""
         client = self.wait(uid)
         assert client.says() == "attached"
         return client
 
     def wait(self, uid: int | None = None) -> Client:
-        """A job that has asked for a server."""
         client = self.stand_ins.client(Path(self._plan.pipe_directory), uid)
         assert client.says() == "asking"
         return client
@@ -93,7 +91,6 @@ class DomainRun:
 
     @property
     def server(self) -> int:
-        """The PID of its only server."""
         (server,) = self.domain.server_pids()
         return server
 
@@ -111,18 +108,15 @@ class DomainRun:
         return self
 
     def change(self, plan: DomainPlan) -> DomainRun:
-        """Aim at other limits, and wait until they are set."""
         self.domain.change(plan, self.now_s)
         return self.until(READY)
 
     def serve(self, jobs: Jobs) -> int:
-        """Begin a job, and have its server noticed; the server's PID."""
         jobs.begin()
         self.turn(1)
         return self.server
 
     def kill(self) -> DomainRun:
-        """Kill its control daemon, and have it noticed."""
         os.kill(self.pid, signal.SIGKILL)
         self.until_ended().tick()
         return self
@@ -224,7 +218,6 @@ class Bench:
 
     @cached_property
     def program(self) -> str:
-        """NVIDIA's own control program."""
         path = f"{CHECKOUT}/.nvidia/usr/bin{os.pathsep}{os.environ['PATH']}"
         found = shutil.which(CONTROL, path=path)
         assert found, "nvidia-cuda-mps-control is not there: run scripts/setup"
@@ -242,13 +235,11 @@ class Bench:
         program: str | None = None,
         recorded: LimitsInEffect | None = None,
     ) -> DomainRun:
-        """A domain with a clock that the test turns."""
         run = DomainRun(plan or self.plan, program or self.program, recorded)
         self.stack.callback(run.end)
         return run
 
     def serving(self, plan: DomainPlan | None = None, recorded: LimitsInEffect | None = None) -> DomainRun:
-        """A domain that is ready for jobs."""
         return self.domain(plan, self.jobs.program, recorded).start().until(READY)
 
     def control(self, plan: DomainPlan | None = None, environment: dict[str, str] | None = None) -> Process:
@@ -265,7 +256,6 @@ class Bench:
         return process
 
     def script(self, text: str) -> str:
-        """The path of a shell script in the place of NVIDIA's program."""
         path = self.place / "bin" / CONTROL
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
@@ -279,7 +269,6 @@ class Bench:
         Path(self.plan.log_directory).touch()
 
     def ask(self, *commands: str) -> list[str]:
-        """What the control daemon answers to the commands."""
         return converse(self.program, self.plan, *commands)
 
     def hold_front_end(self) -> Callable[[], None]:

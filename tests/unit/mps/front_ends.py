@@ -46,12 +46,10 @@ def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
-    """Wait until this control daemon listens in the plan's directory."""
     eventually(lambda: (peer := peer_of(plan.pipe_directory)) is not None and peer.pid == pid)
 
 
 def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
-    """What the control daemon answers to the commands."""
     conversation = Conversation(program, plan.pipe_directory, commands, 0.0, 5.0)
     poll = select.poll()
     poll.register(conversation.fileno(), select.POLLIN)
@@ -61,7 +59,6 @@ def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
 
 
 def stop_process(pid: int) -> None:
-    """Stop it by SIGSTOP, and wait until it has."""
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: is_stopped(pid))
 
@@ -196,7 +193,6 @@ def refusing(call: int, errno: int, run: Callable[[], T], first_argument: int | 
 
 
 def _install(instructions: bytes, count: int) -> None:
-    """Have the calling thread's system calls go through this filter from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     program = _Program(count, instructions)

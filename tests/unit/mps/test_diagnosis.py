@@ -28,7 +28,6 @@ def control_pid(bench: Bench) -> int:
 
 @pytest.fixture
 def other(plan: DomainPlan, control_pid: int) -> Iterator[int]:
-    """A process that has connected and says nothing; its PID."""
     with silent_process(plan.pipe_directory) as pid:
         yield pid
 

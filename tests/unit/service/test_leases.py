@@ -55,7 +55,6 @@ class LeaseHost:
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        """What was recorded of leases."""
         newest = self.supervisor.event_log.newest(0.0, 100, "lease")
         return [(one.event.subject, one.event.what) for one in newest]
 
@@ -83,7 +82,6 @@ class LeaseHost:
         return lease
 
     async def queue(self, name: str, uid: int = ROOT, **more: Any) -> asyncio.Task[LeaseRecord]:
-        """A request that waits."""
         task = asyncio.ensure_future(self.take(name, uid, **{"wait_s": 60.0, **more}))
         await asyncio.sleep(0)
         assert not task.done()
@@ -110,7 +108,6 @@ class LeaseHost:
 
     @property
     def positions(self) -> int:
-        """How many queued requests the next daemon would know."""
         return len(self.store.read("SELECT 1 FROM queued_request"))
 
 

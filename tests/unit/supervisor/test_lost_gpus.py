@@ -35,7 +35,6 @@ def by_render_node(host: SimHost, slot: int) -> str:
 
 
 def name(host: SimHost, *paths: str) -> None:
-    """Divide the GPUs of these paths into four devices each; without any, every GPU of the host."""
     file = host.root / "etc/yunion/host_container_device.yml"
     entry = "- path: {}\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
     text = "devices:\n" + "".join(entry.format(path) for path in paths)
