@@ -12,6 +12,7 @@ from integration.daemon_host import Daemon
 from integration.image import make_tree, write_image, write_layer
 from kubernetes.containerd import Containerd
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
+from simhost import SimHost
 
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
 
@@ -37,11 +38,11 @@ def plugin(kubelet: Kubelet, ready_daemon: Daemon) -> Iterator[KubeletPlugin]:
 
 
 @pytest.fixture
-def start_container(ready_daemon: Daemon) -> Iterator[StartContainer]:
+def start_container(host: SimHost) -> Iterator[StartContainer]:
     started: list[Container] = []
 
     def start(pod: Pod) -> Container:
-        started.append(Container(ready_daemon.host, pod))
+        started.append(Container(host, pod))
         return started[-1]
 
     yield start

@@ -27,7 +27,7 @@ from kubernetes.peers import PATIENCE_S, channel, their_server
 from simhost import SimHost
 from simhost.host import Closes
 
-RESOURCE = "yunion.io/mps"
+RESOURCE, MEMORY = "yunion.io/mps", "yunion.io/mps-memory"
 
 
 class Pod(NamedTuple):
@@ -36,6 +36,7 @@ class Pod(NamedTuple):
     name: str
     devices: tuple[str, ...]
     answer: api.ContainerAllocateResponse
+    resource: str = RESOURCE
 
     @property
     def cdi(self) -> str:
@@ -44,20 +45,23 @@ class Pod(NamedTuple):
 
 
 class Kubelet(Closes):
-    """It allocates each device once, and forgets plugins when it is restarted. A context manager."""
+    """It allocates each device once, and forgets plugins when it is restarted. A context manager.
 
-    def __init__(self, host: SimHost, resource: str = RESOURCE) -> None:
+    It accepts only `resources`, and its pods request `resource`, at first the first of them.
+    """
+
+    def __init__(self, host: SimHost, *resources: str) -> None:
         self._directory = host.root / "var/lib/kubelet/device-plugins"
         self._pod_resources = host.root / "var/lib/kubelet/pod-resources"
         for path in (self._directory, self._pod_resources):
             path.mkdir(parents=True)
-        self.resource = resource
+        self._resources = resources or (RESOURCE,)
+        self.resource = self._resources[0]
         self.pods: dict[str, Pod] = {}
         self.registrations: list[api.RegisterRequest] = []
-        #: Each list that the plugin has sent since it has registered last.
-        self.lists: list[api.ListAndWatchResponse] = []
+        self._lists: dict[str, list[api.ListAndWatchResponse]] = {}
         self._stack = contextlib.ExitStack()
-        self._channel: grpc.Channel | None = None
+        self._channels: dict[str, grpc.Channel] = {}
         self.start()
 
     def start(self) -> None:
@@ -72,7 +76,8 @@ class Kubelet(Closes):
 
     def stop(self) -> None:
         """Stop as the kubelet does: its sockets remain."""
-        self._disconnect()
+        for resource in self._resources:
+            self._disconnect(resource)
         self._stack.close()
 
     def restart(self) -> None:
@@ -84,26 +89,25 @@ class Kubelet(Closes):
 
     def _register(self, data: bytes, context: Any) -> bytes:
         request = api.RegisterRequest.decode(data)
-        if request.resource_name != self.resource:
+        if request.resource_name not in self._resources:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.resource_name} is invalid")
         threading.Thread(target=self._connect, args=(request,)).start()
         return b""
 
     def _connect(self, request: api.RegisterRequest) -> None:
-        self._disconnect()
+        self._disconnect(request.resource_name)
         lists: list[api.ListAndWatchResponse] = []
-        self.lists = lists
+        self._lists[request.resource_name] = lists
         opened = self._stack.enter_context(channel(self._directory / request.endpoint))
-        self._channel = opened
+        self._channels[request.resource_name] = opened
         answers = opened.unary_stream(api.LIST_AND_WATCH.path)(b"")
         self._stack.callback(answers.cancel)
         threading.Thread(target=_collect, args=(answers, lists)).start()
         self.registrations.append(request)
 
-    def _disconnect(self) -> None:
-        if self._channel:
-            self._channel.close()
-        self._channel = None
+    def _disconnect(self, resource: str) -> None:
+        if resource in self._channels:
+            self._channels.pop(resource).close()
 
     def _list(self, _: bytes, __: Any) -> bytes:
         """One entry for each device, as the kubelet answers."""
@@ -114,7 +118,7 @@ class Kubelet(Closes):
                     "default",
                     (
                         api.ContainerResources(
-                            "main", tuple(api.ContainerDevices(self.resource, (one,)) for one in pod.devices)
+                            "main", tuple(api.ContainerDevices(pod.resource, (one,)) for one in pod.devices)
                         ),
                     ),
                 )
@@ -122,10 +126,20 @@ class Kubelet(Closes):
             )
         ).encode()
 
-    # -- what it does with the plugin
+    # -- what it does with the plugin of `resource`
+
+    @property
+    def channel(self) -> grpc.Channel:
+        opened: grpc.Channel = eventually(lambda: self._channels.get(self.resource), "a plugin")
+        return opened
+
+    @property
+    def lists(self) -> list[api.ListAndWatchResponse]:
+        """Each list that the plugin has sent since it has registered last."""
+        return self._lists.get(self.resource, [])
 
     def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
-        opened: Any = eventually(lambda: self._channel, "a plugin")
+        opened: Any = self.channel
         return rpc.answer.decode(opened.unary_unary(rpc.path)(request.encode(), timeout=PATIENCE_S))
 
     @property
@@ -156,7 +170,7 @@ class Kubelet(Closes):
         """Allocate devices to a pod, whose container is not started yet."""
         request = api.AllocateRequest((api.ContainerAllocateRequest(tuple(devices)),))
         (answer,) = self.call(api.ALLOCATE, request).container_responses
-        self.pods[name] = Pod(name, tuple(devices), answer)
+        self.pods[name] = Pod(name, tuple(devices), answer, self.resource)
         return self.pods[name]
 
     def start_container(self, pod: Pod) -> None:

@@ -9,7 +9,7 @@ import stat
 import pytest
 from yunion_mps.kubernetes import grpc
 from yunion_mps.kubernetes.kubelet_api import Empty
-from yunion_mps.kubernetes.plugin import lease_name
+from yunion_mps.kubernetes.resources import lease_name
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import ConfigError
 from yunion_mps.kubernetes.options import KEYS, PluginOptions, read_options
-from yunion_mps.kubernetes.plugin import lease_name, preferred
+from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths
 
-DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack")
+DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack", "yunion.io/mps-memory", None)
 GPU_OF = {f"{gpu}-{slot}": gpu for gpu, slots in (("a", 4), ("b", 2), ("c", 3)) for slot in range(slots)}
 
 Read = Callable[[str], PluginOptions]
@@ -41,15 +41,18 @@ def test_every_key_has_a_default(tmp_path: Path, read: Read) -> None:
 def test_the_page_explains_every_key_with_its_default() -> None:
     page = Path(__file__).parents[2].joinpath("docs/kubernetes.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE))
-    assert rows == {name: str(key.default).replace("False", "false") for name, key in KEYS.items()}
+    written = {"False": "false", "None": "not set"}
+    defaults = {name: str(key.default) for name, key in KEYS.items()}
+    assert rows == {name: written.get(default, default) for name, default in defaults.items()}
 
 
 def test_every_key_is_read(read: Read) -> None:
     options = read(
         "resource: example.com/gpu-share\nrenameByDefault: true\n"
         "failRequestsGreaterThanOne: true\npreferred: spread\n"
+        "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
     )
-    assert options == PluginOptions("example.com/gpu-share", True, True, "spread")
+    assert options == PluginOptions("example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128)
     assert options.resource_name == "example.com/gpu-share.shared"
 
 

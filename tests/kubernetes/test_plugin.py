@@ -8,7 +8,7 @@ import threading
 import grpc
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.plugin import lease_name
+from yunion_mps.kubernetes.resources import lease_name
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
@@ -175,10 +175,9 @@ def test_what_cannot_be_allocated_is_refused_with_the_reason(kubelet: Kubelet, p
 
 def test_a_request_that_is_malformed_is_refused(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
     kubelet.wait_healthy(4)
-    assert kubelet._channel
     for rpc in (api.ALLOCATE, api.PRE_START_CONTAINER, api.GET_PREFERRED_ALLOCATION):
         with pytest.raises(grpc.RpcError) as caught:
-            kubelet._channel.unary_unary(rpc.path)(b"\x0a\xff", timeout=60)
+            kubelet.channel.unary_unary(rpc.path)(b"\x0a\xff", timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert kubelet.healthy == ADDRESSES
 

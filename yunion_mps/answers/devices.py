@@ -144,6 +144,11 @@ class Pool(TypedDict):
     memory_unit_mib: Annotated[Mib, Field("A request is rounded up to a multiple of this.")]
     memory_mib: Annotated[Mib, Field("The most that a single lease can get.")]
     memory_free_mib: Annotated[Mib, Field("The most that another lease can get now.")]
+    gpu_memory_mib: Annotated[Mib, Field("Memory of the GPU, in MiB.")]
+    thread_overcommit: Annotated[
+        float | None,
+        Field("A lease has its share of the memory times this of the SM threads; null: all.", minimum=1),
+    ]
     state: Annotated[str, Field("Whether it serves leases.", enum=[enums.AVAILABLE, enums.UNAVAILABLE])]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode

@@ -6,6 +6,7 @@ import os
 import re
 from typing import NamedTuple
 
+from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
@@ -37,6 +38,9 @@ class PluginOptions(NamedTuple):
     rename_by_default: bool
     fail_requests_greater_than_one: bool
     preferred: str
+    memory_resource: str
+    #: A unit of `memory_resource`; None: the largest unit of the node's pools.
+    memory_unit_mib: int | None
 
     @property
     def resource_name(self) -> str:
@@ -53,6 +57,10 @@ def _resource(key: str, node: Node) -> str:
     return match[0]
 
 
+def _memory_unit(key: str, node: Node) -> int:
+    return MEMORY_UNITS[one_of(*MEMORY_UNITS)(key, node)]
+
+
 #: The keys in the order of `PluginOptions`, with their defaults and their purpose.
 KEYS = {
     "resource": Key(_resource, "yunion.io/mps", "The extended resource that pods request."),
@@ -64,6 +72,14 @@ KEYS = {
         one_of(*PLACEMENTS),
         PLACEMENTS[0],
         "Whether GPUs with the fewest or the most free devices are preferred.",
+    ),
+    "memoryResource": Key(
+        _resource, "yunion.io/mps-memory", "The extended resource that counts units of the memory of pools."
+    ),
+    "memoryUnit": Key(
+        _memory_unit,
+        None,
+        "A unit of memoryResource; if not set, the largest memory_unit of the GPUs.",
     ),
 }
 

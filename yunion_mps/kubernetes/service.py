@@ -8,16 +8,19 @@ import logging
 import os
 import signal
 import sys
-import time
+from collections.abc import Sequence
 
 import click
 
 from yunion_mps.errors import YunionError
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.systemd import Notifier
+from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.options import PluginOptions, read_options
-from yunion_mps.kubernetes.plugin import OPTIONS, Plugin
+from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
+from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
 
@@ -36,8 +39,7 @@ _STATUSES = """\b
 Exit status:
   0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
 """
-#: The names of our socket and the kubelet's in the directory of device plugins.
-ENDPOINT, _KUBELET = "yunion-mps.sock", "kubelet.sock"
+_KUBELET = "kubelet.sock"
 #: How often the sockets are looked at, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
 _RECONCILE_S = 10.0
@@ -46,16 +48,16 @@ _REGISTER_S = 10.0
 
 
 class KubeletService:
-    """Serves the plugin's methods, and keeps it registered."""
+    """Serves the methods of a resource's plugin, and keeps it registered."""
 
-    def __init__(self, plugin: Plugin, options: PluginOptions, paths: Paths, notifier: Notifier) -> None:
-        self._plugin = plugin
-        self._resource = options.resource_name
+    def __init__(self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event) -> None:
+        self.resource = plugin.resource
         self._kubelet = os.path.join(paths.device_plugins, _KUBELET)
-        self._endpoint = os.path.join(paths.device_plugins, ENDPOINT)
+        self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
         self._server = grpc.RpcServer(plugin.methods())
-        self._notifier = notifier
-        self._failure = ""
+        self._registered = registered
+        #: Why the resource is not registered now; empty if it is.
+        self.failure = "waiting for the kubelet"
 
     async def follow(self) -> None:
         """Serve and register, without end: a kubelet that starts removes the sockets of plugins."""
@@ -66,31 +68,28 @@ class KubeletService:
             except OSError as error:
                 await self._report(f"{self._endpoint}: {error.strerror or error}")
             except grpc.RpcError as error:
-                await self._report(f"the kubelet does not register {self._resource}: {error.message}")
+                await self._report(f"the kubelet does not register {self.resource.name}: {error.message}")
             finally:
                 await self._server.close()
+
+    async def follow_once_offered(self) -> None:
+        """Like `follow`, but begin when there is anything to offer, so that other nodes do not show it."""
+        while not self.resource.offers:
+            await self.resource.changed.wait()
+        await self.follow()
 
     async def _register_and_wait(self) -> None:
         """Register, and return once the kubelet has restarted; raises RpcError if it does not register."""
         sockets = self._sockets()
-        request = kubelet_api.RegisterRequest(kubelet_api.VERSION, ENDPOINT, self._resource, OPTIONS)
+        name, endpoint = self.resource.name, self.resource.endpoint
+        request = kubelet_api.RegisterRequest(kubelet_api.VERSION, endpoint, name, OPTIONS)
         await grpc.call(self._kubelet, kubelet_api.REGISTER.path, request.encode(), _REGISTER_S)
-        log.info("registered %s with the kubelet", self._resource)
-        self._failure = ""
-        reconcile_s = 0.0
-        while self._sockets() == sockets:
-            self._notifier.status(f"{self._resource}: {self._plugin.status}")
-            if time.monotonic() >= reconcile_s:
-                await self._reconcile()
-                reconcile_s = time.monotonic() + _RECONCILE_S
+        log.info("registered %s with the kubelet", name)
+        self.failure = ""
+        self._registered.set()
+        while self._sockets() == sockets:  # noqa: ASYNC110 - nothing tells of the kubelet's start
             await asyncio.sleep(_POLL_S)
         log.info("the kubelet has restarted")
-
-    async def _reconcile(self) -> None:
-        try:
-            await self._plugin.reconcile()
-        except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
-            log.warning("leases are not compared with the kubelet's pods now: %s", error)
 
     def _sockets(self) -> list[tuple[int, int, int] | None]:
         """What tells our socket and the kubelet's from later ones of the same names."""
@@ -103,23 +102,71 @@ class KubeletService:
 
     async def _report(self, failure: str) -> None:
         """Log a failure once, and wait before everything is tried again."""
-        self._notifier.status(failure)
-        if failure != self._failure:
+        if failure != self.failure:
             log.warning("%s; trying again every %g s", failure, _POLL_S)
-        self._failure = failure
+        self.failure = failure
+        await asyncio.sleep(_POLL_S)
+
+
+async def _reconcile(leases: ContainerLeases, registered: asyncio.Event) -> None:
+    """Compare the leases with the kubelet's pods, at each registration and regularly from then on."""
+    await registered.wait()
+    while True:
+        registered.clear()
+        try:
+            await leases.reconcile()
+        except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
+            log.warning("leases are not compared with the kubelet's pods now: %s", error)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(registered.wait(), _RECONCILE_S)
+
+
+async def _log_health(resource: ExtendedResource) -> None:
+    """Log each change of the resource's health."""
+    while True:
+        changed = resource.changed
+        if resource.status:
+            log.info("%s: %s", resource.name, resource.status)
+        await changed.wait()
+
+
+async def _notify(services: Sequence[KubeletService], notifier: Notifier) -> None:
+    """Keep systemd's status current."""
+    told = ""
+    while True:
+        states = (one.failure or f"{one.resource.name}: {one.resource.status}" for one in services)
+        status = "; ".join(dict.fromkeys(states))
+        if status != told:
+            notifier.status(status)
+        told = status
         await asyncio.sleep(_POLL_S)
 
 
 async def run(options: PluginOptions, paths: Paths) -> None:
     """Run until SIGTERM or SIGINT."""
     notifier = Notifier()
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop, registered = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    plugin = Plugin(options, paths)
-    service = KubeletService(plugin, options, paths, notifier)
+    daemon = AsyncDaemonClient(paths)
+    devices, memory = DeviceResource(options), MemoryResource(options)
+    leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
+    first, second = (
+        KubeletService(DevicePlugin(one, leases, options.preferred), paths, registered)
+        for one in (devices, memory)
+    )
     notifier.ready("waiting for the kubelet")
-    tasks = [asyncio.ensure_future(one) for one in (plugin.watch(), service.follow(), stop.wait())]
+    work = (
+        OfferWatch(daemon, devices, memory, leases).run(),
+        first.follow(),
+        second.follow_once_offered(),
+        _reconcile(leases, registered),
+        _log_health(devices),
+        _log_health(memory),
+        _notify((first, second), notifier),
+        stop.wait(),
+    )
+    tasks = [asyncio.ensure_future(one) for one in work]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()

@@ -213,6 +213,8 @@ def pool_json(
         "memory_unit_mib": pool.unit_mib,
         "memory_mib": pool.memory_mib,
         "memory_free_mib": memory_free_mib,
+        "gpu_memory_mib": pool.memory_total_mib,
+        "thread_overcommit": pool.thread_overcommit,
         "state": UNAVAILABLE if reason else AVAILABLE,
         "reason": reason,
         "reason_code": reason.code,

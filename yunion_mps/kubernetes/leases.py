@@ -1,0 +1,131 @@
+"""The leases of the kubelet's containers: taken before a container starts, released if it never does.
+
+The kubelet allocates devices to containers; a lease makes that known to the daemon. It is taken under a name
+made of the kubelet's ids, the container's hook binds it (containers/hook), and it ends with the container.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from yunion_mps.client.transport import Retrier
+from yunion_mps.enums import KUBERNETES
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operation import Operation, Value
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
+from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.resources import PREFIX, ExtendedResource, lease_name
+from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: How long a container's start waits for a daemon that restarts, and for the kubelet's answers, in s.
+_RESTART_S = 10.0
+_KUBELET_S = 10.0
+#: How long a lease is kept for a container that the kubelet does not list, such as an init container, in s.
+_START_S = 120.0
+
+
+class ContainerLeases:
+    """The leases of containers; `resources` are the names of the resources that they are of."""
+
+    def __init__(self, daemon: AsyncDaemonClient, paths: Paths, resources: Sequence[str]) -> None:
+        self._daemon = daemon
+        self._paths = paths
+        self._resources = resources
+        #: Whether a container may be awaited; so that idle hosts are not asked.
+        self._awaits_containers = True
+        #: When the start of a container was last permitted (monotonic), by the name of its lease.
+        self._permitted_s: dict[str, float] = {}
+        #: The kubelet's ids of the leases that were taken since our start, by name.
+        self._ids: dict[str, frozenset[str]] = {}
+
+    async def ours(self) -> Sequence[LeaseRecord]:
+        """All leases that the kubelet's containers have, or are awaited with; raises YunionError."""
+        leases = (await self._daemon.call(GET_LEASES))["leases"]
+        found = [
+            lease
+            for lease in leases
+            if lease["binding"] == "container" and (lease["name"] or "").startswith(PREFIX)
+        ]
+        self._awaits_containers = any(lease["pid"] is None for lease in found)
+        return found
+
+    async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> None:
+        """Raise YunionError if the container's lease cannot be taken now."""
+        await self._daemon.call(TAKE_LEASE, **_arguments(resource, ids), dry_run=True)
+
+    async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
+        """Take the container's lease, or return the one that it has; raises YunionError."""
+        arguments = _arguments(resource, ids)
+        try:
+            lease = await self._call(TAKE_LEASE, **arguments)
+        except NothingFreeError:
+            # The kubelet has allocated the devices again, so no earlier container will start with them.
+            await self._release_awaited(lambda lease: not self._held(lease).isdisjoint(ids))
+            lease = await self._call(TAKE_LEASE, **arguments)
+        self._ids[lease_name(ids)] = frozenset(ids)
+        return lease
+
+    def permit(self, ids: Sequence[str]) -> None:
+        """Keep the lease for a while, because the container starts now."""
+        self._permitted_s[lease_name(ids)] = time.monotonic()
+
+    async def reconcile(self) -> None:
+        """Release the leases of containers that have not started and, as the kubelet says, never will.
+
+        Raises YunionError, RpcError and DecodeError.
+        """
+        if not self._awaits_containers:
+            return
+        before = {lease["name"] for lease in await self.ours()}  # before the kubelet is asked
+        data = await grpc.call(
+            self._paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S
+        )
+        listed = kubelet_api.LIST_POD_RESOURCES.answer.decode(data)
+        names = {
+            lease_name(_ids_of(container, name))
+            for pod in listed.pod_resources
+            for container in pod.containers
+            for name in self._resources
+        }
+        earliest_s = time.monotonic() - _START_S
+        self._permitted_s = {name: at_s for name, at_s in self._permitted_s.items() if at_s > earliest_s}
+        self._ids = {name: ids for name, ids in self._ids.items() if name in before}
+        gone = before - names - self._permitted_s.keys()
+        await self._release_awaited(lambda lease: lease["name"] in gone)
+
+    def _held(self, lease: LeaseRecord) -> frozenset[str]:
+        """The kubelet's ids of a lease; of memory, they are known only if the lease was taken by us."""
+        return self._ids.get(lease["name"] or "", frozenset(lease["devices"]))
+
+    async def _release_awaited(self, is_stale: Callable[[LeaseRecord], bool]) -> None:
+        for lease in await self.ours():
+            if lease["pid"] is None and is_stale(lease):
+                log.info("%s: released, because its container has not started", ", ".join(lease["devices"]))
+                await self._call(END_LEASE, lease=lease["id"])
+
+    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
+        """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
+        return await Retrier(self._daemon, _RESTART_S, log.info).call(operation, None, **arguments)
+
+
+def _ids_of(container: kubelet_api.ContainerResources, resource: str) -> list[str]:
+    listed = (devices for devices in container.devices if devices.resource_name == resource)
+    return [one for devices in listed for one in devices.device_ids]
+
+
+def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:
+    """As the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
+    holder = {"kind": "container", "name": lease_name(ids)}
+    which = {**resource.lease_arguments(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
+    return {**which, "cdi": True, "holder": holder}

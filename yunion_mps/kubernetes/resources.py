@@ -1,0 +1,247 @@
+"""What pods can request: devices, and units of the memory of pools; with the health of each.
+
+The kubelet knows only devices that a container has or has not, so each unit of memory is one to it. All units
+of a container come from one GPU and become one lease. A unit's id names its size, so that a container that is
+started again gets the memory that its pod was promised, whatever is configured meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
+from yunion_mps.kubernetes.grpc import RpcError, Status
+from yunion_mps.kubernetes.options import PluginOptions
+from yunion_mps.planning.division import share_percentage
+from yunion_mps.text import count
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, LeaseRecord, Pool
+
+#: The container's budget, in its environment; CUDA does not read it.
+MEMORY_VARIABLE, SM_VARIABLE = "YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"
+
+#: The beginning of the names of our leases; the rest is a hash of the kubelet's ids.
+PREFIX = "k8s-"
+_HASH_LENGTH = 16
+_MAX_NAMED = 4
+_UNIT_ID = re.compile(r"(?P<gpu>.+)-u(?P<mib>[1-9][0-9]*)-(?P<number>[0-9]+)")
+_TAKEN = "its memory is leased to other programs, or reserved beside each lease"
+
+#: The arguments of TAKE_LEASE.
+LeaseArguments = dict[str, Any]
+
+
+class Offer(NamedTuple):
+    """One of the kubelet's devices; `cause` says why no container may get it, empty if one may."""
+
+    gpu: str
+    numa_node: int | None
+    cause: str = ""
+
+
+def lease_name(ids: Iterable[str]) -> str:
+    """The name of the lease of a container with these ids: no other container has the same ones."""
+    return PREFIX + sha256(" ".join(sorted(ids)).encode()).hexdigest()[:_HASH_LENGTH]
+
+
+def preferred(
+    available: Sequence[str], required: Sequence[str], size: int, gpu_of: Mapping[str, str], placement: str
+) -> list[str]:
+    """`size` of the available ids, with the required ones, on as few GPUs as possible.
+
+    Among the GPUs with enough of them, binpack prefers the one with the fewest, spread the one with the most.
+    """
+    chosen = list(required)
+    begun = {gpu_of.get(one, "") for one in chosen}
+    taken = set(chosen)
+    by_gpu: dict[str, list[str]] = {}
+    for one in available:
+        if one not in taken:
+            by_gpu.setdefault(gpu_of.get(one, ""), []).append(one)
+    while len(chosen) < size and by_gpu:
+        missing = size - len(chosen)
+
+        def rank(gpu: str, missing: int = missing) -> tuple[bool, bool, int]:
+            number = len(by_gpu[gpu])
+            is_enough = number >= missing
+            ascending = is_enough and placement == PLACEMENTS[0]
+            return gpu not in begun, not is_enough, number if ascending else -number
+
+        chosen += by_gpu.pop(min(by_gpu, key=rank))[:missing]
+    return chosen
+
+
+class ExtendedResource:
+    """An extended resource of the node: what of it is offered to the kubelet, by id."""
+
+    def __init__(self, name: str, endpoint: str, noun: str) -> None:
+        self.name = name
+        #: The name of its socket in the kubelet's directory.
+        self.endpoint = endpoint
+        self._noun = noun
+        self.offers: dict[str, Offer] = {}
+        #: The health in one line; empty until the daemon was asked.
+        self.status = ""
+        #: Set when an offer changes, and then replaced.
+        self.changed = asyncio.Event()
+
+    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
+        """What the container's lease is taken with; raises RpcError if there can be no such lease."""
+        raise NotImplementedError
+
+    def budget(self, ids: Sequence[str]) -> dict[str, str]:
+        """The container's environment; the ids are offered."""
+        raise NotImplementedError
+
+    def refuse(self, ids: Sequence[str]) -> None:
+        """Raise RpcError if no container may have these together, whatever the daemon says."""
+        if not ids or not self.offers.keys() >= set(ids):
+            missing = [one for one in ids if one not in self.offers][:_MAX_NAMED]
+            raise RpcError(Status.INVALID_ARGUMENT, f"there are no such {self._noun}: {', '.join(missing)}")
+
+    def lose(self, cause: str) -> None:
+        """Offer nothing until the daemon answers again."""
+        offers = {name: one._replace(cause=cause) for name, one in self.offers.items()}
+        self._publish(offers, f"none of the {self._noun} is healthy: {cause}")
+
+    def _offer(self, offers: dict[str, Offer]) -> None:
+        causes = Counter(one.cause for one in offers.values() if one.cause)
+        parts = [f"{len(offers) - sum(causes.values())} of {len(offers)} {self._noun} are healthy"]
+        parts += [f"{number} not: {cause}" for cause, number in causes.most_common(_MAX_NAMED)]
+        self._publish(offers, "; ".join(parts))
+
+    def _publish(self, offers: dict[str, Offer], status: str) -> None:
+        if (offers, status) == (self.offers, self.status):
+            return
+        self.offers, self.status = offers, status
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+class DeviceResource(ExtendedResource):
+    """Devices, whose ids are their addresses."""
+
+    def __init__(self, options: PluginOptions) -> None:
+        super().__init__(options.resource_name, "yunion-mps.sock", "devices")
+        self._options = options
+        self._devices: dict[str, Device] = {}
+
+    def update(self, devices: Iterable[Device], leases: Iterable[LeaseRecord]) -> None:
+        """Offer these devices; `leases` are those of containers of the kubelet."""
+        ours = {lease["id"] for lease in leases}
+        self._devices = {one["addr"]: one for one in devices}
+        self._offer(
+            {
+                address: Offer(one["gpu_uuid"], one["numa_node"], _unhealthy_cause(one, ours))
+                for address, one in self._devices.items()
+            }
+        )
+
+    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
+        return {"devices": sorted(ids)}
+
+    def refuse(self, ids: Sequence[str]) -> None:
+        if len(ids) > 1 and self._options.fail_requests_greater_than_one:
+            what = f"a container may have one device, not {len(ids)}: failRequestsGreaterThanOne is set"
+            raise RpcError(Status.INVALID_ARGUMENT, what)
+        super().refuse(ids)
+
+    def budget(self, ids: Sequence[str]) -> dict[str, str]:
+        """What the container may use of each of its GPUs; the least if that differs."""
+        memory_mib = Counter[str]()
+        percentage: dict[str, float] = defaultdict(float)
+        for device in (self._devices[address] for address in ids):
+            memory_mib[device["gpu_uuid"]] += device["memory_mib"]
+            percentage[device["gpu_uuid"]] += device["thread_percentage"]
+        return _environment(min(memory_mib.values()), min(100.0, *percentage.values()))
+
+
+class MemoryResource(ExtendedResource):
+    """Units of the memory of pools, with ids such as `00:06.0-u1024-17`: GPU, MiB, number."""
+
+    def __init__(self, options: PluginOptions) -> None:
+        super().__init__(options.memory_resource, "yunion-mps-memory.sock", "units of memory")
+        self._unit_mib = options.memory_unit_mib
+        self._pools: dict[str, Pool] = {}
+
+    def update(self, pools: Sequence[Pool], leases: Sequence[LeaseRecord]) -> None:
+        """Offer the memory of these pools; `leases` are those of containers of the kubelet.
+
+        What others have leased, or is reserved beside each lease, is not healthy: then the scheduler counts
+        only what a pod can get. Which units that are does not matter, as long as there are so many.
+        """
+        self._pools = {one["addr"]: one for one in pools}
+        unit_mib = self._unit_mib or max((one["memory_unit_mib"] for one in pools), default=0)
+        leased_mib = Counter[str]()
+        for lease in leases:
+            for device, mib in zip(lease["devices"], lease["memory_mib"]):
+                leased_mib[device.rpartition("-")[0]] += mib
+        offers: dict[str, Offer] = {}
+        for one in pools:
+            number = one["memory_mib"] // unit_mib
+            usable = (leased_mib[one["addr"]] + one["memory_free_mib"]) // unit_mib
+            cause = "" if one["state"] == AVAILABLE else one["reason"]
+            if unit_mib % one["memory_unit_mib"]:
+                cause = f"memoryUnit is not a multiple of the memory_unit of GPU {one['addr']}"
+            for place in range(number):
+                why_not = cause or ("" if place < usable else _TAKEN)
+                offer = Offer(one["gpu_uuid"], one["numa_node"], why_not)
+                offers[f"{one['addr']}-u{unit_mib}-{place}"] = offer
+        self._offer(offers)
+
+    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
+        gpu, unit_mib = self._source(ids)
+        return {"gpu": gpu, "memory_mib": unit_mib * len(ids)}
+
+    def refuse(self, ids: Sequence[str]) -> None:
+        super().refuse(ids)
+        self._source(ids)
+
+    def budget(self, ids: Sequence[str]) -> dict[str, str]:
+        gpu, unit_mib = self._source(ids)
+        pool, memory_mib = self._pools[gpu], unit_mib * len(ids)
+        sm = share_percentage(memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"])
+        return _environment(memory_mib, sm)
+
+    def _source(self, ids: Sequence[str]) -> tuple[str, int]:
+        """The GPU's address and the size of a unit; raises RpcError unless all units have the same."""
+        matches = [_UNIT_ID.fullmatch(one) for one in ids]
+        sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
+        if not sources or None in matches:
+            raise RpcError(Status.INVALID_ARGUMENT, f"there are no such units: {', '.join(ids[:_MAX_NAMED])}")
+        if len(sources) > 1:
+            gpus = ", ".join(sorted({gpu for gpu, _ in sources}))
+            what = f"no GPU has {count(len(ids), 'unit')} of {self.name} left: they would come from {gpus}"
+            hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
+            raise RpcError(Status.FAILED_PRECONDITION, f"{what} ({hint})")
+        return sources.pop()
+
+
+def only_reserved(devices: Iterable[Device], pools: Iterable[Pool]) -> tuple[list[Device], list[Pool]]:
+    """What is offered: what is reserved for Kubernetes if anything is, otherwise everything."""
+    offered = [one for one in devices if not _is_made_for_a_lease(one)]
+    reserved = [one for one in offered if one["reserved_for"] == KUBERNETES]
+    reserved_pools = [one for one in pools if one["reserved_for"] == KUBERNETES]
+    return (reserved, reserved_pools) if reserved or reserved_pools else (offered, list(pools))
+
+
+def _is_made_for_a_lease(device: Device) -> bool:
+    """Whether the device is part of a pool, whose memory is offered instead."""
+    return device["addr"].rpartition("-")[2].startswith("m")
+
+
+def _unhealthy_cause(device: Device, our_leases: Collection[str]) -> str:
+    """Why no container may get the device, empty if one may, or has it."""
+    if device["state"] in (FREE, RESERVED) or (device["state"] == LEASED and device["lease"] in our_leases):
+        return ""
+    return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])
+
+
+def _environment(memory_mib: int, sm: float) -> dict[str, str]:
+    return {MEMORY_VARIABLE: str(memory_mib), SM_VARIABLE: f"{sm:g}"}
