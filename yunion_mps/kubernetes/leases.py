@@ -127,5 +127,5 @@ def _ids_of(container: kubelet_api.ContainerResources, resource: str) -> list[st
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:
     """As the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
     holder = {"kind": "container", "name": lease_name(ids)}
-    which = {**resource.lease_arguments(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
+    which = {**resource.lease_source(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
     return {**which, "cdi": True, "holder": holder}

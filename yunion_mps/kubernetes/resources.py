@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, Status
@@ -33,8 +33,13 @@ _MAX_NAMED = 4
 _UNIT_ID = re.compile(r"(?P<gpu>.+)-u(?P<mib>[1-9][0-9]*)-(?P<number>[0-9]+)")
 _TAKEN = "its memory is leased to other programs, or reserved beside each lease"
 
-#: The arguments of TAKE_LEASE.
-LeaseArguments = dict[str, Any]
+
+class LeaseSource(TypedDict, total=False):
+    """Those arguments of TAKE_LEASE that say what is leased: devices, or an amount of a GPU's memory."""
+
+    devices: list[str]
+    gpu: str
+    memory_mib: int
 
 
 class Offer(NamedTuple):
@@ -91,8 +96,8 @@ class ExtendedResource:
         #: Set when an offer changes, and then replaced.
         self.changed = asyncio.Event()
 
-    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
-        """What the container's lease is taken with; raises RpcError if there can be no such lease."""
+    def lease_source(self, ids: Sequence[str]) -> LeaseSource:
+        """What the container's lease is of; raises RpcError if there can be no such lease."""
         raise NotImplementedError
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
@@ -143,7 +148,7 @@ class DeviceResource(ExtendedResource):
             }
         )
 
-    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
+    def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         return {"devices": sorted(ids)}
 
     def refuse(self, ids: Sequence[str]) -> None:
@@ -195,7 +200,7 @@ class MemoryResource(ExtendedResource):
                 offers[f"{one['addr']}-u{unit_mib}-{place}"] = offer
         self._offer(offers)
 
-    def lease_arguments(self, ids: Sequence[str]) -> LeaseArguments:
+    def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         gpu, unit_mib = self._source(ids)
         return {"gpu": gpu, "memory_mib": unit_mib * len(ids)}
 
