@@ -34,32 +34,6 @@ def test_the_demo_and_the_readme_print_what_was_recorded() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_record_has_the_reference_case_and_an_enforcing_gpu() -> None:
-    text = (CHECKOUT / "docs/demo.txt").read_text()
-    steps = re.split(r"^==> ", text, flags=re.MULTILINE)
-    assert [step.partition(".")[0] for step in steps[1:]] == [str(number) for number in range(1, 14)]
-    assert "virtual_number: 4" in steps[1]
-    assert f"{SMI}, Exclusive_Process" in steps[3]
-    addresses = re.findall(r"\b00:06\.0-\d\b", steps[4])
-    assert addresses == ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]
-    assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in steps[4]
-    assert re.findall(r"^[\d.]+G?$", steps[5], re.MULTILINE) == ["5G", "25.0"]
-    assert "--allow-unlimited" in steps[7]
-    assert f"{SMI}, Default" in steps[8]
-    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=20389M" in steps[10]
-    assert re.search("00:06.0-0 .*python3 demo_job.py", steps[11])
-    assert steps[13].endswith("The compute modes are as they were before.\n")
-    for line in text.splitlines():
-        assert len(line) <= 100 or line.startswith(("yunion-mps:", "GPU-")), line
-
-
-def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
-    result = demo("--compute-mode", "keep")
-    assert result.returncode == 0, result.stderr
-    assert "\n(--compute-mode keep is ignored: it applies to real GPUs only.)\n" in result.stdout
-    assert f"{SMI}, Exclusive_Process" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
@@ -82,15 +56,7 @@ def test_with_a_driver_the_demo_keeps_the_compute_mode_unless_told(options: list
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["--nonsense"],
-        ["--compute-mode"],
-        ["--compute-mode", ""],
-        ["--compute-mode", "bogus"],
-        ["--compute-mode", "keep", "more"],
-        [""],
-    ],
+    "options", [["--nonsense"], ["--compute-mode", "bogus"], ["--compute-mode", "keep", "more"]]
 )
 def test_the_demo_refuses_invalid_arguments(options: list[str]) -> None:
     result = demo(*options)

@@ -111,19 +111,6 @@ def test_with_a_driver_but_no_gpu_gpu_check_says_so_and_exits_0(host: SimHost, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_help_says_what_gpu_check_does_not_touch() -> None:
-    result = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0
-    assert "changes no setting" in " ".join(result.stdout.split())
-    assert "--minutes" in result.stdout
-
-
-def test_an_unknown_step_is_a_usage_error() -> None:
-    result = subprocess.run([PROGRAM, "--only", "looks"], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert "unknown step: looks (choose from: look, memory_default," in result.stderr
-
-
 def test_steps_run_to_their_end_and_leave_nothing_behind(host: SimHost, tmp_path: Path) -> None:
     steps = "memory_default,memory_client,end_shutdown_f,users_multi,recovery,outside"
     result = check(host, tmp_path, "--only", steps)

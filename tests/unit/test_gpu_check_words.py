@@ -36,61 +36,6 @@ def test_libraries_are_searched_for_this_architecture_only(module: Callable[[str
     assert sum("/aarch64-linux-gnu" in folder for folder in on_arm) == 3
 
 
-def test_the_page_has_every_answer_and_every_reason_for_a_gap(module: Callable[[str], Any]) -> None:
-    def step(name: str, status: str, reason: str, answers: dict[str, str], **more: Any) -> dict[str, Any]:
-        empty = {"tables": [], "verbatim": [], "raw": {}, "left_behind": [], "seconds": 1.25}
-        return {"name": name, "status": status, "reason": reason, "answers": answers, **empty, **more}
-
-    result = {
-        "date": "2026-11-20",
-        "started": "2026-11-20T10:00:00+00:00",
-        "seconds": 12.5,
-        "gpu": {"name": "NVIDIA H200", "multiprocessors": 132, "memory_mib": 143156},
-        "settings": {"compute_mode": "Default", "driver": "580.1"},
-        "machine": {"cores": 16, "kernel": "Linux 6 x86_64"},
-        "programs": {"control": "/usr/bin/control", "server": ""},
-        "notes": ["Something to know."],
-        "catalogue": [
-            {"name": "one", "title": "The first", "questions": [["a", "What is a?"], ["b", "What is b?"]]},
-            {"name": "two", "title": "The second", "questions": [["c", "What is c?"]]},
-            {"name": "three", "title": "The third", "questions": [["d", "What is d?"]]},
-        ],
-        "steps": [
-            step(
-                "one",
-                "done",
-                "",
-                {"a": "It is 5760M.", "b": "It is kept."},
-                tables=[{"title": "Numbers", "header": ["n", "x|y"], "rows": [["1", "2"]]}],
-                verbatim=[{"title": "Log", "text": "\n".join(f"line {i}" for i in range(200)) + "```"}],
-            ),
-            step(
-                "two",
-                "timed out",
-                "it had not ended",
-                {},
-                left_behind=["sleep (PID 5) was still running and was ended"],
-            ),
-        ],
-    }
-    page = module("page").draw(result)
-    assert page.startswith("# MPS on NVIDIA H200, 2026-11-20\n")
-    assert "2 of 4 questions have an answer." in page
-    assert "- Something to know.\n" in page
-    assert "- **What is a?** It is 5760M.\n- **What is b?** It is kept.\n" in page
-    assert "| n | x\\|y |\n| --- | --- |\n| 1 | 2 |\n" in page
-    assert "line 0\n" in page
-    assert "line 199'''\n```\n" in page
-    assert "... (130 lines omitted)" in page
-    assert "## The second\n\n**Timed out: it had not ended.**\n\n- **What is c?** Not measured.\n" in page
-    assert "## The third\n\n**Not measured.**\n\n- **What is d?** Not measured.\n" in page
-    assert (
-        "| two | timed out | 1.2 s | it had not ended | sleep (PID 5) was still running and was ended |\n"
-        in page
-    )
-    assert "| three | not measured |  |  |  |\n" in page
-
-
 @pytest.mark.parametrize(
     ("taken", "sentence"),
     [

@@ -58,24 +58,6 @@ def test_an_unknown_header_is_an_error_and_no_empty_list() -> None:
         parse_clients(["PID  WHO", "1  2"])
 
 
-def test_clients_are_listed_with_their_servers(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    assert clients_of(jobs.program, plan, run.pid) == []
-    clients = [jobs.begin(), jobs.begin()]
-    (server,) = run.domain.server_pids()
-    rows = clients_of(jobs.program, plan, run.pid)
-    assert [(row.pid, row.server) for row in rows] == [(client.pid, server) for client in clients]
-    jobs.end(*clients)
-    while clients_of(jobs.program, plan, run.pid):
-        pass
-
-
-def test_a_client_is_terminated_by_its_server(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    client = jobs.begin()
-    (server,) = run.domain.server_pids()
-    terminate(jobs.program, plan, server, client.pid)
-    assert client.says() == "terminated"
-
-
 def test_a_process_that_is_not_a_client_cannot_be_terminated(
     run: DomainRun, jobs: Jobs, plan: DomainPlan
 ) -> None:

@@ -61,14 +61,6 @@ def test_finding_the_peer_does_not_wait_for_a_full_queue(plan: DomainPlan) -> No
             connection.close()
 
 
-def test_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(bench: Bench) -> None:
-    plan = bench.planned(tuple(1000 + 700 * index for index in range(32)), 12.5)
-    bench.control(plan)
-    answer = bench.ask(*limits.set_commands(plan), *limits.get_commands(plan))
-    check_setting(plan, answer)
-    assert answer[0] == "12.5"
-
-
 def test_a_limit_that_the_control_daemon_ignores_is_noticed(bench: Bench) -> None:
     """It keeps the memory limits of 32 devices, and says nothing to one for a 33rd."""
     plan = bench.planned((5760,) * 33)
