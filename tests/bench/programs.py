@@ -193,9 +193,9 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
         for daemon in daemons.values():
             daemon.answered_ms()
         time.sleep(_SETTLE_S)
-        before = {gpus: _processor_s(daemon.pid) for gpus, daemon in daemons.items()}
+        before = {gpus: processor_s(daemon.pid) for gpus, daemon in daemons.items()}
         time.sleep(wait_s)
-        taken = {gpus: _processor_s(daemon.pid) - before[gpus] for gpus, daemon in daemons.items()}
+        taken = {gpus: processor_s(daemon.pid) - before[gpus] for gpus, daemon in daemons.items()}
     for gpus, taken_s in taken.items():
         what = f"idle for {wait_s} s, {gpus} GPU{'s' if gpus > 1 else ''}"
         share = Samples((taken_s / wait_s * 100,), "%")
@@ -210,7 +210,7 @@ def memory_mib(pid: int, kind: str) -> float:
     raise BenchError(f"the kernel does not tell the {kind} of process {pid}")
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Processor time of a process in seconds, also of its threads that have ended.
 
     What /proc/PID/stat has in steps of 10 ms, this clock has in nanoseconds.

@@ -45,6 +45,17 @@ def write_layer(tree: Path, layer: Path) -> None:
     subprocess.run(["tar", "-C", str(tree), "-cf", str(layer), "."], check=True)
 
 
+def make_image(folder: Path, host: SimHost) -> Path:
+    """The file of the image, made unless it is already there."""
+    archive = folder / "image.tar"
+    if not archive.exists():
+        tree, layer = folder / "tree", folder / "layer.tar"
+        make_tree(tree, host)
+        write_layer(tree, layer)
+        write_image(layer, archive)
+    return archive
+
+
 def write_image(layer_path: Path, archive: Path) -> None:
     """Write an image of one layer as the OCI has it (image-spec, image-layout.md)."""
     layer = layer_path.read_bytes()

@@ -9,7 +9,7 @@ import pytest
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon
-from integration.image import make_tree, write_image, write_layer
+from integration.image import make_image
 from kubernetes.containerd import Containerd
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
 from simhost import SimHost
@@ -51,17 +51,11 @@ def start_container(host: SimHost) -> Iterator[StartContainer]:
 
 
 @pytest.fixture(scope="session")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image that has not been made yet."""
-    return tmp_path_factory.mktemp("image") / "image.tar"
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("image")
 
 
 @pytest.fixture
-def containerd(ready_daemon: Daemon, image: Path) -> Iterator[Containerd]:
-    if not image.exists():
-        tree, layer = image.with_name("tree"), image.with_name("layer.tar")
-        make_tree(tree, ready_daemon.host)
-        write_layer(tree, layer)
-        write_image(layer, image)
-    with Containerd(ready_daemon.host, image) as containerd:
+def containerd(ready_daemon: Daemon, image_folder: Path) -> Iterator[Containerd]:
+    with Containerd(ready_daemon.host, make_image(image_folder, ready_daemon.host)) as containerd:
         yield containerd

@@ -1,0 +1,108 @@
+"""Pods: the plugin's calls, a container's start on the real containerd, and what the plugin takes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from yunion_mps.kubernetes import kubelet_api as api
+
+from bench.programs import memory_mib, processor_s
+from bench.running import Daemon, running
+from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
+from integration.daemon_host import eventually
+from integration.image import make_image
+from integration.lease_host import leases_of
+from kubernetes.containerd import Containerd
+from kubernetes.kubelet import Kubelet, KubeletPlugin, Pod
+
+_CALL_FLOOR = "a call of GetDevicePluginOptions"
+_CONTAINER_FLOOR = "a container without a device"
+_SIZES = ((1, 4), (64, 48))
+
+
+def lines(settings: Settings) -> Iterator[Line]:
+    if os.geteuid() != 0:
+        raise BenchError("containers are only started by root")
+    with running(1) as daemon, Kubelet(daemon.host) as kubelet, KubeletPlugin(daemon.host):
+        kubelet.wait_healthy(4)
+        yield from _call_lines(settings, daemon, kubelet)
+        with tempfile.TemporaryDirectory() as folder:
+            image = make_image(Path(folder), daemon.host)
+            with Containerd(daemon.host, image) as containerd:
+                yield _container_line(settings, daemon, kubelet, containerd)
+    for gpus, virtual_number in _SIZES:
+        yield from _plugin_lines(settings, gpus, virtual_number)
+
+
+def _call_lines(settings: Settings, daemon: Daemon, kubelet: Kubelet) -> Iterator[Line]:
+    devices = kubelet.preferred(1)
+    request = api.PreStartContainerRequest(devices)
+
+    def lease_ms() -> float:
+        taken_ms = _ms(lambda: kubelet.call(api.PRE_START_CONTAINER, request))
+        (lease,) = leases_of(daemon)
+        daemon.ask("DELETE", f"/v1/leases/{lease['id']}")
+        return taken_ms
+
+    rounds = Rounds("ms")
+    steps = [
+        ("floor", lambda: _ms(lambda: kubelet.call(api.GET_OPTIONS, api.Empty()))),
+        ("Allocate", lambda: _ms(lambda: kubelet.admit("pod", devices))),
+        ("PreStartContainer", lease_ms),
+    ]
+    rounds.run(settings.rounds(500, 50), steps)
+    for name in ("Allocate", "PreStartContainer"):
+        measured = rounds.of(name)
+        slowest_ms = statistics.quantiles(measured.values, n=100, method="inclusive")[-1]
+        yield Line(f"{name} (99th percentile {slowest_ms:.1f} ms)", measured, rounds.of("floor"), _CALL_FLOOR)
+
+
+def _container_line(settings: Settings, daemon: Daemon, kubelet: Kubelet, containerd: Containerd) -> Line:
+    """From PreStartContainer until the container's program runs, in a sandbox that already exists."""
+    plain = Pod("plain", (), api.ContainerAllocateResponse())
+    pod = kubelet.admit("pod", kubelet.preferred(1))
+
+    def start_ms(pod: Pod) -> float:
+        begin_s = time.perf_counter()
+        if pod.devices:
+            kubelet.start_container(pod)
+        container = containerd.start_container(containerd.create_container(pod))
+        taken_ms = (time.perf_counter() - begin_s) * 1000
+        containerd.stop_container(container)
+        eventually(lambda: not leases_of(daemon), "the end of the lease")
+        return taken_ms
+
+    rounds = Rounds("ms")
+    for one in (plain, pod):
+        containerd.run_sandbox(one)
+    rounds.run(settings.rounds(40, 5), [("plain", lambda: start_ms(plain)), ("pod", lambda: start_ms(pod))])
+    what = "a container's start with a device, by containerd"
+    return Line(what, rounds.of("pod"), rounds.of("plain"), _CONTAINER_FLOOR)
+
+
+def _plugin_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterator[Line]:
+    wait_s = settings.rounds(60, 5)
+    number = gpus * virtual_number
+    with (
+        running(gpus, virtual_number) as daemon,
+        Kubelet(daemon.host) as kubelet,
+        KubeletPlugin(daemon.host) as plugin,
+    ):
+        kubelet.wait_healthy(number)
+        before_s = processor_s(plugin.process.pid)
+        time.sleep(wait_s)
+        share = Samples(((processor_s(plugin.process.pid) - before_s) / wait_s * 100,), "%")
+        rss = Samples((memory_mib(plugin.process.pid, "Rss"),), "MiB")
+    yield Line(f"plugin's RSS, {number:,} devices", rss, None, "one process", Aim(40, "MiB"))
+    yield Line(f"plugin, idle for {wait_s} s, {number:,} devices", share, None, "one core", Aim(0.1, "%"))
+
+
+def _ms(function: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    function()
+    return (time.perf_counter() - begin_s) * 1000
