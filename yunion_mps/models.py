@@ -333,8 +333,8 @@ class Holder(NamedTuple):
     `binding` is `process` (the lease ends with `pid`, which `started`, in clock ticks since boot, makes
     unique), `container` (the same, with the container's first process; there is no `pid` before it starts),
     `connection` (ends with the connection to the daemon; after a restart of the daemon, as `process`) or
-    `name` (ends `ttl_s` after the last renewal). `unit` is the job's unit that it was taken for, and
-    `command` the command line that the process is about to execute; both may be empty.
+    `name` (ends `ttl_s` after the last renewal, or when released if that is 0). `unit` is the job's unit that
+    it was taken for, and `command` the command line that the process will execute; both may be empty.
     """
 
     binding: str
@@ -360,9 +360,9 @@ class Lease(NamedTuple):
     """Devices that belong to one holder until the lease ends, as they were when it began.
 
     `since_s` is in s since 1970. `idempotency_key` is from the request. `cdi`: container engines can use the
-    lease as a CDI device. `ends_s` (monotonic clock) is the expiry of a lease taken by name, None for others;
-    `is_extended`: a start of the daemon has postponed it. `request` is the request as text: the same name
-    with the same request finds this lease.
+    lease as a CDI device. `ends_s` (monotonic clock) is the expiry of a lease taken by name, None if it does
+    not expire; `is_extended`: a start of the daemon has postponed it. `request` is the request as text: the
+    same name with the same request finds this lease.
     """
 
     id: str

@@ -64,6 +64,9 @@ class Paths:
     device_plugins = _PathBelowRoot("/var/lib/kubelet/device-plugins")
     #: The kubelet's list of the devices of pods.
     pod_resources = _PathBelowRoot("/var/lib/kubelet/pod-resources/kubelet.sock")
+    #: The kubelet's directory of the sockets by which plugins register, and ours for the driver's socket.
+    plugins_registry = _PathBelowRoot("/var/lib/kubelet/plugins_registry")
+    dra_directory = _PathBelowRoot("/var/lib/kubelet/plugins/mps.yunion.io")
     #: A pod's token and the certificate authority of its API server.
     service_account = _PathBelowRoot("/var/run/secrets/kubernetes.io/serviceaccount")
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")

@@ -207,6 +207,7 @@ def test_credentials_are_a_named_file_s_or_the_pod_s(tmp_path: Path) -> None:
     assert isinstance(find_credentials("/a", paths, pod), Kubeconfig)
     assert isinstance(find_credentials("", paths, {"KUBECONFIG": "/a"}), Kubeconfig)
     assert isinstance(find_credentials("", paths, pod), ServiceAccount)
-    assert find_credentials("", paths, {}) is None
+    with pytest.raises(ApiServerError, match="kubeconfig is not set"):
+        find_credentials("", paths, {})
     with pytest.raises(ApiServerError, match="token cannot be read"):
         ServiceAccount("10.0.0.1", 443, paths).access()

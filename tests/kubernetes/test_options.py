@@ -51,8 +51,12 @@ def test_every_key_is_read(read: Read) -> None:
         "resource: example.com/gpu-share\nrenameByDefault: true\n"
         "failRequestsGreaterThanOne: true\npreferred: spread\n"
         "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
+        "dra: true\nkubeconfig: /etc/kubernetes/kubelet.conf\nnodeName: gpu-7.example\n"
     )
-    assert options == PluginOptions("example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128)
+    assert options == PluginOptions(
+        "example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128, True,
+        "/etc/kubernetes/kubelet.conf", "gpu-7.example",
+    )  # fmt: skip
     assert options.resource_name == "example.com/gpu-share.shared"
 
 

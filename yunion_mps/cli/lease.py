@@ -229,6 +229,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",
         "container": f"with its container ({lease['container'] or lease['pid']})",
+        "name": "when it is released",
     }
     until = lease["expires"]
     expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"

@@ -15,7 +15,13 @@ from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import ALL, Holder
 from yunion_mps.service.events import EventFilter, LongPolls
-from yunion_mps.service.permissions import Caller, awaited_container, process_holder, refuse_unprivileged
+from yunion_mps.service.permissions import (
+    Caller,
+    awaited_container,
+    named_holder,
+    process_holder,
+    refuse_unprivileged,
+)
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.services import Services
 from yunion_mps.text import printable
@@ -194,7 +200,7 @@ def _holder(request: Request, members: RequestedHolder) -> Holder:
         for member, value in (("pid", pid), ("command", command)):
             if value is not None:
                 raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")
-        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).owner.unit)
+        return named_holder(_caller(request), name, ttl_s)
     if ttl_s is not None:
         raise BadRequestError("holder.ttl_s requires kind name", "omit one of them")
     if name is not None:

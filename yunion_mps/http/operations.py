@@ -152,8 +152,8 @@ HOLDER = (
     Parameter("command", "The command line that the process is about to execute, for display only."),
     Parameter("name", "For `name`: the holder's name. For `container` without `pid`, by root: a name for a "
               "container that is about to start, and for its CDI device.", pattern=NAME, hint=_NAME_HINT),
-    _number("ttl_s", "For `name`: the time to live after each renewal, at most `max_lease_ttl_s`.",
-            1, MAX_TTL_S),
+    _number("ttl_s", "For `name`: the time to live after each renewal, at most `max_lease_ttl_s`; 0, by "
+            "root: until it is released.", 0, MAX_TTL_S),
 )  # fmt: skip
 TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",

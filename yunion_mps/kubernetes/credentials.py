@@ -122,15 +122,15 @@ class Kubeconfig:
         return _read(os.path.join(os.path.dirname(self._path), str(path))) if path else ""
 
 
-def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials | None:
-    """Those of the kubeconfig file if one is named, or else of the pod; None outside a pod."""
+def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials:
+    """Those of the kubeconfig file if one is named, or else of the pod; raises ApiServerError outside one."""
     kubeconfig = kubeconfig or environment.get("KUBECONFIG", "")
     if kubeconfig:
         return Kubeconfig(kubeconfig)
     host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
     if host and port.isdigit():
         return ServiceAccount(host, int(port), paths)
-    return None
+    raise ApiServerError("there is no way to the API server: kubeconfig is not set, and this is not a pod")
 
 
 def _named(entries: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:

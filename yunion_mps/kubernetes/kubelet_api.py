@@ -35,7 +35,7 @@ class Message:
         for one in fields(self):
             value, collection = getattr(self, one.name), one.metadata["collection"]
             if collection is dict:
-                value = [_MapEntry(*pair) for pair in value.items()]
+                value = [one.metadata["kind"](*pair) for pair in value.items()]
             elif collection is None:
                 value = [] if value in (None, "", 0) else [value]  # a default is not sent
             for item in value:
@@ -71,9 +71,10 @@ def _many(number: int, kind: type) -> Any:
     return field(default=(), metadata={"number": number, "kind": kind, "collection": tuple})
 
 
-def _map(number: int) -> Any:
-    """A map from strings to strings."""
-    return field(default_factory=dict, metadata={"number": number, "kind": _MapEntry, "collection": dict})
+def _map(number: int, entry: Optional[type] = None) -> Any:
+    """A map from strings to strings, or to messages; `entry` is then a message of the key and the value."""
+    kind = entry or _MapEntry
+    return field(default_factory=dict, metadata={"number": number, "kind": kind, "collection": dict})
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,18 @@ class ContainerDevices(Message):
 
 
 @dataclass(frozen=True)
+class DynamicResource(Message):
+    """A resource claim of a container."""
+
+    claim_name: str = _one(2, str)
+    claim_namespace: str = _one(3, str)
+
+
+@dataclass(frozen=True)
 class ContainerResources(Message):
     name: str = _one(1, str)
     devices: tuple[ContainerDevices, ...] = _many(2, ContainerDevices)
+    dynamic_resources: tuple[DynamicResource, ...] = _many(5, DynamicResource)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from yunion_mps.config.document import (
     value_of,
     written,
 )
-from yunion_mps.config.values import InvalidValueError, Key, boolean, one_of
+from yunion_mps.config.values import InvalidValueError, Key, absolute_path, boolean, one_of, text
 from yunion_mps.enums import PLACEMENTS
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.paths import Paths
@@ -27,6 +27,7 @@ from yunion_mps.paths import Paths
 _SHARED = ".shared"
 #: The longest name after the domain in Kubernetes' qualified names.
 _MAX_NAME = 63
+_MAX_NODE_NAME = 253
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
 
@@ -41,6 +42,9 @@ class PluginOptions(NamedTuple):
     memory_resource: str
     #: A unit of `memory_resource`; None: the largest unit of the node's pools.
     memory_unit_mib: int | None
+    dra: bool = False
+    kubeconfig: str | None = None
+    node_name: str | None = None
 
     @property
     def resource_name(self) -> str:
@@ -59,6 +63,13 @@ def _resource(key: str, node: Node) -> str:
 
 def _memory_unit(key: str, node: Node) -> int:
     return MEMORY_UNITS[one_of(*MEMORY_UNITS)(key, node)]
+
+
+def _node_name(key: str, node: Node) -> str:
+    value = text(key, node)
+    if not re.fullmatch(_DOMAIN, value) or len(value) > _MAX_NODE_NAME:
+        raise InvalidValueError(key, node, "not the name of a node", "write it as kubectl get nodes shows it")
+    return value
 
 
 #: The keys in the order of `PluginOptions`, with their defaults and their purpose.
@@ -81,6 +92,9 @@ KEYS = {
         None,
         "A unit of memoryResource; if not set, the largest memory_unit of the GPUs.",
     ),
+    "dra": Key(boolean, default=False, help="Whether to offer the devices by DRA instead, to claims."),
+    "kubeconfig": Key(absolute_path, None, "The file with the address and credentials of the API server."),
+    "nodeName": Key(_node_name, None, "The node's name, if it is not the host's."),
 }
 
 

@@ -134,10 +134,10 @@ class DevicePlugin:
         """The methods of the device plugin, by their paths."""
         return dict(
             (
-                _method(kubelet_api.GET_OPTIONS, self._get_options),
-                _method(kubelet_api.GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
-                _method(kubelet_api.ALLOCATE, self._allocate),
-                _method(kubelet_api.PRE_START_CONTAINER, self._pre_start_container),
+                rpc_method(kubelet_api.GET_OPTIONS, self._get_options),
+                rpc_method(kubelet_api.GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
+                rpc_method(kubelet_api.ALLOCATE, self._allocate),
+                rpc_method(kubelet_api.PRE_START_CONTAINER, self._pre_start_container),
                 (kubelet_api.LIST_AND_WATCH.path, Method(self._list_and_watch, is_stream=True)),
             )
         )
@@ -210,7 +210,7 @@ class DevicePlugin:
         return kubelet_api.Empty()
 
 
-def _method(
+def rpc_method(
     rpc: Rpc[RequestT, AnswerT], answer: Callable[[RequestT], Awaitable[AnswerT]]
 ) -> tuple[str, Method]:
     async def answers(data: bytes) -> AsyncIterator[bytes]:

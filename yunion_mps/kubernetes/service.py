@@ -7,8 +7,9 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 import click
 
@@ -27,6 +28,8 @@ from yunion_mps.program import print_error, program_command, run_command
 log = logging.getLogger(__name__)
 
 PROGRAM = "yunion-mps-kubelet-plugin"
+#: The node's name, which a DaemonSet sets from `spec.nodeName`.
+NODE_VARIABLE = "NODE_NAME"
 _HELP = """\
 Offer the MPS devices of this host to Kubernetes, as a device plugin of the kubelet.
 
@@ -142,21 +145,29 @@ async def _notify(services: Sequence[KubeletService], notifier: Notifier) -> Non
         await asyncio.sleep(_POLL_S)
 
 
-async def run(options: PluginOptions, paths: Paths) -> None:
-    """Run until SIGTERM or SIGINT."""
-    notifier = Notifier()
-    loop, stop, registered = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    daemon = AsyncDaemonClient(paths)
+#: What runs without end.
+Work = Sequence[Coroutine[object, object, object]]
+
+
+def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
+    """The DRA driver, which takes the place of the device plugins: both would offer the same devices."""
+    from yunion_mps.kubernetes.credentials import find_credentials  # the device plugins need no TLS
+    from yunion_mps.kubernetes.dra_driver import DraService
+
+    credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
+    node = options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
+    return (DraService(credentials, node, paths, notifier).run(),)
+
+
+def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
+    daemon, registered = AsyncDaemonClient(paths), asyncio.Event()
     devices, memory = DeviceResource(options), MemoryResource(options)
     leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
     first, second = (
         KubeletService(DevicePlugin(one, leases, options.preferred), paths, registered)
         for one in (devices, memory)
     )
-    notifier.ready("waiting for the kubelet")
-    work = (
+    return (
         OfferWatch(daemon, devices, memory, leases).run(),
         first.follow(),
         second.follow_once_offered(),
@@ -164,9 +175,18 @@ async def run(options: PluginOptions, paths: Paths) -> None:
         _log_health(devices),
         _log_health(memory),
         _notify((first, second), notifier),
-        stop.wait(),
     )
-    tasks = [asyncio.ensure_future(one) for one in work]
+
+
+async def run(options: PluginOptions, paths: Paths) -> None:
+    """Run until SIGTERM or SIGINT."""
+    notifier = Notifier()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    work = _dra(options, paths, notifier) if options.dra else _device_plugins(options, paths, notifier)
+    notifier.ready("waiting for the kubelet")
+    tasks = [asyncio.ensure_future(one) for one in (*work, stop.wait())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()

@@ -27,8 +27,8 @@ RENEWAL_GRACE_S = 10.0
 
 
 def renewed(lease: Lease, now_s: float) -> Lease:
-    """The lease with its full time to live from now; unchanged if it was not taken by name."""
-    if lease.holder.binding != "name":
+    """The lease with its full time to live from now; unchanged if it does not expire."""
+    if lease.holder.binding != "name" or not lease.holder.ttl_s:
         return lease
     return lease._replace(ends_s=now_s + lease.holder.ttl_s, is_extended=False)
 
@@ -39,7 +39,7 @@ def restored(lease: Lease, now_s: float) -> Lease:
     A lease that expired while the daemon was unreachable, or is about to, is extended by `RENEWAL_GRACE_S` so
     that its holder can renew it; only once, so that frequent restarts do not preserve a dead job's lease.
     """
-    if lease.ends_s is None:  # held by a process, or written by a version that did not store it
+    if lease.ends_s is None:  # it does not expire, or was written by a version that did not store it
         return renewed(lease, now_s)
     soonest_s = now_s + min(lease.holder.ttl_s, RENEWAL_GRACE_S)
     if lease.ends_s < soonest_s and not lease.is_extended:
@@ -63,7 +63,8 @@ class HolderWatch:
         if holder.binding == "name":
             self.forget(lease.id)
             cause = "it was not renewed in time"
-            self._timers[lease.id] = loop.call_at(lease.ends_s or 0.0, self._end, lease.id, cause)
+            if lease.ends_s is not None:
+                self._timers[lease.id] = loop.call_at(lease.ends_s, self._end, lease.id, cause)
             return True
         if holder.is_awaited:
             self.forget(lease.id)

@@ -73,6 +73,13 @@ def awaited_container(caller: Caller, name: str) -> Holder:
     return Holder("container", caller.uid, name=name, unit=caller.owner.unit)
 
 
+def named_holder(caller: Caller, name: str, ttl_s: float) -> Holder:
+    """The holder of a name; raises NotAllowedError if another user than root asks for one without expiry."""
+    if not ttl_s:
+        refuse_unprivileged(caller.uid, "take a lease that does not expire")
+    return Holder("name", caller.uid, name=name, ttl_s=ttl_s, unit=caller.owner.unit)
+
+
 def check_may_change(lease: Lease, caller: Owner, *, of_any_unit: bool = False) -> None:
     """Raise NotAllowedError unless the lease is the caller's, or the caller is root.
 

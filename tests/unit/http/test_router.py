@@ -185,7 +185,7 @@ INVALID = "the body is not valid JSON"
         ('{"ttl": 2}', "unknown member 'ttl'", MEMBERS),
         ('{"holder": {"ttl": 2}}', "unknown member 'holder.ttl' (did you mean holder.ttl_s?)", OF_HOLDER),
         ('{"holder": 7}', "holder is not a JSON object: 7", BRACES),
-        ('{"holder": {"ttl_s": "5"}}', 'invalid value for holder.ttl_s: "5"', whole(1, operations.MAX_TTL_S)),
+        ('{"holder": {"ttl_s": "5"}}', 'invalid value for holder.ttl_s: "5"', whole(0, operations.MAX_TTL_S)),
         ('{"holder": {"kind": "hope"}}', 'invalid value for holder.kind: "hope"',
          "write one of process, connection, name, container"),
         ('{"holder": {"name": "a b", "ttl_s": 1}}', 'invalid value for holder.name: "a b"',

@@ -1,0 +1,208 @@
+"""A kubelet that uses DRA drivers, by grpcio, and the claims of a cluster.
+
+with Cluster() as cluster, DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+    kubelet.wait_registered()
+    claim = kubelet.allocate("trainer", ["00-06-0-1"])
+    kubelet.prepare(claim)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from yunion_mps.kubernetes import dra_api as api
+from yunion_mps.kubernetes import kubelet_api
+from yunion_mps.kubernetes.dra_devices import DRIVER
+from yunion_mps.kubernetes.kubelet_api import AnswerT, Empty, Message, Rpc
+
+from integration.daemon_host import eventually
+from kubernetes.cluster import Cluster
+from kubernetes.kubelet import KubeletPlugin
+from kubernetes.peers import PATIENCE_S, channel, their_server
+from kubernetes.slice_rules import wrong_with
+from simhost import SimHost
+from simhost.host import Closes
+
+NODE = "node-1"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
+NODES = "/api/v1/nodes"
+NAMESPACE = "default"
+
+
+class Claim(NamedTuple):
+    name: str
+    uid: str
+
+    @property
+    def reference(self) -> api.ClaimReference:
+        return api.ClaimReference(NAMESPACE, self.uid, self.name)
+
+
+def add_node(cluster: Cluster, name: str = NODE) -> None:
+    cluster.validators[SLICES] = wrong_with
+    cluster.add(NODES, {"metadata": {"name": name}})
+
+
+class DraKubelet(Closes):
+    """A context manager. What it has prepared is in `prepared`, by the claims' uids."""
+
+    def __init__(self, host: SimHost, cluster: Cluster, version: str = "v1") -> None:
+        self._host = host
+        self._registry = host.root / "var/lib/kubelet/plugins_registry"
+        self._pod_resources = host.root / "var/lib/kubelet/pod-resources"
+        self._pod_resources.mkdir(parents=True)
+        self.cluster = cluster
+        self._prepare, self._unprepare = {
+            "v1": (api.PREPARE, api.UNPREPARE),
+            "v1beta1": (api.PREPARE_BETA, api.UNPREPARE_BETA),
+        }[version]
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(
+            their_server("v1.PodResourcesLister", {"List": self._list}, self._pod_resources / "kubelet.sock")
+        )
+        #: The names of the claims of running containers.
+        self.listed: list[str] = []
+        self.endpoint = ""
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _list(self, _: bytes, __: Any) -> bytes:
+        claims = tuple(kubelet_api.DynamicResource(name, NAMESPACE) for name in list(self.listed))
+        containers = (kubelet_api.ContainerResources("main", (), claims),)
+        pod = kubelet_api.PodResources("trainer", NAMESPACE, containers)
+        return kubelet_api.ListPodResourcesResponse((pod,)).encode()
+
+    def register(self) -> api.PluginInfo:
+        """Find the driver's socket, and register it, as after each start of the kubelet."""
+        path = self._registry / f"{DRIVER}-reg.sock"
+
+        def info() -> api.PluginInfo | None:
+            with contextlib.suppress(grpc.RpcError), channel(path) as opened:
+                answer = opened.unary_unary(api.GET_INFO.path)(b"", timeout=PATIENCE_S)
+                opened.unary_unary(api.NOTIFY.path)(
+                    api.RegistrationStatus(plugin_registered=True).encode(), timeout=PATIENCE_S
+                )
+                return api.PluginInfo.decode(answer)
+            return None
+
+        found = eventually(info, "the driver's registration")
+        assert found
+        self.endpoint = found.endpoint
+        return found
+
+    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+        with channel(Path(self.endpoint)) as opened:
+            return rpc.answer.decode(
+                opened.unary_unary(rpc.path)(request.encode(), timeout=PATIENCE_S, wait_for_ready=True)
+            )
+
+    def wait_published(self, number: int) -> list[dict[str, Any]]:
+        """Wait until so many devices without a taint are in complete slices, and return those."""
+
+        def found() -> list[dict[str, Any]]:
+            return [one for one in self.devices() if "taints" not in one]
+
+        eventually(lambda: len(found()) == number, f"{number} devices in slices")
+        return found()
+
+    def devices(self) -> list[dict[str, Any]]:
+        """The devices of the newest generation, if all of its slices are there."""
+        slices = self.cluster.of(SLICES)
+        newest = max((one["spec"]["pool"]["generation"] for one in slices), default=0)
+        valid = [one["spec"] for one in slices if one["spec"]["pool"]["generation"] == newest]
+        if not valid or len(valid) != valid[0]["pool"]["resourceSliceCount"]:
+            return []
+        return [device for spec in valid for device in spec["devices"]]
+
+    def allocate(
+        self,
+        name: str,
+        devices: Sequence[str],
+        consumed: Mapping[str, str] | None = None,
+        requests: Sequence[str] = (),
+    ) -> Claim:
+        """A claim that the scheduler has allocated these devices, and reserved for a pod."""
+        results = [
+            {
+                "request": requests[index] if requests else "gpu",
+                "driver": DRIVER,
+                "pool": NODE,
+                "device": device,
+                **({"consumedCapacity": consumed, "shareID": f"share-{index}"} if consumed else {}),
+            }
+            for index, device in enumerate(devices)
+        ]
+        status = {
+            "allocation": {"devices": {"results": results}},
+            "reservedFor": [{"resource": "pods", "name": "trainer", "uid": "1"}],
+        }
+        made = {"metadata": {"name": name, "namespace": NAMESPACE}, "status": status}
+        return Claim(name, self.cluster.add(CLAIMS, made)["metadata"]["uid"])
+
+    def prepare(self, *claims: Claim) -> dict[str, api.NodePrepareResourceResponse]:
+        request = api.NodePrepareResourcesRequest(tuple(one.reference for one in claims))
+        answer = self.call(self._prepare, request)
+        assert answer.claims.keys() == {one.uid for one in claims}
+        return {one.name: answer.claims[one.uid] for one in claims}
+
+    def prepared(self, claim: Claim) -> str:
+        """The CDI device of a claim that can be prepared."""
+        answer = self.prepare(claim)[claim.name]
+        assert answer.error == ""
+        (cdi,) = (name for device in answer.devices for name in device.cdi_device_ids)
+        return cdi
+
+    def refused(self, claim: Claim) -> str:
+        answer = self.prepare(claim)[claim.name]
+        assert answer.error
+        return answer.error
+
+    def unprepare(self, *claims: Claim) -> list[str]:
+        """The errors of claims that cannot be unprepared."""
+        request = api.NodeUnprepareResourcesRequest(tuple(one.reference for one in claims))
+        answer = self.call(self._unprepare, request)
+        assert answer.claims.keys() == {one.uid for one in claims}
+        return [one.error for one in answer.claims.values() if one.error]
+
+    def watch_health(self, rpc: Rpc[Empty, api.NodeWatchResourcesResponse]) -> HealthWatch:
+        return self._stack.enter_context(HealthWatch(self.endpoint, rpc))
+
+
+class HealthWatch(Closes):
+    """The last health that the driver has sent, by device."""
+
+    def __init__(self, endpoint: str, rpc: Rpc[Empty, api.NodeWatchResourcesResponse]) -> None:
+        self.health: dict[str, int] = {}
+        self._stack = contextlib.ExitStack()
+        opened = self._stack.enter_context(channel(Path(endpoint)))
+        self._answers = opened.unary_stream(rpc.path)(b"")
+        self._thread = threading.Thread(target=self._collect)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for answer in self._answers:
+                devices = api.NodeWatchResourcesResponse.decode(answer).devices
+                self.health = {one.device.device_name: one.health for one in devices if one.device}
+
+    def close(self) -> None:
+        self._answers.cancel()
+        self._thread.join()
+        self._stack.close()
+
+
+class DraPlugin(KubeletPlugin):
+    """The program with `dra: true`, and a way to the cluster."""
+
+    def __init__(self, host: SimHost, cluster: Cluster) -> None:
+        kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
+        options = host.root / "etc/yunion/kubelet-plugin.yml"
+        options.write_text(f"dra: true\nkubeconfig: {kubeconfig}\nnodeName: {NODE}\n")
+        super().__init__(host)

@@ -1,0 +1,148 @@
+"""The DRA driver between a kubelet, an API server and the real daemon on a simulated host."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps.kubernetes import dra_api as api
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import ADDRESSES, leases_of, take
+from kubernetes.cluster import Cluster
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, SLICES, DraKubelet, DraPlugin, add_node
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+NAMES = [f"00-06-0-{slot}" for slot in range(4)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        add_node(cluster)
+        yield cluster
+
+
+@pytest.fixture
+def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
+    with DraKubelet(ready_daemon.host, cluster) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    with DraPlugin(ready_daemon.host, cluster) as plugin:
+        dra_kubelet.register()
+        dra_kubelet.wait_published(4)
+        yield plugin
+
+
+def cdi_environment(daemon: Daemon, cdi: str) -> dict[str, str]:
+    """What a container with this CDI device gets."""
+    found = [
+        device["containerEdits"]["env"]
+        for file in (daemon.host.root / "run/cdi").iterdir()
+        for device in json.loads(file.read_text())["devices"]
+        if f"yunion.io/mps={device['name']}" == cdi
+    ]
+    assert len(found) == 1
+    return dict(entry.partition("=")[::2] for entry in found[0])
+
+
+def test_the_driver_registers_with_both_versions_and_publishes_devices(
+    dra_kubelet: DraKubelet, driver: DraPlugin
+) -> None:
+    info = dra_kubelet.register()
+    assert (info.type, info.name) == ("DRAPlugin", "mps.yunion.io")
+    assert {"v1.DRAPlugin", "v1beta1.DRAPlugin"} <= set(info.supported_versions)
+    devices = dra_kubelet.wait_published(4)
+    assert [device["name"] for device in devices] == NAMES
+    attributes, capacity = devices[1]["attributes"], devices[1]["capacity"]
+    assert attributes["address"] == {"string": ADDRESSES[1]}
+    assert attributes["architecture"] == {"string": "Volta"}
+    assert attributes["cudaComputeCapability"] == {"version": "7.0.0"}
+    assert attributes["resource.kubernetes.io/pciBusID"] == {"string": "0000:00:06.0"}
+    assert attributes["mpsDomain"] == {"string": "host"}
+    assert capacity == {"memory": {"value": "4Gi"}, "smPercentage": {"value": "25"}}
+    (stored,) = dra_kubelet.cluster.of(SLICES)
+    assert stored["metadata"]["ownerReferences"][0]["name"] == "node-1"
+
+
+def test_a_claim_is_one_lease_from_prepare_to_unprepare(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[1]])
+    cdi = dra_kubelet.prepared(claim)
+    (lease,) = leases_of(ready_daemon)
+    assert (lease["devices"], lease["expires"]) == ([ADDRESSES[1]], None)
+    assert (lease["name"], lease["cdi"]) == (f"default/trainer@{claim.uid}", cdi)
+    assert cdi_environment(ready_daemon, cdi)["YUNION_MPS_DEVICE"] == ADDRESSES[1]
+    assert dra_kubelet.prepared(claim) == cdi, "prepared twice"
+    assert [device["name"] for device in dra_kubelet.wait_published(4)] == NAMES, "ours has no taint"
+    for _ in range(2):
+        assert dra_kubelet.unprepare(claim) == []
+        assert leases_of(ready_daemon) == []
+
+
+def test_the_older_version_of_the_api_is_served(ready_daemon: Daemon, cluster: Cluster) -> None:
+    with DraKubelet(ready_daemon.host, cluster, "v1beta1") as kubelet, DraPlugin(ready_daemon.host, cluster):
+        kubelet.register()
+        claim = kubelet.allocate("trainer", [NAMES[0]])
+        assert kubelet.prepared(claim)
+        assert kubelet.unprepare(claim) == []
+
+
+def test_claims_are_prepared_and_refused_one_by_one(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[0]}")
+    claims = [dra_kubelet.allocate(name, [device]) for name, device in (("a", NAMES[0]), ("b", NAMES[2]))]
+    answers = dra_kubelet.prepare(*claims)
+    assert "1 of 1 leased" in answers["a"].error
+    assert answers["a"].error.endswith("[nothing_free]")
+    assert answers["b"].error == ""
+    assert dra_kubelet.unprepare(*claims) == []
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == ["job"]
+
+
+def test_a_claim_that_is_not_what_the_kubelet_means_is_refused(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+    assert "replaced by another" in dra_kubelet.refused(claim._replace(uid="another"))
+    assert "not found" in dra_kubelet.refused(claim._replace(name="missing"))
+    unknown = dra_kubelet.allocate("unknown", ["00-99-0-0"])
+    assert "there is no device 00-99-0-0" in dra_kubelet.refused(unknown)
+    cluster.replace(CLAIMS, {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "status": {}})
+    assert "nothing is allocated" in dra_kubelet.refused(claim)
+    assert leases_of(ready_daemon) == []
+
+
+def test_what_others_lease_and_lost_gpus_get_a_taint(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[3]}")
+    dra_kubelet.wait_published(3)
+
+    def taints() -> dict[str, str]:
+        return {one["name"]: one["taints"][0]["key"] for one in dra_kubelet.devices() if "taints" in one}
+
+    assert taints() == {NAMES[3]: "mps.yunion.io/leased"}
+    health = dra_kubelet.watch_health(api.WATCH_HEALTH)
+    eventually(lambda: health.health == dict.fromkeys(NAMES, api.IS_HEALTHY), "the health")
+    ready_daemon.host.gpus[0].lose()
+    eventually(lambda: ready_daemon.polls() and len(taints()) == 4, "the taints")
+    assert set(taints().values()) == {"mps.yunion.io/gpu_lost"}
+    eventually(lambda: health.health == dict.fromkeys(NAMES, api.IS_UNHEALTHY), "the health")
+    ready_daemon.host.gpus[0].restore()
+    eventually(lambda: ready_daemon.polls() and len(taints()) == 1, "the end of the taints")
+
+
+def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
+    before = dra_kubelet.cluster.of(SLICES)
+    assert driver.end(signal.SIGTERM) == 0
+    driver.start()
+    dra_kubelet.register()
+    assert dra_kubelet.cluster.of(SLICES) == before

@@ -1,0 +1,198 @@
+"""Prepares resource claims: each has a lease of its own, which its containers share until it is unprepared.
+
+The lease is named after the claim and does not expire. The kubelet unprepares a claim after the last pod that
+uses it; leases that it has forgotten, as after the loss of its state, are released by `reconcile`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from yunion_mps.client.transport import Retrier
+from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
+from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operation import Operation, Value
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
+from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.api_server import ApiServer, Resource
+from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.dra_devices import (
+    API_VERSION,
+    DRIVER,
+    AllocatedDevice,
+    ClaimRequest,
+    ResourceClaim,
+)
+from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseDetails, LeaseRecord
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLAIMS = Resource[ResourceClaim](f"/apis/{API_VERSION}", "resourceclaims")
+#: How long a request waits for a daemon that restarts, and for the kubelet's list of pods, in s.
+_RESTART_S = 10.0
+_KUBELET_S = 10.0
+#: For how long nothing may need a lease before `reconcile` releases it, in s.
+GONE_S = 120.0
+_MAX_NAME = 100
+_LEASE_NAME = re.compile(r"(?:claim|(?P<namespace>[^/@]+)/(?P<name>[^/@]+))@(?P<uid>[^/@]+)")
+
+
+class ClaimName(NamedTuple):
+    """A claim; without namespace and name if they are too long for the name of its lease."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    @property
+    def lease(self) -> str:
+        """The name of its lease, which people see in `yunion-mps who`."""
+        name = f"{self.namespace}/{self.name}@{self.uid}"
+        return name if len(name) <= _MAX_NAME else f"claim@{self.uid}"
+
+    @classmethod
+    def of(cls, lease: LeaseRecord) -> ClaimName | None:
+        """The claim of a lease, None if it has another holder."""
+        match = _LEASE_NAME.fullmatch(lease["name"] or "")
+        if not match or lease["binding"] != "name" or lease["expires"] is not None:
+            return None
+        return cls(match["namespace"] or "", match["name"] or "", match["uid"])
+
+
+def is_claims_lease(lease: LeaseRecord) -> bool:
+    return ClaimName.of(lease) is not None
+
+
+class ClaimLeases:
+    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S) -> None:
+        self._server = server
+        self._pod_resources = paths.pod_resources
+        self._daemon = AsyncDaemonClient(paths)
+        self._gone_s = gone_s
+        #: One lease is changed at a time, so that none is released while it is taken.
+        self._changing = asyncio.Lock()
+        #: Since when nothing needs a lease (monotonic), by its id.
+        self._gone_since_s: dict[str, float] = {}
+
+    async def allocated(self, claim: ClaimName) -> Sequence[AllocatedDevice]:
+        """The devices of this driver that are allocated to the claim; raises YunionError."""
+        stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
+        if stored["metadata"]["uid"] != claim.uid:
+            what = f"{claim.namespace}/{claim.name}: this claim has been replaced by another of its name"
+            raise NotFoundError(what, "delete the pod")
+        results = stored.get("status", {}).get("allocation", {}).get("devices", {}).get("results", [])
+        ours = [one for one in results if one["driver"] == DRIVER]
+        if not ours:
+            raise NotFoundError(f"{claim.namespace}/{claim.name}: nothing is allocated", "delete the pod")
+        if any(one.get("adminAccess") for one in ours):
+            what = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
+            raise HostError(what, "the host's tools show all devices: yunion-mps who")
+        return ours
+
+    async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
+        """The claim's lease, the same one each time; raises YunionError."""
+        async with self._changing:
+            for lease in await self._leases_of(claim.uid):
+                if _satisfies(lease, request):
+                    return lease
+                if lease["state"] in (IN_USE, OVER_BUDGET):
+                    what = f"{claim.lease} has other devices now, but a process still uses its lease"
+                    raise HostError(what, "see: yunion-mps who")
+                await self._call(END_LEASE, lease=lease["id"])
+            wanted: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
+            if request.memory_mib:
+                wanted = {"gpu": request.gpu, "memory_mib": request.memory_mib}
+            # Also devices of GPUs that do not enforce budgets, because the operator has offered them.
+            holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
+            return await self._call(
+                TAKE_LEASE, **wanted, holder=holder, cdi=True, reserved_for=KUBERNETES, allow_unlimited=True
+            )
+
+    async def release(self, uid: str) -> None:
+        """End the claim's lease if there is one; raises YunionError."""
+        async with self._changing:
+            for lease in await self._leases_of(uid):
+                await self._end(lease)
+
+    async def reconcile(self) -> None:
+        """Release the leases that no claim and no pod has needed for a while; raises YunionError, RpcError.
+
+        One is kept if a process uses its devices, if the kubelet lists a container with its claim, or if the
+        API server has the claim and it is reserved for a pod, or cannot say.
+        """
+        leases = [(lease, claim) for lease in await self._leases() if (claim := ClaimName.of(lease))]
+        if not leases:
+            self._gone_since_s.clear()
+            return
+        listed = await self._listed()
+        now_s, gone = time.monotonic(), {}
+        for lease, claim in leases:
+            is_needed = lease["state"] != IDLE or not claim.name or (claim.namespace, claim.name) in listed
+            if not is_needed and not await self._is_reserved(claim):
+                gone[lease["id"]] = self._gone_since_s.get(lease["id"], now_s)
+        self._gone_since_s = gone
+        for lease, claim in leases:
+            if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
+                async with self._changing:
+                    log.warning("%s: released, because no pod has this claim", claim.lease)
+                    await self._end(lease)
+
+    async def _is_reserved(self, claim: ClaimName) -> bool:
+        try:
+            stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
+        except ApiServerError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        return stored["metadata"]["uid"] == claim.uid and bool(stored.get("status", {}).get("reservedFor"))
+
+    async def _listed(self) -> set[tuple[str, str]]:
+        """The namespaces and names of the claims of all containers on this node."""
+        path = kubelet_api.LIST_POD_RESOURCES.path
+        data = await grpc.call(self._pod_resources, path, b"", _KUBELET_S)
+        return {
+            (claim.claim_namespace, claim.claim_name)
+            for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
+            for container in pod.containers
+            for claim in container.dynamic_resources
+        }
+
+    async def _leases(self) -> list[LeaseDetails]:
+        return (await self._call(GET_LEASES))["leases"]
+
+    async def _leases_of(self, uid: str) -> list[LeaseDetails]:
+        return [
+            lease
+            for lease in await self._leases()
+            if (claim := ClaimName.of(lease)) is not None and claim.uid == uid
+        ]
+
+    async def _end(self, lease: LeaseRecord) -> None:
+        try:
+            await self._call(END_LEASE, lease=lease["id"])
+        except NotFoundError:  # somebody else has released it
+            return
+        log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))
+
+    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
+        """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
+        return await Retrier(self._daemon, _RESTART_S, log.info).call(operation, None, **arguments)
+
+
+def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
+    """Whether it is the lease for this request; that is not decided by the daemon's text of the request."""
+    if request.devices:
+        return set(lease["devices"]) == set(request.devices)
+    return lease["gpus"] == [request.gpu] and sum(lease["memory_mib"]) >= request.memory_mib

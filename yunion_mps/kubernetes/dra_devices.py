@@ -1,0 +1,329 @@
+"""What the host offers as devices of ResourceSlices, and which lease an allocation of them asks for.
+
+All names, members and limits are those of the API group resource.k8s.io/v1 (k8s.io/api/resource/v1/types.go).
+Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.errors import InfeasibleError
+from yunion_mps.kubernetes.api_server import ApiObject
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+#: The driver's name, to which unqualified names of attributes and capacities belong.
+DRIVER = "mps.yunion.io"
+API_VERSION = "resource.k8s.io/v1"
+NO_SCHEDULE = "NoSchedule"
+#: The capacities.
+MEMORY, SM_PERCENTAGE = "memory", "smPercentage"
+_PCI_BUS_ID, _PCIE_ROOT = "resource.kubernetes.io/pciBusID", "resource.kubernetes.io/pcieRoot"
+#: The longest text and version in an attribute.
+_MAX_VALUE = 64
+#: NVIDIA's architectures by the first compute capability of each (docs.nvidia.com/cuda, "Compute
+#: Capabilities").
+_ARCHITECTURES = (
+    ((12, 0), "Blackwell"),
+    ((10, 0), "Blackwell"),
+    ((9, 0), "Hopper"),
+    ((8, 9), "Ada Lovelace"),
+    ((8, 0), "Ampere"),
+    ((7, 5), "Turing"),
+    ((7, 0), "Volta"),
+    ((6, 0), "Pascal"),
+    ((5, 0), "Maxwell"),
+    ((3, 0), "Kepler"),
+)
+_KIB = 1024
+_SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
+_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15})
+
+
+class DeviceAttribute(TypedDict, total=False):
+    """Exactly one of these."""
+
+    string: str
+    int: int
+    bool: bool
+    version: str
+
+
+class RequestRange(TypedDict, total=False):
+    min: str
+    max: str
+    step: str
+
+
+class RequestPolicy(TypedDict, total=False):
+    default: str
+    validRange: RequestRange
+
+
+class DeviceCapacity(TypedDict, total=False):
+    value: str
+    requestPolicy: RequestPolicy
+
+
+class DeviceTaint(TypedDict, total=False):
+    key: str
+    value: str
+    effect: str
+    timeAdded: str
+
+
+class SliceDevice(TypedDict, total=False):
+    """The API's `Device`."""
+
+    name: str
+    attributes: dict[str, DeviceAttribute]
+    capacity: dict[str, DeviceCapacity]
+    allowMultipleAllocations: bool
+    taints: list[DeviceTaint]
+
+
+class AllocatedDevice(TypedDict, total=False):
+    """The API's `DeviceRequestAllocationResult`."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    shareID: str
+    consumedCapacity: dict[str, str]
+    adminAccess: bool
+
+
+class AllocatedDevices(TypedDict, total=False):
+    results: list[AllocatedDevice]
+
+
+class ClaimAllocation(TypedDict, total=False):
+    devices: AllocatedDevices
+
+
+class ClaimConsumer(TypedDict, total=False):
+    resource: str
+    name: str
+    uid: str
+
+
+class ClaimStatus(TypedDict, total=False):
+    allocation: ClaimAllocation
+    reservedFor: list[ClaimConsumer]
+
+
+class ResourceClaim(ApiObject, total=False):
+    status: ClaimStatus
+
+
+class OfferedDevice(NamedTuple):
+    """A device that can be allocated: an address, or a GPU whose memory is leased in units.
+
+    `taint` is why no other pod should get it, a reason code or a state; empty if one should. `reason` says
+    it in words.
+    """
+
+    name: str
+    address: str
+    gpu: str
+    is_pool: bool
+    device: SliceDevice
+    taint: str
+    reason: str
+    is_healthy: bool
+
+
+class HostFacts(NamedTuple):
+    """What the daemon says of the host; `gpus`, `domains` and `pcie_roots` are by GPU UUID."""
+
+    devices: Sequence[answers.Device]
+    pools: Sequence[answers.Pool]
+    gpus: Mapping[str, answers.Gpu]
+    domains: Mapping[str, str]
+    pcie_roots: Mapping[str, str]
+    driver_version: str
+    our_leases: Collection[str]
+
+
+class ClaimRequest(NamedTuple):
+    """What a claim has to be leased: these devices, or this memory of one GPU."""
+
+    devices: tuple[str, ...] = ()
+    gpu: str = ""
+    memory_mib: int = 0
+
+
+def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
+    """The devices, GPU by GPU; only reserved ones if there are any."""
+    devices = [one for one in facts.devices if not is_made_for_a_lease(one)]
+    is_reserved = any(one["reserved_for"] == KUBERNETES for one in (*devices, *facts.pools))
+    offered = [_share(one, facts) for one in devices if not is_reserved or one["reserved_for"] == KUBERNETES]
+    offered += [
+        _pool(one, facts) for one in facts.pools if not is_reserved or one["reserved_for"] == KUBERNETES
+    ]
+    return offered
+
+
+def is_made_for_a_lease(device: answers.Device) -> bool:
+    """Whether the device is part of a pool; it ends with its lease, so nothing can be promised of it."""
+    return device["addr"].rpartition("-")[2].startswith("m")
+
+
+def device_name(address: str) -> str:
+    """A DNS label: 0001:3b:00.0-1 becomes 0001-3b-00-0-1."""
+    return re.sub(r"[^a-z0-9]", "-", address.lower())
+
+
+def requested_by(
+    results: Sequence[AllocatedDevice], offered: Mapping[str, OfferedDevice], pool: str
+) -> ClaimRequest:
+    """The lease that the allocated devices of a claim add up to, by name; raises InfeasibleError."""
+    for one in results:
+        if one["pool"] != pool or one["device"] not in offered:
+            what = f"there is no device {one['device']} in the pool {one['pool']} on this node"
+            hint = "delete the pod: the GPUs were divided differently when its claim was allocated"
+            raise InfeasibleError(what, hint)
+    found = [offered[one["device"]] for one in results]
+    pools = {one.gpu for one in found if one.is_pool}
+    if not pools:
+        return ClaimRequest(tuple(sorted({one.address for one in found})))
+    if len(pools) > 1 or not all(one.is_pool for one in found):
+        what = "a claim can have memory of one GPU only, or whole devices, but not both"
+        raise InfeasibleError(what, "write a claim for each, used by containers of their own")
+    mib = sum(_consumed_mib(result, one) for result, one in zip(results, found))
+    return ClaimRequest((), found[0].address, mib)
+
+
+def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
+    """The memory of a pool that is allocated; all of it if the cluster does not share devices."""
+    consumed = {name.rpartition("/")[2]: value for name, value in result.get("consumedCapacity", {}).items()}
+    text = consumed.get(MEMORY) or offered.device["capacity"][MEMORY]["value"]
+    return max(1, round(quantity(text)) >> 20)
+
+
+# -- devices
+
+
+def _share(one: answers.Device, facts: HostFacts) -> OfferedDevice:
+    name = device_name(one["addr"])
+    attributes = _attributes(one["gpu_uuid"], one["model"], one["numa_node"], facts)
+    attributes["address"] = {"string": one["addr"]}
+    attributes["type"] = {"string": "share"}
+    attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
+    capacity: dict[str, DeviceCapacity] = {
+        MEMORY: {"value": memory_quantity(one["memory_mib"])},
+        SM_PERCENTAGE: {"value": percentage_quantity(one["thread_percentage"])},
+    }
+    is_ours = one["state"] == LEASED and one["lease"] in facts.our_leases
+    is_healthy = is_ours or one["state"] in (FREE, RESERVED, LEASED)
+    taint = "" if is_ours or one["state"] in (FREE, RESERVED) else one["reason_code"] or one["state"]
+    device: SliceDevice = {"name": name, "attributes": attributes, "capacity": capacity}
+    reason = one["reason"] or (f"leased to {one['holder']}" if one["holder"] else one["state"])
+    return OfferedDevice(
+        name, one["addr"], one["gpu_uuid"], is_pool=False, device=device, taint=taint.replace(" ", "_"),
+        reason=reason if taint else "", is_healthy=is_healthy,
+    )  # fmt: skip
+
+
+def _pool(one: answers.Pool, facts: HostFacts) -> OfferedDevice:
+    """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion."""
+    name = device_name(one["addr"])
+    attributes = _attributes(one["gpu_uuid"], one["model"], one["numa_node"], facts)
+    attributes["address"] = {"string": one["addr"]}
+    attributes["type"] = {"string": "pool"}
+    attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
+    unit = memory_quantity(one["memory_unit_mib"])
+    policy: RequestPolicy = {"default": unit, "validRange": {"min": unit, "step": unit}}
+    device: SliceDevice = {
+        "name": name,
+        "attributes": attributes,
+        "capacity": {MEMORY: {"value": memory_quantity(one["memory_mib"]), "requestPolicy": policy}},
+        "allowMultipleAllocations": True,
+    }
+    is_healthy = one["state"] == AVAILABLE
+    taint = "" if is_healthy else one["reason_code"] or one["state"]
+    return OfferedDevice(
+        name, one["addr"], one["gpu_uuid"], is_pool=True, device=device, taint=taint.replace(" ", "_"),
+        reason="" if is_healthy else one["reason"], is_healthy=is_healthy,
+    )  # fmt: skip
+
+
+def _attributes(
+    uuid: str, model: str | None, numa_node: int | None, facts: HostFacts
+) -> dict[str, DeviceAttribute]:
+    gpu = facts.gpus.get(uuid)
+    texts = {
+        "uuid": uuid,
+        "productName": model or "",
+        "architecture": architecture_of(gpu["compute_capability"] if gpu else None),
+        "mpsDomain": facts.domains.get(uuid, ""),
+        _PCI_BUS_ID: bus_id(gpu["pci_address"]) if gpu else "",
+        _PCIE_ROOT: facts.pcie_roots.get(uuid, ""),
+    }
+    versions = {
+        "cudaComputeCapability": version_of((gpu["compute_capability"] if gpu else None) or ""),
+        "driverVersion": version_of(facts.driver_version),
+    }
+    attributes: dict[str, DeviceAttribute] = {
+        name: {"string": text[:_MAX_VALUE]} for name, text in texts.items() if text
+    }
+    attributes.update({name: {"version": text} for name, text in versions.items() if text})
+    if numa_node is not None and numa_node >= 0:
+        attributes["numaNode"] = {"int": numa_node}
+    return attributes
+
+
+def architecture_of(compute_capability: str | None) -> str:
+    """Its name, empty if it is unknown."""
+    if not compute_capability:
+        return ""
+    major, _, minor = compute_capability.partition(".")
+    known = (int(major), int(minor or 0))
+    return next((name for first, name in _ARCHITECTURES if known >= first), "")
+
+
+def bus_id(address: str) -> str:
+    """The address with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
+    domain, _, rest = address.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{address.lower()}"
+
+
+def version_of(text: str) -> str:
+    """The version as semver.org spells it: three numbers without leading zeros; empty if it is none."""
+    numbers = re.findall(r"[0-9]+", text)[:3]
+    return ".".join(str(int(number)) for number in [*numbers, "0", "0"][:3]) if numbers else ""
+
+
+# -- quantities
+
+
+def memory_quantity(mib: int) -> str:
+    """The amount as the API server writes it: with the largest unit of which it is a multiple."""
+    for suffix in ("Mi", "Gi", "Ti"):
+        if mib % _KIB or suffix == "Ti":
+            return f"{mib}{suffix}"
+        mib //= _KIB
+    raise AssertionError("not reached")
+
+
+def percentage_quantity(percentage: float) -> str:
+    """33.3 as 33300m, and 25.0 as 25, as the API server writes them."""
+    thousandths = round(percentage * 1000)
+    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
+
+
+def quantity(text: str) -> float:
+    """The value of a quantity (k8s.io/apimachinery, pkg/api/resource); raises InfeasibleError."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTP]i|[kMGTP])?)", text)
+    if not match:
+        raise InfeasibleError(f"{text[:_MAX_VALUE]!r} is not an amount", "see the claim's consumedCapacity")
+    number, exponent, suffix = match.groups()
+    if suffix == "m":
+        return float(number) / 1000
+    return float(number) * 10.0 ** int(exponent or 0) * _SUFFIXES[suffix or ""]

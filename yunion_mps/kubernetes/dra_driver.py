@@ -1,0 +1,230 @@
+"""The DRA driver mps.yunion.io: answers the kubelet, publishes the devices, and serves both sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+
+from yunion_mps.errors import YunionError
+from yunion_mps.host.systemd import Notifier
+from yunion_mps.kubernetes import dra_api, grpc
+from yunion_mps.kubernetes.api_server import ApiServer, Backoff
+from yunion_mps.kubernetes.credentials import ApiCredentials
+from yunion_mps.kubernetes.dra_api import (
+    ClaimReference,
+    DeviceHealth,
+    DeviceIdentifier,
+    NodePrepareResourceResponse,
+    NodeUnprepareResourceResponse,
+    PreparedDevice,
+)
+from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
+from yunion_mps.kubernetes.dra_devices import DRIVER, AllocatedDevice, requested_by
+from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_slices import SlicePublisher
+from yunion_mps.kubernetes.grpc import Method, RpcServer
+from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
+from yunion_mps.kubernetes.plugin import rpc_method
+from yunion_mps.models import CDI_KIND
+from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
+
+#: How long the API server has for a claim, in s: the kubelet waits for 45 s.
+_CLAIM_S = 10.0
+#: How often the kubelet is told the health again, which it forgets after 30 s, in s.
+_HEALTH_S = 10.0
+_RECONCILE_S = 60.0
+_POLL_S = 1.0
+_MAX_MESSAGE = 1024
+_SOCKET, _REGISTRATION = "dra.sock", f"{DRIVER}-reg.sock"
+
+
+class DraDriver:
+    """Answers the kubelet."""
+
+    def __init__(self, host: DraHost, claims: ClaimLeases, node: str) -> None:
+        self._host = host
+        self._claims = claims
+        self._pool = node
+
+    def methods(self) -> dict[str, Method]:
+        """The driver's methods, by their paths."""
+        return dict(
+            (
+                rpc_method(dra_api.PREPARE, self._prepare),
+                rpc_method(dra_api.PREPARE_BETA, self._prepare),
+                rpc_method(dra_api.UNPREPARE, self._unprepare),
+                rpc_method(dra_api.UNPREPARE_BETA, self._unprepare),
+                (dra_api.WATCH_HEALTH.path, Method(self._watch_health, is_stream=True)),
+                (dra_api.WATCH_HEALTH_ALPHA.path, Method(self._watch_health, is_stream=True)),
+            )
+        )
+
+    async def _prepare(
+        self, request: dra_api.NodePrepareResourcesRequest
+    ) -> dra_api.NodePrepareResourcesResponse:
+        answers = await asyncio.gather(*map(self._prepare_claim, request.claims))
+        return dra_api.NodePrepareResourcesResponse(
+            {claim.uid: answer for claim, answer in zip(request.claims, answers)}
+        )
+
+    async def _prepare_claim(self, reference: ClaimReference) -> NodePrepareResourceResponse:
+        claim = ClaimName(reference.namespace, reference.name, reference.uid)
+        try:
+            results = await self._claims.allocated(claim)
+            lease = await self._claims.take(
+                claim, requested_by(results, await self._host.known(), self._pool)
+            )
+        except YunionError as error:
+            log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
+            return NodePrepareResourceResponse(error=_text(error))
+        log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
+        return NodePrepareResourceResponse(_prepared(results, f"{CDI_KIND}={lease['id']}"))
+
+    async def _unprepare(
+        self, request: dra_api.NodeUnprepareResourcesRequest
+    ) -> dra_api.NodeUnprepareResourcesResponse:
+        answers = await asyncio.gather(*map(self._unprepare_claim, request.claims))
+        return dra_api.NodeUnprepareResourcesResponse(
+            {claim.uid: answer for claim, answer in zip(request.claims, answers)}
+        )
+
+    async def _unprepare_claim(self, reference: ClaimReference) -> NodeUnprepareResourceResponse:
+        try:
+            await self._claims.release(reference.uid)
+        except YunionError as error:
+            return NodeUnprepareResourceResponse(_text(error))
+        return NodeUnprepareResourceResponse()
+
+    async def _watch_health(self, _: bytes) -> AsyncIterator[bytes]:
+        while True:
+            changed = self._host.changed
+            now_s = int(time.time())
+            devices = tuple(
+                DeviceHealth(
+                    DeviceIdentifier(self._pool, one.name),
+                    dra_api.IS_HEALTHY if one.is_healthy else dra_api.IS_UNHEALTHY,
+                    now_s,
+                    message=one.reason[:_MAX_MESSAGE],
+                )
+                for one in self._host.offered or ()
+            )
+            if self._host.offered is not None:
+                yield dra_api.NodeWatchResourcesResponse(devices).encode()
+            await _wait(changed, _HEALTH_S)
+
+
+class DraService:
+    """Serves the driver's sockets, publishes the devices and releases leases that are left over."""
+
+    def __init__(self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier) -> None:
+        self._host = DraHost(paths)
+        self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths)
+        self._slices = SlicePublisher(ApiServer(credentials), node)
+        self._notifier = notifier
+        self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
+        self._registration = os.path.join(paths.plugins_registry, _REGISTRATION)
+        self._driver = RpcServer(DraDriver(self._host, self._claims, node).methods())
+        self._registrar = RpcServer(
+            dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
+        )
+        self._failure = ""
+
+    async def run(self) -> None:
+        """Run without end; raises what is not a failure of another program."""
+        await asyncio.gather(
+            self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile()
+        )
+
+    async def _offer(self) -> None:
+        while True:
+            changed = self._host.changed
+            if self._host.offered is not None:
+                self._slices.offer(self._host.offered)
+            await changed.wait()
+
+    async def _serve(self) -> None:
+        """Serve both sockets. The kubelet finds the one in its registry, now and after each of its starts."""
+        while True:
+            try:
+                for path in (self._endpoint, self._registration):
+                    os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
+                await self._driver.open(self._endpoint)
+                await self._registrar.open(self._registration)
+                self._failure = ""
+                sockets = self._sockets()
+                while self._sockets() == sockets:
+                    self._notifier.status(f"{DRIVER}: {self._host.status}; {self._slices.status}")
+                    await asyncio.sleep(_POLL_S)
+                log.warning("%s: a socket was removed, and is created again", DRIVER)
+            except OSError as error:
+                failure = f"{error.filename or self._endpoint}: {error.strerror or error}"
+                if failure != self._failure:
+                    log.warning("%s; trying again every %g s", failure, _POLL_S)
+                self._failure = failure
+                self._notifier.status(failure)
+                await asyncio.sleep(_POLL_S)
+            finally:
+                await self._registrar.close()
+                await self._driver.close()
+
+    def _sockets(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for path in (self._endpoint, self._registration):
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                found.append((status.st_dev, status.st_ino))
+        return found
+
+    async def _reconcile(self) -> None:
+        backoff = Backoff(_RECONCILE_S / 4, _RECONCILE_S)
+        while True:
+            try:
+                await self._claims.reconcile()
+            except (YunionError, grpc.RpcError, DecodeError) as error:
+                log.debug("leases are not compared with the claims now: %s", error)
+            await backoff.wait()
+
+    async def _get_info(self, _: Empty) -> dra_api.PluginInfo:
+        return dra_api.PluginInfo(dra_api.PLUGIN_TYPE, DRIVER, self._endpoint, dra_api.SERVICES)
+
+    async def _notify(self, status: dra_api.RegistrationStatus) -> Empty:
+        if status.plugin_registered:
+            log.info("the kubelet has registered %s", DRIVER)
+        else:
+            log.warning("the kubelet does not register %s: %s", DRIVER, status.error)
+        return Empty()
+
+
+def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDevice, ...]:
+    """The claim's devices. The CDI device is the first one's, for all requests: a container has it once."""
+    results = list(results)
+    names = tuple(dict.fromkeys(one["request"].partition("/")[0] for one in results))
+    return tuple(
+        PreparedDevice(
+            names if index == 0 else (one["request"].partition("/")[0],),
+            one["pool"],
+            one["device"],
+            (cdi,) if index == 0 else (),
+            one.get("shareID", ""),
+        )
+        for index, one in enumerate(results)
+    )
+
+
+def _text(error: YunionError) -> str:
+    return f"{error.message}{f' ({error.hint})' if error.hint else ''} [{error.code}]"
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=timeout_s)
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

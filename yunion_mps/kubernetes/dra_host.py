@@ -1,0 +1,132 @@
+"""What the host offers now: follows the daemon's devices, pools and leases."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operation import Operation, Value
+from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS
+from yunion_mps.kubernetes.dra_claims import is_claims_lease
+from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import DAEMON_UNREACHABLE
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+#: How long each request for a change waits, in s.
+_CHANGE_WAIT_S = 60
+_RETRY_S = 0.2
+#: The daemon may be unreachable for this long, as during an upgrade, before its devices have taints, in s.
+OUTAGE_S = 5.0
+#: The root of a PCI hierarchy in sysfs' path of a device.
+_PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
+
+
+class DraHost:
+    """`offered` are the devices, None until the daemon has answered; `changed` is set when they change."""
+
+    def __init__(self, paths: Paths, outage_s: float = OUTAGE_S) -> None:
+        self._paths = paths
+        self._daemon = AsyncDaemonClient(paths)
+        self._outage_s = outage_s
+        self._stale = asyncio.Event()
+        self._failing_since_s = 0.0
+        self.offered: Sequence[OfferedDevice] | None = None
+        self.changed = asyncio.Event()
+        self.status = "waiting for the daemon"
+
+    async def run(self) -> None:
+        """Follow the daemon, without end."""
+        watches = [
+            asyncio.ensure_future(self._watch(GET_DEVICES, limit=0)),
+            asyncio.ensure_future(self._watch(GET_POOLS)),
+        ]
+        try:
+            while True:
+                await self._stale.wait()
+                self._stale.clear()
+                try:
+                    self._publish(offered_devices(await self._facts()))
+                    self._failing_since_s = 0.0
+                except YunionError as error:
+                    self._note_failure(error)
+                    self._stale.set()
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            for one in watches:
+                one.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def known(self) -> dict[str, OfferedDevice]:
+        """The devices by name, as soon as the daemon has answered once."""
+        while self.offered is None:
+            await self.changed.wait()
+        return {one.name: one for one in self.offered}
+
+    async def _watch(self, operation: Operation[T], **arguments: Value) -> None:
+        condition: dict[str, Value] = {}
+        while True:
+            try:
+                result = await self._daemon.call_if_changed(operation, **arguments, **condition)
+                answer, etag = result
+                condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+                if answer is not None:
+                    self._stale.set()
+            except YunionError:
+                condition = {}
+                self._stale.set()  # the attempt to read everything reports it
+                await asyncio.sleep(_RETRY_S)
+
+    async def _facts(self) -> HostFacts:
+        call = self._daemon.call
+        devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
+        pools = (await call(GET_POOLS))["pools"]
+        gpus = {gpu["uuid"]: gpu for gpu in (await call(GET_GPUS))["gpus"] if gpu["uuid"]}
+        status = await call(GET_STATUS)
+        domains = {uuid: domain["name"] for domain in status["domains"] for uuid in domain["gpus"]}
+        roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
+        leases = (await call(GET_LEASES))["leases"]
+        ours = {lease["id"] for lease in leases if is_claims_lease(lease)}
+        driver_version = status["driver"]["version"] or ""
+        return HostFacts(devices, pools, gpus, domains, roots, driver_version, ours)
+
+    def _pcie_root(self, address: str) -> str:
+        """As /sys/devices/pci0000:00/… has it; empty if that cannot be seen from here."""
+        path = os.path.realpath(os.path.join(self._paths.pci_devices, address.lower()))
+        found = _PCIE_ROOT.search(path)
+        return found[1] if found else ""
+
+    def _note_failure(self, error: YunionError) -> None:
+        now_s = time.monotonic()
+        self._failing_since_s = self._failing_since_s or now_s
+        if now_s - self._failing_since_s >= self._outage_s and isinstance(error, UnreachableError):
+            if self.offered is not None:
+                taint, reason = DAEMON_UNREACHABLE, error.message
+                self._publish(
+                    [one._replace(taint=taint, reason=reason, is_healthy=False) for one in self.offered]
+                )
+            self.status = error.message
+
+    def _publish(self, offered: Sequence[OfferedDevice]) -> None:
+        is_first = self.offered is None
+        tainted = [one for one in offered if one.taint]
+        status = f"{len(offered) - len(tainted)} of {len(offered)} devices can be allocated"
+        if tainted:
+            status += f"; {tainted[0].address}: {tainted[0].reason}"
+        if status != self.status:
+            log.info("%s", status)
+        self.status = status
+        if is_first or offered != self.offered:
+            self.offered = offered
+            changed, self.changed = self.changed, asyncio.Event()
+            changed.set()

@@ -1,0 +1,308 @@
+"""Publishes the node's devices as ResourceSlices, and keeps them as they should be.
+
+All slices form one pool, named after the node, with one generation. Writes are rare: the API server of 5,000
+nodes has to store each of them and to tell every scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+from http import HTTPStatus
+from typing import NamedTuple, TypedDict
+
+from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, OwnerReference, Resource
+from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.dra_devices import (
+    API_VERSION,
+    DRIVER,
+    NO_SCHEDULE,
+    OfferedDevice,
+    SliceDevice,
+)
+
+log = logging.getLogger(__name__)
+
+
+#: A slice may have 128 devices, but 64 if any of them has a taint, which each may get.
+MAX_DEVICES = 64
+#: The least time between writes, unless a device's health has changed, in s.
+INTERVAL_S = 5.0
+#: Taints that say what others do with a device, not how it is.
+_USES = ("leased", "no_memory", "pending", "reserved")
+_TAINT_PREFIX = f"{DRIVER}/"
+_MAX_NAME = 253
+_HASH_LENGTH = 8
+
+
+class SlicePool(TypedDict):
+    name: str
+    generation: int
+    resourceSliceCount: int
+
+
+class SliceSpec(TypedDict, total=False):
+    driver: str
+    nodeName: str
+    pool: SlicePool
+    devices: list[SliceDevice]
+
+
+class ResourceSlice(ApiObject, total=False):
+    spec: SliceSpec
+
+
+SLICES = Resource[ResourceSlice](f"/apis/{API_VERSION}", "resourceslices")
+NODES = Resource[ApiObject]("/api/v1", "nodes")
+
+
+class Writes(NamedTuple):
+    """What makes the stored slices those that are wanted; a slice with a resource version is replaced."""
+
+    stored: Sequence[ResourceSlice]
+    deleted: Sequence[str]
+
+
+def slices_of(offered: Iterable[OfferedDevice], *, with_taints: bool = True) -> list[list[SliceDevice]]:
+    """The devices of each slice. A GPU's are in one slice if they fit, so that its loss changes only one.
+
+    Without taints, because the cluster does not support them, devices that would have one are left out.
+    """
+    by_gpu: dict[str, list[SliceDevice]] = {}
+    for one in offered:
+        device = one.device
+        if one.taint:
+            device = {**device, "taints": [{"key": _TAINT_PREFIX + one.taint, "effect": NO_SCHEDULE}]}
+        if with_taints or not one.taint:
+            by_gpu.setdefault(one.gpu, []).append(device)
+    slices: list[list[SliceDevice]] = [[]]
+    for devices in by_gpu.values():
+        if len(slices[-1]) + min(len(devices), MAX_DEVICES) > MAX_DEVICES:
+            slices.append([])
+        for device in devices:
+            if len(slices[-1]) == MAX_DEVICES:
+                slices.append([])
+            slices[-1].append(device)
+    return slices
+
+
+def slice_name(node: str, index: int) -> str:
+    name = f"{node}-{DRIVER}-{index}"
+    if len(name) <= _MAX_NAME:
+        return name
+    digest = sha256(node.encode()).hexdigest()[:_HASH_LENGTH]
+    return f"{node[: _MAX_NAME - len(name) - _HASH_LENGTH - 1]}-{digest}-{DRIVER}-{index}"
+
+
+def plan_writes(
+    existing: Mapping[str, ResourceSlice],
+    wanted: Sequence[Sequence[SliceDevice]],
+    node: str,
+    owner: OwnerReference | None,
+) -> Writes:
+    """What to write; `existing` are the stored slices of the driver on this node, by name.
+
+    The generation is kept if a single slice changes; otherwise, schedulers ignore the old slices, and wait
+    until they have all new ones.
+    """
+    names = [slice_name(node, index) for index in range(len(wanted))]
+    generation = max((one["spec"]["pool"]["generation"] for one in existing.values()), default=0)
+    pool: SlicePool = {"name": node, "generation": generation, "resourceSliceCount": len(wanted)}
+    changed = [
+        name
+        for name, devices in zip(names, wanted)
+        if name not in existing
+        or existing[name]["spec"]["pool"] != pool
+        or _without_times(existing[name]["spec"].get("devices", ())) != list(devices)
+    ]
+    deleted = [name for name in existing if name not in names]
+    if len(changed) + len(deleted) > 1 or (changed and changed[0] not in existing):
+        pool, changed = {**pool, "generation": generation + 1}, names
+    stored: list[ResourceSlice] = []
+    for name, devices in zip(names, wanted):
+        if name in changed:
+            spec: SliceSpec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": list(devices)}
+            made: ResourceSlice = {"apiVersion": API_VERSION, "kind": "ResourceSlice", "spec": spec}
+            made["metadata"] = {"name": name}
+            if owner:
+                made["metadata"]["ownerReferences"] = [owner]
+            if name in existing:
+                made["metadata"]["resourceVersion"] = existing[name]["metadata"]["resourceVersion"]
+            stored.append(made)
+    return Writes(stored, deleted)
+
+
+def _without_times(devices: Iterable[SliceDevice]) -> list[SliceDevice]:
+    """The devices without the times that the API server adds to taints."""
+    found: list[SliceDevice] = []
+    for device in devices:
+        taints = device.get("taints")
+        if taints:
+            device = {**device, "taints": [{"key": one["key"], "effect": one["effect"]} for one in taints]}
+        found.append(device)
+    return found
+
+
+class SlicePublisher:
+    """Keeps the node's slices. `offer` says what there is, `run` writes it."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        node: str,
+        interval_s: float = INTERVAL_S,
+        backoff: Backoff | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._server = server
+        self._node = node
+        self._interval_s = interval_s
+        self._backoff = backoff or Backoff()
+        self._sleep = sleep
+        self._offered: Sequence[OfferedDevice] | None = None
+        self._existing: dict[str, ResourceSlice] | None = None
+        #: The devices as they were sent, by resource version: a cluster drops what it does not support.
+        self._sent: dict[str, list[SliceDevice]] = {}
+        self._with_taints = True
+        self._owner: OwnerReference | None = None
+        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
+        self._written_s = 0.0
+        #: What is published, or why not, in one line.
+        self.status = "the devices are not published yet"
+
+    def offer(self, offered: Sequence[OfferedDevice]) -> None:
+        """Publish these devices from now on: at once if the health of one has changed, otherwise soon."""
+        if offered == self._offered:
+            return
+        if _health(offered) != _health(self._offered or ()):
+            self._urgent.set()
+        self._offered = offered
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the stored slices, and write those that differ, without end."""
+        following = asyncio.ensure_future(self._follow())
+        try:
+            while True:
+                await self._changed.wait()
+                await self._wait_for_turn()
+                self._changed.clear()
+                self._urgent.clear()
+                try:
+                    await self._write()
+                    self._backoff.reset()
+                except ApiServerError as error:
+                    self._report(error)
+                    self._changed.set()
+                    await self._sleep(self._backoff.next_s())
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
+        async for found in self._server.follow(SLICES, fields=selection, on_failure=self._report):
+            self._existing = {one["metadata"]["name"]: one for one in found.values()}
+            self._changed.set()
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until the interval since the last write has passed, or a device's health changes."""
+        left_s = self._written_s + self._interval_s - time.monotonic()
+        if left_s <= 0 or self._urgent.is_set():
+            return
+        waits = [asyncio.ensure_future(one) for one in (self._urgent.wait(), self._sleep(left_s))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _write(self) -> None:
+        if self._offered is None or self._existing is None:
+            return
+        wanted = slices_of(self._offered, with_taints=self._with_taints)
+        writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
+        if not (writes.stored or writes.deleted):
+            self._note_published(wanted)
+            return
+        self._written_s = time.monotonic()
+        if self._owner is None:
+            await self._find_owner()
+            writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
+        for one in writes.stored:
+            await self._store(one)
+        for name in writes.deleted:
+            await self._server.delete(SLICES, name)
+            self._existing.pop(name, None)
+        self._note_published(wanted)
+
+    async def _store(self, one: ResourceSlice) -> None:
+        assert self._existing is not None
+        name, is_new = one["metadata"]["name"], "resourceVersion" not in one["metadata"]
+        try:
+            stored = await (self._server.create(SLICES, one) if is_new else self._server.replace(SLICES, one))
+        except ApiServerError as error:
+            if error.status in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+                await self._read()  # another writer, or a kubelet that has removed the slices
+            raise
+        self._existing[name] = stored
+        sent = one["spec"]["devices"]
+        self._sent = {
+            version: devices
+            for version, devices in self._sent.items()
+            if version in {other["metadata"]["resourceVersion"] for other in self._existing.values()}
+        }
+        self._sent[stored["metadata"]["resourceVersion"]] = sent
+        kept = stored["spec"].get("devices", ())
+        if any("taints" in device for device in sent) and not any("taints" in device for device in kept):
+            log.warning("the cluster drops taints: devices that cannot serve are left out of the slices")
+            self._with_taints = False
+            self._changed.set()
+            self._urgent.set()
+
+    async def _read(self) -> None:
+        selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
+        found, _ = await self._server.list(SLICES, fields=selection)
+        self._existing = {one["metadata"]["name"]: one for one in found}
+
+    def _as_sent(self) -> dict[str, ResourceSlice]:
+        """The stored slices, with the devices that were sent if nothing else has changed them."""
+        found: dict[str, ResourceSlice] = {}
+        for name, one in (self._existing or {}).items():
+            sent = self._sent.get(one["metadata"]["resourceVersion"])
+            found[name] = one if sent is None else {**one, "spec": {**one["spec"], "devices": sent}}
+        return found
+
+    async def _find_owner(self) -> None:
+        """The node owns its slices, so that they are deleted with it."""
+        try:
+            node = await self._server.get(NODES, self._node)
+        except ApiServerError as error:
+            if error.status not in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
+                raise
+            log.warning("the slices are not deleted with the node: %s", error.message)
+            return
+        self._owner = {
+            "apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node["metadata"]["uid"],
+            "controller": True,
+        }  # fmt: skip
+
+    def _note_published(self, wanted: Sequence[Sequence[SliceDevice]]) -> None:
+        status = f"{sum(map(len, wanted))} devices are published in {len(wanted)} slices"
+        if status != self.status:
+            log.info("%s", status)
+        self.status = status
+
+    def _report(self, error: ApiServerError) -> None:
+        if error.message != self.status:
+            log.warning("%s; running pods are not affected", error.message)
+        self.status = error.message
+
+
+def _health(offered: Iterable[OfferedDevice]) -> dict[str, str]:
+    """The taints of devices that cannot serve, by name."""
+    return {one.name: one.taint for one in offered if one.taint and one.taint not in _USES}
