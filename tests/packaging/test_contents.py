@@ -54,6 +54,11 @@ OF_THE_PLUGIN = {
     "/usr/share/doc/yunion-mps-kubelet-plugin/copyright",
     "/usr/share/doc/yunion-mps-kubelet-plugin/sbom.cdx.json",
     "/usr/share/man/man8/yunion-mps-kubelet-plugin.8.gz",
+    *(
+        f"/usr/share/yunion-mps/{path.relative_to(ROOT / 'etc')}"
+        for path in (ROOT / "etc/kubernetes").rglob("*")
+        if path.is_file()
+    ),
 }
 MAX_MIB = 8
 

@@ -39,6 +39,8 @@ class Package(NamedTuple):
     #: A regular expression for the beginning of each directory that no other package has.
     directories: str
     files: tuple[tuple[str, str, int], ...]
+    #: Directories of the sources of which everything is installed, and where.
+    directories_of_files: tuple[tuple[str, str], ...] = ()
 
     @property
     def documents(self) -> str:
@@ -85,6 +87,7 @@ KUBELET_PLUGIN = Package(
             0o644,
         ),
     ),
+    (("etc/kubernetes", "usr/share/yunion-mps/kubernetes"),),
 )
 PACKAGES = (DAEMON, KUBELET_PLUGIN)
 
@@ -108,6 +111,11 @@ def stage(source: Source, package: Package, family: Family, made: Made, bill: st
             put(root, f"{LIBRARY}/vendor/{name}", data)
     for origin, place, mode in package.files:
         put(root, place, _bytes(source.path(origin)), mode)
+    for origin, place in package.directories_of_files:
+        for folder, _, names in os.walk(source.path(origin)):
+            below = os.path.relpath(folder, source.path(origin))
+            for name in names:
+                put(root, os.path.normpath(f"{place}/{below}/{name}"), _bytes(os.path.join(folder, name)))
     put(root, f"{package.documents}/copyright", _bytes(source.path("packaging/copyright")))
     put(root, f"{package.documents}/sbom.cdx.json", bill.encode())
     for name in sorted(os.listdir(f"{made.generated}/man")):
