@@ -179,6 +179,17 @@ def test_the_examples_are_objects_of_known_fields(path: Path) -> None:
         assert unknown_members(each, members) == []
 
 
+def test_the_pods_of_the_examples_request_our_resources(tmp_path: Path) -> None:
+    options = read_options(Paths(str(tmp_path)))
+    offered = {options.resource, options.memory_resource}
+    requested = set()
+    for each in (each for path in EXAMPLES for each in loaded(path)):
+        spec = each["spec"].get("template", each)["spec"] if each["kind"] in ("Pod", "Deployment") else {}
+        for container in spec.get("containers", ()):
+            requested |= container.get("resources", {}).get("limits", {}).keys()
+    assert requested == offered
+
+
 def test_a_misspelt_field_is_found() -> None:
     pod = {"spec": {"containers": [{"name": "main", "resource": {}}]}}
     assert unknown_members(pod, {"spec": _POD}) == [".spec.containers[].resource"]

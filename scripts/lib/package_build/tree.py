@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from package_build.source import Source
@@ -109,13 +110,8 @@ def stage(source: Source, package: Package, family: Family, made: Made, bill: st
     for one in bundled_in(package.name, made.bundle):
         for name, data in one.files.items():
             put(root, f"{LIBRARY}/vendor/{name}", data)
-    for origin, place, mode in package.files:
+    for origin, place, mode in (*package.files, *_files_below(source, package.directories_of_files)):
         put(root, place, _bytes(source.path(origin)), mode)
-    for origin, place in package.directories_of_files:
-        for folder, _, names in os.walk(source.path(origin)):
-            below = os.path.relpath(folder, source.path(origin))
-            for name in names:
-                put(root, os.path.normpath(f"{place}/{below}/{name}"), _bytes(os.path.join(folder, name)))
     put(root, f"{package.documents}/copyright", _bytes(source.path("packaging/copyright")))
     put(root, f"{package.documents}/sbom.cdx.json", bill.encode())
     for name in sorted(os.listdir(f"{made.generated}/man")):
@@ -125,6 +121,14 @@ def stage(source: Source, package: Package, family: Family, made: Made, bill: st
             put(root, f"usr/share/man/man{section}/{name}.gz", page)
     if package is DAEMON:
         _stage_daemon(source, family, made.generated, root)
+
+
+def _files_below(source: Source, directories: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, int]]:
+    for origin, place in directories:
+        for folder, _, names in os.walk(source.path(origin)):
+            below = os.path.relpath(folder, source.path(origin))
+            for name in names:
+                yield os.path.join(folder, name), os.path.normpath(f"{place}/{below}/{name}"), 0o644
 
 
 def _stage_daemon(source: Source, family: Family, generated: str, root: str) -> None:
