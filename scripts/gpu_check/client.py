@@ -246,7 +246,7 @@ class Commands:
         self, start: float, seconds: float, blocks: int, iterations: int, batch: int = 4
     ) -> dict[str, Any]:
         """Launch kernels for some seconds, beginning at `start` (monotonic seconds)."""
-        time.sleep(max(0.0, start - time.monotonic()))
+        time.sleep(max(0.0, start - time.monotonic()))  # all clients begin at the same moment
         launches = 0
         begin_s = time.monotonic()
         end_s = begin_s + seconds

@@ -161,7 +161,7 @@ class Client:
             end_s = time.monotonic() + wait_s
             while self.process.poll() is None and time.monotonic() < end_s:
                 self.hear()  # otherwise its last events could fill the pipe, and it would wait for us
-                time.sleep(0.005)
+                time.sleep(0.005)  # a poll: its events have to be read meanwhile
             if self.process.poll() is not None:
                 break
         self.hear()

@@ -117,7 +117,7 @@ def end_all(directory: str, patience_s: float = 6.0) -> list[str]:
         while left and time.monotonic() < end_s:
             reap()
             left = of_run(directory)
-            time.sleep(0.02)
+            time.sleep(0.02)  # a poll: most are not our children, and cannot be waited for
     return said + [f"{name_of(pid)} (PID {pid}) did not end after SIGKILL" for pid in left]
 
 
@@ -185,7 +185,7 @@ class Control:
                 )
             if time.monotonic() > start_s + timeout_s:
                 raise StepError(f"the control daemon was not listening after {seconds(timeout_s)}")
-            time.sleep(0.001)
+            time.sleep(0.001)  # a poll: nothing tells that its socket listens
         self.start_seconds = time.monotonic() - start_s
         return self
 
@@ -312,7 +312,7 @@ def end_servers(pids: set[int], patience_s: float = 3.0) -> None:
                 os.kill(pid, number)
         end_s = time.monotonic() + patience_s
         while any(stat_of(pid) for pid in left) and time.monotonic() < end_s:
-            time.sleep(0.01)
+            time.sleep(0.01)  # a poll: they are not our children, and cannot be waited for
 
 
 def _tail(path: str) -> str:

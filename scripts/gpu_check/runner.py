@@ -191,7 +191,7 @@ def _end(pid: int) -> None:
                     return
             except ChildProcessError:
                 return
-            time.sleep(0.01)
+            time.sleep(0.01)  # a poll: waitpid() has no timeout
     reap()
 
 

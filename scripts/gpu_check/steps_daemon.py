@@ -208,7 +208,7 @@ def _kill_control(
         if listener(daemon.pipe) not in (0, old):
             listening_s = time.monotonic() - since_s
             break
-        time.sleep(0.002)
+        time.sleep(0.002)  # a poll: nothing tells that a socket listens
     met = attempt(context, daemon.pipe, 10)
     all_s = time.monotonic() - since_s
     watch(clients, 1.0)

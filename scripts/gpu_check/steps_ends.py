@@ -144,7 +144,7 @@ def _wait_gone(pid: int, timeout_s: float) -> str:
     """Whether a process ended in time, in words."""
     start_s = time.monotonic()
     while stat_of(pid) and time.monotonic() < start_s + timeout_s:
-        time.sleep(0.01)
+        time.sleep(0.01)  # a poll: it is not our child, and cannot be waited for
     took = seconds(time.monotonic() - start_s)
     return f"was still running {took} later" if stat_of(pid) else f"exited within {took}"
 

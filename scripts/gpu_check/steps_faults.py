@@ -54,7 +54,7 @@ def fault(context: StepContext, report: Report) -> None:
 def _statuses(control: Control, server: int) -> list[Answer]:
     """Return the server's status twice, half a second apart, to see whether a fault passes by itself."""
     answers = [control.ask(f"get_server_status {server}", timeout_s=3)]
-    time.sleep(0.5)
+    time.sleep(0.5)  # the time in which a fault may pass
     return [*answers, control.ask(f"get_server_status {server}", timeout_s=3)]
 
 

@@ -125,7 +125,7 @@ def _idle(report: Report, control: Control, server: int) -> None:
     """Whether the server exits after its last client."""
     start_s = time.monotonic()
     while stat_of(server) and time.monotonic() < start_s + _IDLE_S:
-        time.sleep(0.05)
+        time.sleep(0.05)  # a poll: it is not our child, and cannot be waited for
     waited = seconds(time.monotonic() - start_s)
     if stat_of(server):
         sentence = f"No: it was still running {waited} after its last client had ended."

@@ -182,7 +182,7 @@ def _end_server(control: Control) -> float:
             raise StepError(
                 "the server did not exit within 10 s of shutdown_server, although it had no clients"
             )
-        time.sleep(0.05)
+        time.sleep(0.05)  # a poll: it is not our child, and cannot be waited for
     return round(time.monotonic() - start_s, 3)
 
 

@@ -194,7 +194,7 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
             daemon.answered_ms()
         time.sleep(_SETTLE_S)
         before = {gpus: processor_s(daemon.pid) for gpus, daemon in daemons.items()}
-        time.sleep(wait_s)
+        time.sleep(wait_s)  # what they use while nothing asks them is what is measured
         taken = {gpus: processor_s(daemon.pid) - before[gpus] for gpus, daemon in daemons.items()}
     for gpus, taken_s in taken.items():
         what = f"idle for {wait_s} s, {gpus} GPU{'s' if gpus > 1 else ''}"
