@@ -12,7 +12,6 @@ import pytest
 import yaml
 from yunion_mps import __version__
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.service import ENDPOINT
 from yunion_mps.paths import Paths
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +204,7 @@ def test_every_path_of_the_plugin_is_mounted(built: list[Object]) -> None:
     for path, is_written in (
         (paths.kubelet_plugin, False),
         (paths.socket, False),
-        (f"{paths.device_plugins}/{ENDPOINT}", True),
+        (f"{paths.device_plugins}/yunion-mps.sock", True),
         (paths.pod_resources, False),
         ("/var/lib/kubelet/plugins/mps.yunion.io", True),
         ("/var/lib/kubelet/plugins_registry/mps.yunion.io-reg.sock", True),
