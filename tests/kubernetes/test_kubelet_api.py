@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.kubernetes import kubelet_api
+from yunion_mps.kubernetes import dra_api, kubelet_api
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Message
 
 #: As the kubelet's api.proto files have them: the types of all fields that we use, by their numbers.
@@ -28,13 +28,27 @@ PUBLISHED = {
     "ContainerAllocateRequest": {1: "repeated string"},
     "AllocateRequest": {1: "repeated ContainerAllocateRequest"},
     "CdiDevice": {1: "string"},
-    "ContainerAllocateResponse": {1: "map", 5: "repeated CdiDevice"},
+    "ContainerAllocateResponse": {1: "map string", 5: "repeated CdiDevice"},
     "AllocateResponse": {1: "repeated ContainerAllocateResponse"},
     "PreStartContainerRequest": {1: "repeated string"},
     "ContainerDevices": {1: "string", 2: "repeated string"},
-    "ContainerResources": {1: "string", 2: "repeated ContainerDevices"},
+    "DynamicResource": {2: "string", 3: "string"},
+    "ContainerResources": {1: "string", 2: "repeated ContainerDevices", 5: "repeated DynamicResource"},
     "PodResources": {1: "string", 2: "string", 3: "repeated ContainerResources"},
     "ListPodResourcesResponse": {1: "repeated PodResources"},
+    "PluginInfo": {1: "string", 2: "string", 3: "string", 4: "repeated string"},
+    "RegistrationStatus": {1: "bool", 2: "string"},
+    "ClaimReference": {1: "string", 2: "string", 3: "string"},
+    "NodePrepareResourcesRequest": {1: "repeated ClaimReference"},
+    "PreparedDevice": {1: "repeated string", 2: "string", 3: "string", 4: "repeated string", 5: "string"},
+    "NodePrepareResourceResponse": {1: "repeated PreparedDevice", 2: "string"},
+    "NodePrepareResourcesResponse": {1: "map NodePrepareResourceResponse"},
+    "NodeUnprepareResourcesRequest": {1: "repeated ClaimReference"},
+    "NodeUnprepareResourceResponse": {1: "string"},
+    "NodeUnprepareResourcesResponse": {1: "map NodeUnprepareResourceResponse"},
+    "DeviceIdentifier": {1: "string", 2: "string"},
+    "DeviceHealth": {1: "DeviceIdentifier", 2: "int32", 3: "int64", 4: "int64", 5: "string"},
+    "NodeWatchResourcesResponse": {1: "repeated DeviceHealth"},
 }
 _TYPES = {"string": 9, "bool": 8, "int32": 5, "int64": 3}
 _MESSAGE = 11
@@ -53,23 +67,25 @@ def _file(messages: Mapping[str, Mapping[int, str]]) -> Any:
         message = file.message_type.add(name=name)
         for number, words in numbers.items():
             is_many, kind = words.startswith(("repeated", "map")), words.split()[-1]
-            if kind == "map":
+            if words.startswith("map"):
                 entry = message.nested_type.add(name=f"F{number}Entry")
                 entry.options.map_entry = True
-                for place, part in enumerate(("key", "value"), 1):
-                    entry.field.add(name=part, number=place, type=9, label=1)
+                entry.field.add(name="key", number=1, type=9, label=1)
+                _set_type(entry.field.add(name="value", number=2, label=1), kind)
                 kind = f"{name}.F{number}Entry"
-            known = _TYPES.get(kind)
-            field = message.field.add(name=f"f{number}", number=number, label=3 if is_many else 1)
-            field.type = known or _MESSAGE
-            if not known:
-                field.type_name = f".api.{kind}"
+            _set_type(message.field.add(name=f"f{number}", number=number, label=3 if is_many else 1), kind)
     return file
+
+
+def _set_type(field: Any, kind: str) -> None:
+    field.type = _TYPES.get(kind, _MESSAGE)
+    if kind not in _TYPES:
+        field.type_name = f".api.{kind}"
 
 
 POOL = descriptor_pool.DescriptorPool()
 POOL.Add(_file(PUBLISHED))
-KINDS = {name: getattr(kubelet_api, name) for name in PUBLISHED}
+KINDS = {name: vars(kubelet_api).get(name) or getattr(dra_api, name) for name in PUBLISHED}
 
 
 def theirs(message: Message) -> Any:
@@ -82,7 +98,11 @@ def theirs(message: Message) -> Any:
             getattr(made, name).MergeFrom(theirs(value))
             getattr(made, name).SetInParent()
         elif isinstance(value, dict):
-            getattr(made, name).update(value)
+            for key, item in value.items():
+                if isinstance(item, Message):
+                    getattr(made, name)[key].MergeFrom(theirs(item))
+                else:
+                    getattr(made, name)[key] = item
         elif isinstance(value, tuple):
             getattr(made, name).extend(theirs(item) if isinstance(item, Message) else item for item in value)
         elif value is not None:
@@ -92,9 +112,9 @@ def theirs(message: Message) -> Any:
 
 def _values(words: str) -> st.SearchStrategy[Any]:
     many, kind = words.startswith("repeated"), words.split()[-1]
-    if kind == "map":
-        return st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
     value = _VALUES[kind] if kind in _VALUES else messages(kind)
+    if words.startswith("map"):
+        return st.dictionaries(st.text(max_size=5), value, max_size=3)
     if many:
         return st.lists(value, max_size=4).map(tuple)
     return value if kind in _TYPES else st.none() | value
