@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.options import (
-    Number,
-    call,
-    complete_gpu,
-    device_argument,
-    listed_devices,
-    one_device,
-)
+from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.options import Number, complete_gpu, device_argument, one_device
 from yunion_mps.cli.output import (
     Column,
     cell,
@@ -178,7 +172,7 @@ def _note(device: Device) -> str:
     return "budgets are not enforced: lease its devices with --allow-unlimited"
 
 
-def _power(gpu: Mapping[str, Any]) -> str | None:
+def _power(gpu: Gpu) -> str | None:
     """Format `188 / 700`: power draw and limit."""
     known = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
     return " / ".join(known) if gpu["power_w"] is not None else None

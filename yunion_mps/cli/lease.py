@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
     Duration,
     RequestCommand,
-    call,
     complete_lease,
     device_argument,
     one_device,
     request_options,
     style_option,
-    take,
-    warn_unenforced_budgets,
 )
 from yunion_mps.cli.output import (
     Column,

@@ -1,20 +1,18 @@
-"""What commands share: calls to the daemon, options and their values, completion, and taking a lease."""
+"""Options and arguments that commands share: their types, completion, confirmation, and lease requests."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.output import print_notice
+from yunion_mps.cli.calls import call
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operation import Operation, Value
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_DEVICES,
@@ -24,17 +22,13 @@ from yunion_mps.http.operations import (
     MAX_MIB,
     MAX_WAIT_S,
 )
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_s, duration_text, mebibytes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from yunion_mps.answers import Device, LeaseRecord
     from yunion_mps.client.transport import RequestMembers
-    from yunion_mps.http.client import DaemonClient
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -43,31 +37,6 @@ T = TypeVar("T")
 _COMPLETION_S = 2.0
 
 _NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
-
-
-def daemon() -> DaemonClient:
-    """Return a client of this host's daemon; imported here because `--help` does not need it."""
-    from yunion_mps.http.client import DaemonClient
-
-    return DaemonClient(Paths.from_environment())
-
-
-def call(
-    operation: Operation[T],
-    timeout_s: float | None = None,
-    *,
-    until_closed: bool = False,
-    **arguments: Value,
-) -> T:
-    """Call the daemon and return its answer; raises YunionError.
-
-    With `until_closed`, it returns once the answering program has been replaced by the next.
-    """
-    return daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
-
-
-def listed_devices() -> list[Device]:
-    return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
 class Duration(click.ParamType):
@@ -188,14 +157,6 @@ def confirm(question: str, yes: bool) -> None:
 
 #: Formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
-#: Variables that only a device's environment sets.
-BUDGET_VARIABLES = (
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_CLIENT_PRIORITY",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "YUNION_MPS_DEVICE",
-    "YUNION_MPS_LEASE",
-)
 _REQUEST_OPTIONS = (
     "device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
 )  # fmt: skip
@@ -332,53 +293,3 @@ def _memory(text: str) -> int:
         what = f"{text!r} is not an amount of memory: use a whole number of MiB or GiB, such as 2GiB."
         raise click.BadParameter(what, param_hint="'--gpu-mem'")
     return mib
-
-
-def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
-    """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
-    from yunion_mps.client import transport  # not needed by most commands
-
-    with add_option_hints(wanted, wait_s):
-        blocking = transport.BlockingTransport(daemon())
-        return transport.run_blocking(transport.take(blocking, wanted, wait_s, print_notice))
-
-
-@contextlib.contextmanager
-def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
-    """Extend the hint of a refusal with the options that would help; the daemon does not know them."""
-    try:
-        yield
-    except YunionError as error:
-        if error.code == BUDGET_NOT_ENFORCED:
-            error.hint = "use it anyway: --allow-unlimited"
-        elif error.code == NOTHING_FREE:
-            hints = [] if wait_s else ["wait for it: --wait"]
-            hints.append(error.hint)
-            if not wanted.get("allow_unlimited") and _is_free({**wanted, "allow_unlimited": True}):
-                hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
-            error.hint = "; ".join(hints)
-        elif (
-            error.code == INFEASIBLE
-            and wanted.get("count")
-            and not (wanted.get("gpu") or wanted.get("across"))
-        ):
-            error.hint += "; for different GPUs: --across"
-        raise
-
-
-def _is_free(wanted: RequestMembers) -> bool:
-    from yunion_mps.client.transport import BlockingTransport, preview, run_blocking
-
-    with contextlib.suppress(YunionError):
-        return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
-    return False
-
-
-def warn_unenforced_budgets(unenforced_gpus: Sequence[str]) -> None:
-    """Print a notice if some of the GPUs do not enforce budgets."""
-    if unenforced_gpus:
-        gpus = ", ".join(unenforced_gpus)
-        print_notice(
-            f"budgets are not enforced on GPU {gpus}, which is older than Volta: a job can use all of its "
-            "memory"
-        )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.options import Duration, call, confirm, daemon, refuse_unattended
+from yunion_mps.cli.calls import call, daemon
+from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import (
     Column,
     fields,

@@ -34,8 +34,8 @@ SECTIONS = {
         "status": ("status", "status"),
         "who": ("who", "who"),
         "top": ("top", "top"),
-        "events": ("monitor", "show_events"),
-        "doctor": ("status", "doctor"),
+        "events": ("events", "show_events"),
+        "doctor": ("doctor", "doctor"),
         "terminate": ("who", "terminate"),
     },
     "Configure": {
@@ -44,13 +44,13 @@ SECTIONS = {
         "reload": ("reload", "reload"),
     },
     "Integrate": {
-        "metrics": ("monitor", "metrics"),
-        "web": ("monitor", "web"),
+        "metrics": ("gateway", "metrics"),
+        "web": ("gateway", "web"),
         "completion": ("root", "completion"),
     },
 }
 #: Called by the packages' scripts and units; help and completion omit them.
-_INTERNAL = {"gateway": ("monitor", "gateway"), "daemon-reexec": ("reload", "reexec")}
+_INTERNAL = {"gateway": ("gateway", "gateway"), "daemon-reexec": ("reload", "reexec")}
 COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
 
 
@@ -77,10 +77,6 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 """
 
 
-#: What is suggested for former commands.
-_MOVED = {"clients": " (did you mean who --clients?)"}
-
-
 class SuggestingGroup(click.Group):
     """A group that lists commands in the order of their definition, and suggests the nearest one.
 
@@ -105,8 +101,7 @@ class SuggestingGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = _MOVED.get(args[0]) or suggestion(args[0], self.list_commands(ctx))
-            error.message = error.message.rstrip(".") + near
+            error.message = error.message.rstrip(".") + suggestion(args[0], self.list_commands(ctx))
             raise
 
 

@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.options import (
-    BUDGET_VARIABLES,
-    RequestCommand,
-    add_option_hints,
-    call,
-    complete_file,
-    daemon,
-    request_options,
-    style_option,
-    take,
-    warn_unenforced_budgets,
-)
+from yunion_mps.cli.calls import add_option_hints, call, daemon, take, warn_unenforced_budgets
+from yunion_mps.cli.options import RequestCommand, complete_file, request_options, style_option
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.client.transport import (
     BlockingTransport,
@@ -46,6 +36,11 @@ if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
     from yunion_mps.host.processes import Process
 
+#: Variables that only a device's environment sets.
+_BUDGET_VARIABLES = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE",
+)  # fmt: skip
 #: Exit statuses of env(1) and shells for commands that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
@@ -173,7 +168,7 @@ def _show(wanted: RequestMembers, output: str) -> None:
 
 def _inherited() -> dict[str, str]:
     """Return our environment without another device's variables, and without the locale set by Python."""
-    inherited = {name: value for name, value in os.environ.items() if name not in BUDGET_VARIABLES}
+    inherited = {name: value for name, value in os.environ.items() if name not in _BUDGET_VARIABLES}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
             inherited.pop("LC_CTYPE", None)
@@ -208,7 +203,7 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
 
 
 #: All variables that a device's environment may set.
-_VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = (*_BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 
 #: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]

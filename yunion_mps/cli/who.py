@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
-from yunion_mps.cli.options import PID, call, complete_pid, confirm, listed_devices, refuse_unattended
+from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.options import PID, complete_pid, confirm, refuse_unattended
 from yunion_mps.cli.output import (
     Column,
     age_of,

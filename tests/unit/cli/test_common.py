@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 import pytest
-from yunion_mps.cli.monitor import moment
+from yunion_mps.cli.events import moment
 from yunion_mps.cli.options import Duration
 from yunion_mps.http.operation import LATEST_S
 

@@ -167,7 +167,6 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["stauts"], "no such command 'stauts' (did you mean status?)"),
         (["zzz"], "no such command 'zzz'"),
         ([CLOUDPODS, "--limt", "3"], "no such option: --limt (did you mean --limit?)"),
-        (["clients"], "no such command 'clients' (did you mean who --clients?)"),
         ([CLOUDPODS, "--limit", "100001"], f"{LIMIT} 100001 is not a whole number from 0 to 100000"),
         (
             [CLOUDPODS, "--offset", "99999999999999"],

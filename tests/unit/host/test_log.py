@@ -88,8 +88,8 @@ def test_another_cause_and_what_has_none_are_logged(log: logging.Logger, output:
     "begin",
     [
         "from yunion_mps.host.log import set_up_log; set_up_log('info')",
-        "from yunion_mps.cli.monitor import gateway; gateway.main([], standalone_mode=False)",
-        "from yunion_mps.cli.monitor import web; web.main([], standalone_mode=False)",
+        "from yunion_mps.cli.gateway import gateway; gateway.main([], standalone_mode=False)",
+        "from yunion_mps.cli.gateway import web; web.main([], standalone_mode=False)",
     ],
     ids=["daemon", "gateway", "web"],
 )

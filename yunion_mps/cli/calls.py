@@ -1,0 +1,96 @@
+"""How a command reaches the daemon: single calls, and taking a lease."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from yunion_mps.cli.output import print_notice
+from yunion_mps.errors import YunionError
+from yunion_mps.http.operation import Operation, Value
+from yunion_mps.http.operations import GET_DEVICES
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, LeaseRecord
+    from yunion_mps.client.transport import RequestMembers
+    from yunion_mps.http.client import DaemonClient
+
+T = TypeVar("T")
+
+
+def daemon() -> DaemonClient:
+    """Return a client of this host's daemon; imported here because `--help` does not need it."""
+    from yunion_mps.http.client import DaemonClient
+
+    return DaemonClient(Paths.from_environment())
+
+
+def call(
+    operation: Operation[T],
+    timeout_s: float | None = None,
+    *,
+    until_closed: bool = False,
+    **arguments: Value,
+) -> T:
+    """Call the daemon and return its answer; raises YunionError.
+
+    With `until_closed`, it returns once the answering program has been replaced by the next.
+    """
+    return daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
+
+
+def listed_devices() -> list[Device]:
+    return call(GET_DEVICES, limit=0)["isolated_devices"]
+
+
+def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
+    """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
+    from yunion_mps.client import transport  # not needed by most commands
+
+    with add_option_hints(wanted, wait_s):
+        blocking = transport.BlockingTransport(daemon())
+        return transport.run_blocking(transport.take(blocking, wanted, wait_s, print_notice))
+
+
+@contextlib.contextmanager
+def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
+    """Extend the hint of a refusal with the options that would help; the daemon does not know them."""
+    try:
+        yield
+    except YunionError as error:
+        if error.code == BUDGET_NOT_ENFORCED:
+            error.hint = "use it anyway: --allow-unlimited"
+        elif error.code == NOTHING_FREE:
+            hints = [] if wait_s else ["wait for it: --wait"]
+            hints.append(error.hint)
+            if not wanted.get("allow_unlimited") and _is_free({**wanted, "allow_unlimited": True}):
+                hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
+            error.hint = "; ".join(hints)
+        elif (
+            error.code == INFEASIBLE
+            and wanted.get("count")
+            and not (wanted.get("gpu") or wanted.get("across"))
+        ):
+            error.hint += "; for different GPUs: --across"
+        raise
+
+
+def _is_free(wanted: RequestMembers) -> bool:
+    from yunion_mps.client.transport import BlockingTransport, preview, run_blocking
+
+    with contextlib.suppress(YunionError):
+        return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
+    return False
+
+
+def warn_unenforced_budgets(unenforced_gpus: Sequence[str]) -> None:
+    """Print a notice if some of the GPUs do not enforce budgets."""
+    if unenforced_gpus:
+        gpus = ", ".join(unenforced_gpus)
+        print_notice(
+            f"budgets are not enforced on GPU {gpus}, which is older than Volta: a job can use all of its "
+            "memory"
+        )
