@@ -17,7 +17,7 @@ def take_device(worker: int) -> None:
     """Take a device for this worker, and wait for one if necessary."""
     lease = Client().lease(wait_s=60)
     os.environ.update(lease.environment)
-    print(f"worker {worker}: {lease.devices[0]} with {lease.memory_mib[0]} MiB", flush=True)
+    print(f"worker {worker}: {lease.devices[0]} with {lease.memory_mib} MiB", flush=True)
 
 
 class Images(Dataset[str]):

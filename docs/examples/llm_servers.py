@@ -31,7 +31,7 @@ def main(number: int, command: list[str]) -> int:
             argv = [part.replace("{port}", str(port)) for part in command]
             servers.append(stack.enter_context(subprocess.Popen(argv, env=lease.environ())))
             stack.callback(servers[-1].terminate)
-            print(f"port {port}: {lease.devices[0]} with {lease.memory_mib[0]} MiB", flush=True)
+            print(f"port {port}: {lease.devices[0]} with {lease.memory_mib} MiB", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)  # a poll: no call waits for the first of several processes
         return next(server.returncode for server in servers if server.returncode is not None)

@@ -87,14 +87,15 @@ def test_a_leases_peak_survives_the_daemon(ready_daemon: Daemon) -> None:
 
     def lease() -> list[object]:
         (one,) = daemon.get("/v1/leases")[1]["leases"]
-        return [one["memory_peak_mib"], one["sm_utilization"]]
+        (budget,) = one["budgets"]
+        return [budget["memory_peak_mib"], budget["sm_utilization"]]
 
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "600"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
-        assert lease() == [[None], [None]]
+        assert lease() == [None, None]
         host.gpus[0].load(64, 55, 310.5)
         host.gpus[0].add_process(job.pid, 3000, "M+C", sm=37)
-        eventually(lambda: daemon.polls() and lease() == [[3000], [37]], "a poll")
+        eventually(lambda: daemon.polls() and lease() == [3000, 37], "a poll")
         device = of_device(daemon, "00:06.0-1")
         assert value(daemon, "yunion_mps_device_sm_utilization_ratio", **device) == 0.37
         assert value(daemon, "yunion_mps_device_memory_peak_bytes", **device) == 3000 << 20
@@ -104,10 +105,10 @@ def test_a_leases_peak_survives_the_daemon(ready_daemon: Daemon) -> None:
         (client,) = daemon.get("/v1/clients?seen=true")[1]["clients"]
         assert client["sm_utilization_by_gpu"] == [37]
         host.gpus[0].add_process(job.pid, 1000, "M+C")
-        eventually(lambda: daemon.polls() and lease() == [[3000], [None]], "another poll")
+        eventually(lambda: daemon.polls() and lease() == [3000, None], "another poll")
         daemon.kill()
         daemon.start().wait_ready()
-        assert lease() == [[3000], [None]]
+        assert lease() == [3000, None]
         job.kill()
 
 

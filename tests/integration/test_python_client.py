@@ -127,7 +127,7 @@ def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> Non
         (record,) = client.leases()
         assert (record.id, record.pid, record.binding) == (lease.id, os.getpid(), "process")
         assert lease.devices == (ADDRESSES[2],)
-        assert (lease.memory_mib, lease.thread_percentage, lease.gpus) == ((4096,), 25, ("00:06.0",))
+        assert (lease.memory_mib, lease.thread_percentage, lease.gpus) == (4096, 25, ("00:06.0",))
         assert lease.environ() == {**os.environ, **record.environment}
         assert lease.environ({"A": "b"}) == {"A": "b", **record.environment}
         assert len(client.devices(unused=True)) == 3

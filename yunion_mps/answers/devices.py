@@ -240,15 +240,25 @@ class HolderFields(ContainerFields):
     since: Time
 
 
+class DeviceBudget(TypedDict):
+    """The budget of one leased device, and its use."""
+
+    addr: Annotated[str, Field("The device's address.")]
+    gpu: Annotated[str, Field("Its GPU's address.")]
+    memory_mib: Mib
+    memory_peak_mib: Annotated[Mib | None, Field("Its highest use since the lease began.")]
+    sm_utilization: Annotated[
+        Utilization | None, Field("Null: the driver has no sample, or does not report it.")
+    ]
+
+
 class LeaseRecord(HolderFields):
     """Devices that belong to one holder until the lease ends."""
 
     id: Annotated[str, Field("A random UUID.")]
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
-    memory_mib: Annotated[list[Mib], Field("Each device's memory.")]
-    memory_peak_mib: Annotated[list[Mib | None], Field("Each device's highest use since the lease began.")]
-    sm_utilization: Annotated[UtilizationList, Field("The SM utilization of each device.")]
+    budgets: Annotated[list[DeviceBudget], Field("The budget and use of each device.")]
     thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]

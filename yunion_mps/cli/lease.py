@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -68,7 +68,7 @@ _FIELDS = (
 _COLUMNS = (
     Column("LEASE", lambda record: record["id"][:ID_LENGTH]),
     Column("DEVICES", "devices", short=lambda record: folded_addresses(record["devices"])),
-    Column("MEMORY", lambda record: mib(sum(record["memory_mib"])), numeric=True, drop=1),
+    Column("MEMORY", lambda record: mib(_memory_mib(record)), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
     Column("HOLDER", lambda record: holder_label(record), least=16),
@@ -78,8 +78,8 @@ _COLUMNS = (
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
-    Column("PEAK", lambda record: mib(_sum(record["memory_peak_mib"])), numeric=True, wide=True, drop=9),
-    Column("UTIL %", lambda record: _most(record["sm_utilization"]), numeric=True, wide=True, drop=10),
+    Column("PEAK", lambda record: mib(_peak_mib(record)), numeric=True, wide=True, drop=9),
+    Column("UTIL %", lambda record: _utilization(record), numeric=True, wide=True, drop=10),
     Column(
         "COMMAND",
         lambda record: in_container(record["container"], record["command"] or ""),
@@ -147,7 +147,7 @@ def list_leases(output: str) -> None:
       yunion-mps lease list --output wide
     """
     answer = call(GET_LEASES)
-    rows = [fields(lease, _FIELDS) for lease in answer["leases"]]
+    rows = [fields(_with_totals(lease), _FIELDS) for lease in answer["leases"]]
     show(answer, output, _FIELDS, rows, lambda: _leases_text(answer, wide=output == "wide"))
 
 
@@ -231,7 +231,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     }
     until = lease["expires"]
     expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
-    peak_mib = _sum(lease["memory_peak_mib"])
+    peak_mib = _peak_mib(lease)
     command = in_container(lease["container"], lease["command"] or "")
     lines = {
         "Lease": lease["id"],
@@ -239,7 +239,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         **({"Command": command} if command else {}),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
-        "Budget": f"{sum(lease['memory_mib'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
+        "Budget": f"{_memory_mib(lease)} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + enforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
@@ -254,13 +254,28 @@ def _in_words(lease: LeaseRecord, done: str) -> str:
     return f"Lease {lease['id'][:ID_LENGTH]}" + (f" ({lease['name']})" if lease["name"] else "") + f" {done}"
 
 
-def _sum(mib_by_device: Sequence[int | None]) -> int | None:
-    known = [number for number in mib_by_device if number is not None]
+def _with_totals(lease: LeaseRecord) -> dict[str, object]:
+    """The fields of a lease, and those of its devices together."""
+    return {
+        **lease,
+        "memory_mib": _memory_mib(lease),
+        "memory_peak_mib": _peak_mib(lease),
+        "sm_utilization": _utilization(lease),
+    }
+
+
+def _memory_mib(lease: LeaseRecord) -> int:
+    return sum(one["memory_mib"] for one in lease["budgets"])
+
+
+def _peak_mib(lease: LeaseRecord) -> int | None:
+    known = [peak for one in lease["budgets"] if (peak := one["memory_peak_mib"]) is not None]
     return sum(known) if known else None
 
 
-def _most(percent_by_device: Sequence[int | None]) -> int | None:
-    return max((percent for percent in percent_by_device if percent is not None), default=None)
+def _utilization(lease: LeaseRecord) -> int | None:
+    """The highest among its devices, in percent; None if it is unknown."""
+    return max((sm for one in lease["budgets"] if (sm := one["sm_utilization"]) is not None), default=None)
 
 
 def _expires(expires: str | None) -> str | None:

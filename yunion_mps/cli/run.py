@@ -177,13 +177,11 @@ def _inherited() -> dict[str, str]:
 
 def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
-    from yunion_mps.service.holdings import gpu_of  # not needed to run a command
-
     by_gpu = dict.fromkeys(lease["gpus"], 0)
-    for device, memory_mib in zip(lease["devices"], lease["memory_mib"]):
-        by_gpu[gpu_of(device)] += memory_mib
+    for one in lease["budgets"]:
+        by_gpu[one["gpu"]] += one["memory_mib"]
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
-    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(lease['memory_mib'])} MiB of memory"
+    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
     return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the SM threads"
 
 

@@ -148,8 +148,8 @@ class BaseLease:
         #: The addresses of its devices, and of their GPUs.
         self.devices = record.devices
         self.gpus = record.gpus
-        #: The memory of each device.
-        self.memory_mib = record.memory_mib
+        #: The memory of all its devices; `record.budgets` has that of each.
+        self.memory_mib = sum(one.memory_mib for one in record.budgets)
         self.thread_percentage = record.thread_percentage
         self.budget_enforced = record.budget_enforced
         #: The variables that a process needs to use the devices, and no others.

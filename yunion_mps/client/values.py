@@ -267,18 +267,24 @@ class HolderFields(AnswerValue["answers.HolderFields"]):
 
 
 @dataclass(frozen=True)
-class LeaseRecord(HolderFields):
-    """Devices that belong to one holder until the lease ends.
+class DeviceBudget(AnswerValue["answers.DeviceBudget"]):
+    """The budget of one leased device, and its use so far: its peak memory, and its SM utilization in %."""
 
-    `memory_mib`, `memory_peak_mib` and `sm_utilization` (in percent) have a number for each device.
-    """
+    addr: str
+    gpu: str
+    memory_mib: int
+    memory_peak_mib: Optional[int]
+    sm_utilization: Optional[int]
+
+
+@dataclass(frozen=True)
+class LeaseRecord(HolderFields):
+    """Devices that belong to one holder until the lease ends."""
 
     id: str
     devices: tuple[str, ...]
     gpus: tuple[str, ...]
-    memory_mib: tuple[int, ...]
-    memory_peak_mib: tuple[Optional[int], ...]
-    sm_utilization: tuple[Optional[int], ...]
+    budgets: tuple[DeviceBudget, ...]
     thread_percentage: float
     budget_enforced: bool
     unenforced_gpus: tuple[str, ...]

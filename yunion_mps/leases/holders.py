@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ShortageError
@@ -117,20 +117,27 @@ def lease_json(
     expires_s: float | None,
     containers: Containers | None,
     sm_of: Callable[[str], int | None] = lambda _: None,
-    peaks_mib: Sequence[int | None] = (),
+    peak_of: Callable[[str], int | None] = lambda _: None,
 ) -> answers.LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
 
     Without `containers` the record is brief: what only the kernel knows about the holder is left out. `sm_of`
-    returns the SM utilization of a device, `peaks_mib` the known peaks of its own devices.
+    returns the SM utilization of a device (by address), `peak_of` its highest memory use in MiB.
     """
     return {
         "id": lease.id,
         "devices": [device.addr for device in lease.devices],
         "gpus": _gpus(lease.devices),
-        "memory_mib": [device.memory_limit_mib for device in lease.devices],
-        "memory_peak_mib": list(peaks_mib) or [None for _ in lease.devices],
-        "sm_utilization": [sm_of(device.addr) for device in lease.devices],
+        "budgets": [
+            {
+                "addr": device.addr,
+                "gpu": device.gpu_address,
+                "memory_mib": device.memory_limit_mib,
+                "memory_peak_mib": peak_of(device.addr),
+                "sm_utilization": sm_of(device.addr),
+            }
+            for device in lease.devices
+        ],
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),

@@ -198,9 +198,9 @@ class MemoryPeaks:
                 rows = [(*key, mib) for key, mib in risen.items()]
                 self._store.write("INSERT OR REPLACE INTO memory_peak VALUES (?, ?, ?)", rows)
 
-    def of(self, lease: Lease) -> list[int | None]:
-        """The peak of each device of the lease; None if it was not used yet."""
-        return [self._mib.get((lease.id, device.addr)) for device in lease.devices]
+    def of(self, lease_id: str, address: str) -> int | None:
+        """The peak of a device of the lease; None if it was not used yet."""
+        return self._mib.get((lease_id, address))
 
     def by_device(self) -> dict[str, int]:
         """The peaks of all leased devices, by address."""

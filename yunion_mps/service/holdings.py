@@ -102,8 +102,8 @@ class Holding(NamedTuple):
         """The highest memory use of its devices since the lease began; None if it is unknown."""
         if not self.lease:
             return None
-        peaks = dict(zip(self.lease["devices"], self.lease["memory_peak_mib"]))
-        known = [mib for device in self.devices if (mib := peaks.get(device)) is not None]
+        own = (one for one in self.lease["budgets"] if one["addr"] in self.devices)
+        known = [mib for one in own if (mib := one["memory_peak_mib"]) is not None]
         return sum(known) if known else None
 
     @property
@@ -238,13 +238,12 @@ def holdings(
     return list(found.values())
 
 
-def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
-    leased = {}
-    for lease in leases:
-        memory = dict(zip(lease["devices"], lease["memory_mib"]))
-        for address in lease["devices"]:
-            leased[address] = ((lease["id"], gpu_of(address)), lease, memory.get(address))
-    return leased
+def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int]]:
+    return {
+        one["addr"]: ((lease["id"], one["gpu"]), lease, one["memory_mib"])
+        for lease in leases
+        for one in lease["budgets"]
+    }
 
 
 def _merge(first: Holding, second: Holding) -> Holding:

@@ -54,13 +54,11 @@ OnDisconnect = Callable[[Callable[[], None]], None]
 
 
 class LeaseService:
-    def __init__(
-        self, paths: Paths, supervisor: Supervisor, queries: Queries, publisher: CdiPublisher
-    ) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor, queries: Queries, cdi: CdiPublisher) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor = supervisor
         self._queries = queries
-        self._publisher = publisher
+        self._publisher = cdi
         self._containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
@@ -391,8 +389,9 @@ class LeaseService:
         return lease
 
     def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
-        sm_of, expires_s = self._queries.usage.latest.sm_of, self._holders.expires_s(lease.id)
-        return lease_json(lease, expires_s, None if brief else self._containers, sm_of, self.peaks.of(lease))
+        sm_of, peak_of = self._queries.usage.latest.sm_of, partial(self.peaks.of, lease.id)
+        containers, expires_s = None if brief else self._containers, self._holders.expires_s(lease.id)
+        return lease_json(lease, expires_s, containers, sm_of, peak_of)
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""

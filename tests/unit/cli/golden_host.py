@@ -67,8 +67,13 @@ def _ago(seconds: float) -> str:
 
 
 #: What the last poll found: the peak memory of each device of a lease, its SM utilization, and a client's.
-_PEAKS = {1: [20389, 17001], 2: [None], 3: [18400], 4: [6000], 5: [None]}
-_BUSY = {1: [43, 43], 2: [None], 3: [48], 4: [97], 5: [None]}
+_USE: Json = {
+    1: [(20389, 43), (17001, 43)],
+    2: [(None, None)],
+    3: [(18400, 48)],
+    4: [(6000, 97)],
+    5: [(None, None)],
+}
 _SM = {48213: 31, 48390: 12, 51877: 48, 61044: 97, 3301: 2}
 
 
@@ -88,11 +93,7 @@ def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more
         "id": f"{number}c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
         "user": user,
         "uid": 1000 + number,
-        "devices": list(devices),
-        "gpus": gpus,
-        "memory_mib": list(devices.values()),
-        "memory_peak_mib": _PEAKS[number],
-        "sm_utilization": _BUSY[number],
+        **by_hand.lease_of(devices, _USE[number]),
         "thread_percentage": 25 * len(devices),
         "since": _ago(ago_s),
         "budget_enforced": enforced,

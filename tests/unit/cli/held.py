@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unit.http.by_hand import CLIENT, LEASE, WAITER, clients
+from unit.http.by_hand import CLIENT, LEASE, WAITER, clients, lease_of
 from unit.http.server_host import ServerHost
 
 Json = Any
@@ -13,8 +13,7 @@ Json = Any
 TWO: Json = {
     **LEASE,
     "id": "71b0b1ae-2222-4f0e-8f61-7b8f6f2b9d11",
-    "devices": ["00:06.0-2", "00:06.0-3"],
-    "memory_mib": [5760, 5760],
+    **lease_of({"00:06.0-2": 5760, "00:06.0-3": 5760}),
     "thread_percentage": 50,
     "binding": "name",
     "pid": None,

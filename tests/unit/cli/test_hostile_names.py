@@ -15,7 +15,7 @@ from yunion_mps.models import Event
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, hold
 from unit.hostile_names import READABLE, WORST, steers
-from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients
+from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients, lease_of
 from unit.http.server_host import ServerHost
 from unit.http.snapshots import MACHINE_ID, P40, snapshot
 
@@ -56,7 +56,12 @@ def worst() -> Iterator[Cli]:
         host.clients.found = clients(*jobs, servers=(server,), waiting=(waiting,), errors=(WORST,))
         host.clients.how = WORST
         lease = {**LEASE, **names, "name": WORST, "environment": ENVIRONMENT}
-        hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **names},))
+        hold(
+            host,
+            lease,
+            {**lease, "id": "b" * 36, **lease_of({"00:06.0-2": 5760})},
+            waiting=({**WAITER, **names},),
+        )
         host.leases.given = lease
         host.record(Event("error", "client", *[WHOLE] * 4))
         os.mkdir(host.paths.under("/etc"))

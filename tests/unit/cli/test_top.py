@@ -21,7 +21,7 @@ from yunion_mps.units import rfc3339
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO, hold
 from unit.http import snapshots
-from unit.http.by_hand import CLIENT, LEASE, clients, status_of
+from unit.http.by_hand import CLIENT, LEASE, clients, lease_of, status_of
 
 NOW_S = 1788007260.0
 INSTEAD = (
@@ -150,7 +150,7 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
 
 
 def test_devices_of_a_pool_are_shown_while_they_are_leased() -> None:
-    lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory_mib": [2048, 1024]}
+    lease = {**LEASE, **lease_of({"00:06.0-m0": 2048, "00:06.0-m1": 1024})}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu_mib": [2500]}
     found = scene(poll(snapshots.reference(), lease, clients=clients(client)))
     rows = [(row.address, row.used_mib, row.of_mib) for row in found.devices if row.in_use]

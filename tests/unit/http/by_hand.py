@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +88,18 @@ LEASE: Json = {
     "unenforced_gpus": [],
     "since": "2026-08-29T10:41:00.500Z",
 }
+
+
+def lease_of(memory_mib: Mapping[str, int], use: Sequence[tuple[int | None, int | None]] = ()) -> Json:
+    """The fields of a lease of these devices, by address, with each one's peak memory and SM utilization."""
+    budgets: Json = []
+    for address, (peak_mib, sm) in zip(memory_mib, use or [(None, None)] * len(memory_mib)):
+        own = {"addr": address, "gpu": address.rpartition("-")[0], "memory_mib": memory_mib[address]}
+        budgets.append({**own, "memory_peak_mib": peak_mib, "sm_utilization": sm})
+    gpus = list(dict.fromkeys(one["gpu"] for one in budgets))
+    return {"devices": list(memory_mib), "gpus": gpus, "budgets": budgets}
+
+
 WAITER: Json = {
     **EXAMPLES["QueuedRequest"],
     "pid": 4300,

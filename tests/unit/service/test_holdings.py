@@ -7,7 +7,7 @@ from typing import Any
 from yunion_mps.service.holdings import Holding, filled, holdings, memory_by_gpu
 
 from unit.cli.held import OUTSIDE_MPS, TWO
-from unit.http.by_hand import CLIENT, GONE, LEASE
+from unit.http.by_hand import CLIENT, GONE, LEASE, lease_of
 
 
 def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
@@ -54,7 +54,7 @@ def test_several_devices_of_a_lease_are_one_budget() -> None:
 
 
 def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
-    lease = changed(LEASE, devices=["00:06.0-1", "00:07.0-0"], memory=[5760, 1000])
+    lease = changed(LEASE, **lease_of({"00:06.0-1": 5760, "00:07.0-0": 1000}))
     client = changed(CLIENT, device="00:06.0-1,00:07.0-0")
     client |= {"gpus": ["00:06.0", "00:07.0"], "memory_by_gpu_mib": [10, 1001]}
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [client])
@@ -102,8 +102,8 @@ def test_a_holding_is_as_busy_as_its_processes_together_and_at_most_always() -> 
 
 
 def test_the_peak_of_a_lease_is_that_of_its_devices_on_the_gpu() -> None:
-    lease = changed(LEASE, devices=["00:06.0-1", "00:06.0-2", "00:07.0-0"], memory=[5760, 5760, 1000])
-    lease["memory_peak_mib"] = [5760, 40, None]
+    memory_mib = {"00:06.0-1": 5760, "00:06.0-2": 5760, "00:07.0-0": 1000}
+    lease = changed(LEASE, **lease_of(memory_mib, [(5760, None), (40, None), (None, None)]))
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [])
     assert {one.gpu: one.peak_mib for one in found if one.lease} == {"00:06.0": 5800, "00:07.0": None}
     assert {one.peak_mib for one in found if not one.lease} == {None}

@@ -75,7 +75,7 @@ def scene(poll: Poll) -> Scene:
     answers = host.answers
     budgets = {device["addr"]: device["memory_mib"] for device in answers.devices}
     for lease in answers.leases:  # a leased device of a pool is not listed
-        budgets.update(zip(lease["devices"], lease["memory_mib"]))
+        budgets.update({one["addr"]: one["memory_mib"] for one in lease["budgets"]})
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
     devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
     return Scene(host, poll.events, folded(host.problems, 2), _gpu_rows(host), devices)
@@ -152,8 +152,8 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     )
     if len(holding.devices) < 2:
         return [row]
-    lease = holding.lease
-    peaks = dict(zip(lease["devices"], lease["memory_peak_mib"])) if lease else {}
+    leased = holding.lease["budgets"] if holding.lease else ()
+    peaks = {one["addr"]: one["memory_peak_mib"] for one in leased}
     return [
         row._replace(
             address=address,
