@@ -185,8 +185,8 @@ class MemoryResource(ExtendedResource):
         unit_mib = self._unit_mib or max((one["memory_unit_mib"] for one in pools), default=0)
         leased_mib = Counter[str]()
         for lease in leases:
-            for device, mib in zip(lease["devices"], lease["memory_mib"]):
-                leased_mib[device.rpartition("-")[0]] += mib
+            for budget in lease["budgets"]:
+                leased_mib[budget["gpu"]] += budget["memory_mib"]
         offers: dict[str, Offer] = {}
         for one in pools:
             number = one["memory_mib"] // unit_mib
