@@ -195,4 +195,5 @@ def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
     """Whether it is the lease for this request; that is not decided by the daemon's text of the request."""
     if request.devices:
         return set(lease["devices"]) == set(request.devices)
-    return lease["gpus"] == [request.gpu] and sum(lease["memory_mib"]) >= request.memory_mib
+    memory_mib = sum(budget["memory_mib"] for budget in lease["budgets"])
+    return lease["gpus"] == [request.gpu] and memory_mib >= request.memory_mib
