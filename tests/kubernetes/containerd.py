@@ -220,17 +220,22 @@ class Containerd(Closes):
 
     def close(self) -> None:
         """End it and everything that it has started."""
+        self.cut_power()
+        self._namespace.communicate()
+        for cgroup in self._cgroups():
+            for path, _, _ in os.walk(cgroup, topdown=False):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(path)
+
+    def cut_power(self) -> None:
+        """End it, its containers and their shims at once; pods need new sandboxes then."""
         self.kill()
         own = os.readlink(f"/proc/{self._namespace.pid}/ns/mnt")
         for pid in {*self._pids_in_cgroups(), *_pids_with_mounts(own)} - {self._namespace.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         eventually(lambda: not self._pids_in_cgroups(), "the end of all containers")
-        self._namespace.communicate()
-        for cgroup in self._cgroups():
-            for path, _, _ in os.walk(cgroup, topdown=False):
-                with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(path)
+        self._sandboxes.clear()
 
     def _cgroups(self) -> list[Path]:
         """The pods' cgroups, in each of the hierarchies of version 1, and in version 2."""

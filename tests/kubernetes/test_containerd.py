@@ -15,8 +15,9 @@ from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
 from kubernetes import cri_api as cri
 from kubernetes.containerd import Containerd
-from kubernetes.kubelet import Kubelet, KubeletPlugin
+from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 from simhost import SimHost
+from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -101,6 +102,20 @@ def test_a_lease_ends_with_its_container_and_comes_back_with_the_next(
     containerd.remove_pod(pod)
     eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
     assert not container.is_running
+
+
+def test_units_of_memory_become_a_device_of_the_container(
+    ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    ready_daemon.host.divide(IN_UNITS)
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    with Kubelet(ready_daemon.host, MEMORY, RESOURCE) as kubelet, KubeletPlugin(ready_daemon.host):
+        kubelet.wait_healthy(16)
+        container = containerd.run(kubelet.run_pod("trainer", 6))
+        assert container.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
+        (lease,) = leases_of(ready_daemon)
+        assert (lease["memory_mib"], lease["pid"]) == ([6144], container.pid)
+        assert len(kubelet.wait_healthy(16)) == 16, "ours are healthy while they are used"
 
 
 def test_four_pods_share_a_gpu_and_a_fifth_one_follows_the_first(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 
@@ -11,7 +12,7 @@ import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.grpc import RpcError
 
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.lease_host import ADDRESSES, leases_of
 from kubernetes import cri_api as cri
 from kubernetes.containerd import Container, Containerd
@@ -282,3 +283,28 @@ def test_removed_sockets_come_back_and_cost_no_container(
     eventually(ready_daemon.socket_path.exists, "the daemon's socket")
     kubelet.wait_healthy(4)
     assert_leased_to(ready_daemon, container, start_another(kubelet, containerd))
+
+
+def test_containers_lease_again_after_a_power_cut(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    kubelet.wait_healthy(4)
+    pods = [kubelet.run_pod("trainer", 1), kubelet.run_pod("starting", 1)]
+    containerd.run(pods[0])
+    ready_daemon.kill()
+    plugin.end()
+    containerd.cut_power()
+    for pid in control_daemons(ready_daemon.host.root):
+        os.kill(pid, signal.SIGKILL)
+    for path in (ready_daemon.host.root / "run").iterdir():  # which is in memory
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+    ready_daemon.start().wait_ready()
+    containerd.start()
+    kubelet.restart()  # it remembers what it has allocated
+    plugin.start()
+    kubelet.wait_registered(2)
+    kubelet.wait_healthy(4)
+    for pod in pods:
+        kubelet.start_container(pod)
+    assert_leased_to(ready_daemon, *(containerd.run(pod) for pod in pods), start_another(kubelet, containerd))
