@@ -65,6 +65,7 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
     assert {path.name for path in nodes} == {"nvidia1", "nvidiactl", "nvidia-uvm"}
     assert {path.stat().st_rdev for path in nodes} == {_NODE}
+    assert os.path.samefile(container.root / "dev/shm", "/dev/shm"), "it shares memory with the MPS server"
     (lease,) = leases_of(ready_daemon)
     assert (lease["name"], lease["devices"]) == (lease_name(pod.devices), ["00:07.0-1"])
     assert (lease["binding"], lease["pid"], lease["id"]) == (
