@@ -47,6 +47,8 @@ _RETRY_S = 1.0
 TTL_S = 60
 #: The API's parameters, which the arguments of the same names become.
 _PARAMETERS = {parameter.name: parameter for parameter in (*TAKE_LEASE.members, *HOLDER)}
+#: A client renews its lease; one that ends only when it is released is for other programs.
+_PARAMETERS["ttl_s"] = _PARAMETERS["ttl_s"]._replace(minimum=1)
 
 
 class LeaseArguments(NamedTuple):
