@@ -52,10 +52,11 @@ def test_every_key_is_read(read: Read) -> None:
         "failRequestsGreaterThanOne: true\npreferred: spread\n"
         "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
         "dra: true\nkubeconfig: /etc/kubernetes/kubelet.conf\nnodeName: gpu-7.example\n"
+        "metricsAddress: localhost:9436\n"
     )
     assert options == PluginOptions(
         "example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128, True,
-        "/etc/kubernetes/kubelet.conf", "gpu-7.example",
+        "/etc/kubernetes/kubelet.conf", "gpu-7.example", "127.0.0.1:9436",
     )  # fmt: skip
     assert options.resource_name == "example.com/gpu-share.shared"
 
@@ -78,7 +79,10 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "resource: {}\n", "resource: kubernetes.io/x\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["- 1\n", "a: [\n", "resource: {}\n", "resource: kubernetes.io/x\n", "metricsAddress: 0.0.0.0:9436\n"],
+)
 def test_what_cannot_be_used_is_reported_with_its_line(read: Read, text: str) -> None:
     with pytest.raises(ConfigError, match=r"kubelet-plugin.yml:\d: "):
         read(text)

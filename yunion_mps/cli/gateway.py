@@ -81,11 +81,12 @@ def _check_address(address: str, *, allow_public: bool) -> str:
 async def _serve(address: str) -> None:
     import asyncio
 
-    from yunion_mps.gateway.server import LIMITS, WebPage, listen
+    from yunion_mps.gateway.server import LIMITS, WebPage
+    from yunion_mps.http.listener import listen_on
     from yunion_mps.http.server import Server
 
     try:
-        listener = listen(address)
+        listener = listen_on(address)
     except OSError as error:
         hint = "choose another port: --listen 127.0.0.1:PORT"
         raise YunionError(f"cannot listen on {address}: {error.strerror}", hint) from None

@@ -11,18 +11,17 @@ import asyncio
 import logging
 import os
 import re
-import socket
 from collections.abc import Awaitable, Mapping
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import read_addresses
 from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
+from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operation import BadRequestError, Operation, Parameter, query_arguments
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
@@ -284,7 +283,7 @@ class Listeners:
 
     async def _open_listener(self, key: str, address: str) -> None:
         try:
-            listener = listen(address)
+            listener = listen_on(address)
         except OSError as error:
             failure = f"{key}: cannot listen on {address}: {error.strerror}"
             if self._logged.get(key) != failure:
@@ -296,16 +295,3 @@ class Listeners:
         self._open[key] = address, server
         self._logged.pop(key, None)
         log.info("%s: serving at http://%s/", key, address)
-
-
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens at `127.0.0.1:9434` or `[::1]:9434`; raises OSError."""
-    host, port = split_endpoint(address)
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except OSError as error:  # whose text repeats the address
-        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
-    listener.settimeout(0)
-    return listener

@@ -1,4 +1,4 @@
-"""The listening Unix socket, which is never reachable without its permissions, and its peers' credentials."""
+"""Listening sockets: the Unix socket, never reachable without its permissions, with its peers; and TCP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import select
 import socket
 import stat
 
+from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 
@@ -108,3 +109,16 @@ def is_disconnected(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection.fileno(), 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def listen_on(address: str) -> socket.socket:
+    """Return a socket that listens at `127.0.0.1:9434` or `[::1]:9434`; raises OSError."""
+    host, port = split_endpoint(address)
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:  # whose text repeats the address
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
+    listener.settimeout(0)
+    return listener

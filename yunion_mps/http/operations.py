@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.enums import BINDINGS, EVENT_KINDS, PLACEMENTS, RELOAD_MODES, RESERVATIONS
+from yunion_mps.exposition import OPENMETRICS
 from yunion_mps.http.operation import OWNER, ROOT, SLOW_S, Operation, Parameter
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
 
 
 #: The format of metrics that Prometheus asks for; others get text.
-OPENMETRICS = "application/openmetrics-text"
 
 
 def _number(name: str, description: str, minimum: int, maximum: int, default: int | None = None) -> Parameter:

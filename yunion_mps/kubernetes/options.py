@@ -18,7 +18,16 @@ from yunion_mps.config.document import (
     value_of,
     written,
 )
-from yunion_mps.config.values import InvalidValueError, Key, absolute_path, boolean, one_of, text
+from yunion_mps.config.values import (
+    InvalidValueError,
+    Key,
+    absolute_path,
+    boolean,
+    endpoint,
+    is_public,
+    one_of,
+    text,
+)
 from yunion_mps.enums import PLACEMENTS
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.paths import Paths
@@ -45,6 +54,7 @@ class PluginOptions(NamedTuple):
     dra: bool = False
     kubeconfig: str | None = None
     node_name: str | None = None
+    metrics_address: str | None = None
 
     @property
     def resource_name(self) -> str:
@@ -59,6 +69,14 @@ def _resource(key: str, node: Node) -> str:
         hint = "write a domain of yours and a name, for example yunion.io/mps"
         raise InvalidValueError(key, node, "not the name of an extended resource", hint)
     return match[0]
+
+
+def _local_address(key: str, node: Node) -> str:
+    address = endpoint(key, node)
+    if is_public(address):
+        hint = "write 127.0.0.1 or [::1], and let a proxy with authentication serve other hosts"
+        raise InvalidValueError(key, node, "which other hosts can reach", hint)
+    return address
 
 
 def _memory_unit(key: str, node: Node) -> int:
@@ -95,6 +113,9 @@ KEYS = {
     "dra": Key(boolean, default=False, help="Whether to offer the devices by DRA instead, to claims."),
     "kubeconfig": Key(absolute_path, None, "The file with the address and credentials of the API server."),
     "nodeName": Key(_node_name, None, "The node's name, if it is not the host's."),
+    "metricsAddress": Key(
+        _local_address, None, "An address of this host at which the plugin's metrics are served."
+    ),
 }
 
 

@@ -36,6 +36,7 @@ from yunion_mps.kubernetes.kubelet_api import (
     TopologyInfo,
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.metrics import DAEMON, DONE, REFUSED, Counts
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
     ExtendedResource,
@@ -70,8 +71,10 @@ class OfferWatch:
         devices: DeviceResource,
         memory: MemoryResource,
         leases: ContainerLeases,
+        counts: Counts,
     ) -> None:
         self._daemon = daemon
+        self._counts = counts
         self._resources = devices, memory
         self._leases = leases
         #: What the daemon has answered last; None while it does not.
@@ -104,6 +107,7 @@ class OfferWatch:
             except YunionError as error:
                 condition = {}
                 accept(None)
+                self._counts.errors[DAEMON] += 1
                 failing_since_s = failing_since_s or time.monotonic()
                 if time.monotonic() - failing_since_s >= _OUTAGE_S:
                     for resource in self._resources:
@@ -125,8 +129,11 @@ class OfferWatch:
 class DevicePlugin:
     """The kubelet's device plugin of one resource."""
 
-    def __init__(self, resource: ExtendedResource, leases: ContainerLeases, placement: str) -> None:
+    def __init__(
+        self, resource: ExtendedResource, leases: ContainerLeases, placement: str, counts: Counts
+    ) -> None:
         self.resource = resource
+        self.counts = counts
         self._leases = leases
         self._placement = placement
 
@@ -176,12 +183,19 @@ class DevicePlugin:
         """Name each container's lease, without taking it; refuse what can never be leased."""
         answers = []
         for one in request.container_requests:
-            self.resource.refuse(one.device_ids)
-            await self._refuse_infeasible(one.device_ids)
-            device = kubelet_api.CdiDevice(f"{CDI_KIND}={lease_name(one.device_ids)}")
-            envs = self.resource.budget(one.device_ids)
-            answers.append(kubelet_api.ContainerAllocateResponse(envs, (device,)))
+            try:
+                answers.append(await self._allocate_one(one.device_ids))
+            except RpcError:
+                self.counts.allocations[self.resource.name, REFUSED] += 1
+                raise
+            self.counts.allocations[self.resource.name, DONE] += 1
         return kubelet_api.AllocateResponse(tuple(answers))
+
+    async def _allocate_one(self, ids: Sequence[str]) -> kubelet_api.ContainerAllocateResponse:
+        self.resource.refuse(ids)
+        await self._refuse_infeasible(ids)
+        device = kubelet_api.CdiDevice(f"{CDI_KIND}={lease_name(ids)}")
+        return kubelet_api.ContainerAllocateResponse(self.resource.budget(ids), (device,))
 
     async def _refuse_infeasible(self, ids: Sequence[str]) -> None:
         """Raise RpcError if a container can never have these; its pod fails for good."""
@@ -195,8 +209,16 @@ class DevicePlugin:
             raise _refusal(error) from None
 
     async def _pre_start_container(self, request: kubelet_api.PreStartContainerRequest) -> kubelet_api.Empty:
+        began_s, result = time.perf_counter(), REFUSED
+        try:
+            await self._permit_start(request.device_ids)
+            result = DONE
+        finally:
+            self.counts.note_start(self.resource.name, result, time.perf_counter() - began_s)
+        return kubelet_api.Empty()
+
+    async def _permit_start(self, ids: Sequence[str]) -> None:
         """Take the container's lease. The kubelet tries again to start a container that is refused."""
-        ids = request.device_ids
         try:
             lease: LeaseRecord = await self._leases.take(self.resource, ids)
         except YunionError as error:
@@ -207,7 +229,6 @@ class DevicePlugin:
             raise RpcError(Status.FAILED_PRECONDITION, what)
         self._leases.permit(ids)
         log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease_name(ids))
-        return kubelet_api.Empty()
 
 
 def rpc_method(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, Status
+from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.planning.division import share_percentage
 from yunion_mps.text import count
@@ -93,6 +94,8 @@ class ExtendedResource:
         self.offers: dict[str, Offer] = {}
         #: The health in one line; empty until the daemon was asked.
         self.status = ""
+        #: How many offers have become healthy or unhealthy.
+        self.health_changes = Counter[str]()
         #: Set when an offer changes, and then replaced.
         self.changed = asyncio.Event()
 
@@ -124,6 +127,10 @@ class ExtendedResource:
     def _publish(self, offers: dict[str, Offer], status: str) -> None:
         if (offers, status) == (self.offers, self.status):
             return
+        for name, one in offers.items():
+            before = self.offers.get(name)
+            if before is None or bool(before.cause) != bool(one.cause):
+                self.health_changes[UNHEALTHY if one.cause else HEALTHY] += 1
         self.offers, self.status = offers, status
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()

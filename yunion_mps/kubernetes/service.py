@@ -19,6 +19,7 @@ from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
@@ -59,6 +60,7 @@ class KubeletService:
         self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
         self._server = grpc.RpcServer(plugin.methods())
         self._registered = registered
+        self._counts = plugin.counts
         #: Why the resource is not registered now; empty if it is.
         self.failure = "waiting for the kubelet"
 
@@ -71,6 +73,8 @@ class KubeletService:
             except OSError as error:
                 await self._report(f"{self._endpoint}: {error.strerror or error}")
             except grpc.RpcError as error:
+                self._counts.registrations[self.resource.name, REFUSED] += 1
+                self._counts.errors[KUBELET] += 1
                 await self._report(f"the kubelet does not register {self.resource.name}: {error.message}")
             finally:
                 await self._server.close()
@@ -89,6 +93,7 @@ class KubeletService:
         await grpc.call(self._kubelet, kubelet_api.REGISTER.path, request.encode(), _REGISTER_S)
         log.info("registered %s with the kubelet", name)
         self.failure = ""
+        self._counts.registrations[name, DONE] += 1
         self._registered.set()
         while self._sockets() == sockets:  # noqa: ASYNC110 - nothing tells of the kubelet's start
             await asyncio.sleep(_POLL_S)
@@ -111,7 +116,7 @@ class KubeletService:
         await asyncio.sleep(_POLL_S)
 
 
-async def _reconcile(leases: ContainerLeases, registered: asyncio.Event) -> None:
+async def _reconcile(leases: ContainerLeases, registered: asyncio.Event, counts: Counts) -> None:
     """Compare the leases with the kubelet's pods, at each registration and regularly from then on."""
     await registered.wait()
     while True:
@@ -119,6 +124,7 @@ async def _reconcile(leases: ContainerLeases, registered: asyncio.Event) -> None
         try:
             await leases.reconcile()
         except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
+            counts.errors[DAEMON if isinstance(error, YunionError) else KUBELET] += 1
             log.warning("leases are not compared with the kubelet's pods now: %s", error)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(registered.wait(), _RECONCILE_S)
@@ -163,18 +169,20 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) ->
     daemon, registered = AsyncDaemonClient(paths), asyncio.Event()
     devices, memory = DeviceResource(options), MemoryResource(options)
     leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
+    counts = Counts()
     first, second = (
-        KubeletService(DevicePlugin(one, leases, options.preferred), paths, registered)
+        KubeletService(DevicePlugin(one, leases, options.preferred, counts), paths, registered)
         for one in (devices, memory)
     )
     return (
-        OfferWatch(daemon, devices, memory, leases).run(),
+        OfferWatch(daemon, devices, memory, leases, counts).run(),
         first.follow(),
         second.follow_once_offered(),
-        _reconcile(leases, registered),
+        _reconcile(leases, registered, counts),
         _log_health(devices),
         _log_health(memory),
         _notify((first, second), notifier),
+        serve(options.metrics_address, MetricsPage(counts, (devices, memory))),
     )
 
 

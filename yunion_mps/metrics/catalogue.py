@@ -23,6 +23,7 @@ from yunion_mps.enums import (
     SEVERITIES,
     UNAVAILABLE,
 )
+from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
@@ -37,13 +38,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
-
 #: Labels of a GPU: its PCI address, and the UUID that DCGM's metrics have as `UUID`.
 _GPU = ("gpu", "gpu_uuid")
-
-#: The labels' values, then the arguments of the family's `add_metric` for this kind.
-Sample = tuple[Any, ...]
 
 
 class Metric(NamedTuple):

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from yunion_mps.exposition import PLAIN_TYPE
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
-from yunion_mps.metrics.exporter import PLAIN_TYPE, text_of
+from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason

@@ -10,7 +10,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from yunion_mps.gateway.server import LIMITS, HostNames, Listeners, listen
+from yunion_mps.gateway.server import LIMITS, HostNames, Listeners
+from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response
 from yunion_mps.http.pool import Limits
 from yunion_mps.paths import Paths
@@ -34,7 +35,7 @@ def answers(address: str) -> bool:
 def test_an_address_in_use_is_logged_once_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def follow() -> bool:
         listeners = Listeners({"metrics_listen": Nothing()})
-        with listen("127.0.0.1:0") as other:
+        with listen_on("127.0.0.1:0") as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
             # No host has the second address (RFC 5737), and no handler is for the other key.
             for address in (taken, taken, "192.0.2.1:9434", taken):

@@ -12,8 +12,8 @@ from typing import Any
 
 from yunion_mps.answers import ClientList
 from yunion_mps.errors import YunionError
+from yunion_mps.exposition import OPENMETRICS
 from yunion_mps.http.handlers import Handlers
-from yunion_mps.http.operations import OPENMETRICS
 from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner

@@ -277,7 +277,7 @@ def test_only_what_makes_text_is_loaded_and_only_when_it_is_needed() -> None:
 import sys
 from yunion_mps.metrics import exporter
 print(any(name.startswith("prometheus_client") for name in sys.modules))
-exporter._load()
+exporter.exposition_of([], "a", openmetrics=True)
 print(sorted({"http.server", "urllib.request", "prometheus_client"} & set(sys.modules)))
 import prometheus_client
 print(prometheus_client.Counter.__name__)

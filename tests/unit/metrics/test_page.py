@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yunion_mps.kubernetes.metrics import PLUGIN_CATALOGUE
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.exporter import text_of
 
@@ -26,7 +27,7 @@ def rows() -> dict[str, list[str]]:
 
 def test_each_metric_is_explained_with_its_kind_in_its_own_words() -> None:
     assert {name: (row[0], row[2]) for name, row in rows().items()} == {
-        metric.name: (metric.kind, metric.help) for metric in CATALOGUE
+        metric.name: (metric.kind, metric.help) for metric in (*CATALOGUE, *PLUGIN_CATALOGUE)
     }
 
 
@@ -37,6 +38,11 @@ def test_each_label_is_named() -> None:
         served = set(re.findall(r'(\w+)="', sample[1])) - {"le"} if sample else set()
         if sample or f"\n{name} " in text:
             assert set(labels.split(", ")) - {""} == served, name
+
+
+def test_each_label_of_the_kubelet_plugin_is_named() -> None:
+    for metric in PLUGIN_CATALOGUE:
+        assert rows()[metric.name][1] == ", ".join(metric.labels)
 
 
 def test_the_documented_process_metrics_are_those_served() -> None:

@@ -1,0 +1,106 @@
+"""The plugin's metrics: they count what the kubelet asks for, and are served on this host only."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from integration.daemon_host import Daemon, eventually
+from integration.gateway_host import free_port
+from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+
+PREFIX = "yunion_mps_kubelet_plugin_"
+LABELS = ("resource", "result", "health", "program", "le")
+
+
+@pytest.fixture
+def address(ready_daemon: Daemon) -> str:
+    found = f"127.0.0.1:{free_port()}"
+    (ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text(f"metricsAddress: {found}\n")
+    return found
+
+
+def scrape(address: str) -> dict[tuple[str, ...], float]:
+    """The values by the metric's name without its prefix and the values of its labels."""
+
+    def read() -> str:
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+                return str(answer.read().decode())
+        except urllib.error.URLError:
+            return ""
+
+    text: str = eventually(read, "the metrics")
+    return {
+        (
+            sample.name.replace(PREFIX, ""),
+            *(sample.labels[label] for label in LABELS if label in sample.labels),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_registrations_allocations_starts_and_health_are_counted(ready_daemon: Daemon, address: str) -> None:
+    with Kubelet(ready_daemon.host) as kubelet, KubeletPlugin(ready_daemon.host):
+        kubelet.wait_healthy(4)
+        pod = kubelet.run_pod("trainer", 1)
+        with pytest.raises(grpc.RpcError):
+            kubelet.admit("refused", ("00:99.0-1",))
+        values = scrape(address)
+        assert values["devices", RESOURCE, "healthy"] == 4
+        assert values["health_changes_total", RESOURCE, "healthy"] == 4
+        assert values["registrations_total", RESOURCE, "done"] == 1
+        assert values["allocations_total", RESOURCE, "done"] == 1
+        assert values["allocations_total", RESOURCE, "refused"] == 1
+        assert values["starts_total", RESOURCE, "done"] == 1
+        assert values["start_duration_seconds_count", RESOURCE] == 1
+        assert values["start_duration_seconds_sum", RESOURCE] > 0
+        assert values["errors_total", "daemon"] == 0
+        assert values["process_resident_memory_bytes",] > 0
+        ready_daemon.kill()
+        kubelet.wait_healthy(0)
+        kubelet.restart()
+        kubelet.wait_registered(2)
+        values = scrape(address)
+        assert values["devices", RESOURCE, "unhealthy"] == 4
+        assert values["health_changes_total", RESOURCE, "unhealthy"] == 4
+        assert values["registrations_total", RESOURCE, "done"] == 2
+        assert values["errors_total", "daemon"] > 0
+        assert pod.name == "trainer"
+
+
+def test_a_refused_registration_is_counted(ready_daemon: Daemon, address: str) -> None:
+    with Kubelet(ready_daemon.host, MEMORY), KubeletPlugin(ready_daemon.host):
+        eventually(
+            lambda: scrape(address).get(("registrations_total", RESOURCE, "refused")),
+            "a refused registration",
+        )
+        assert scrape(address)["errors_total", "kubelet"] > 0
+
+
+def test_the_metrics_are_for_names_of_this_host_only(ready_daemon: Daemon, address: str) -> None:
+    with KubeletPlugin(ready_daemon.host):
+        scrape(address)
+        for host, path, status in (("evil.example", "metrics", 421), ("localhost", "", 404)):
+            request = urllib.request.Request(f"http://{address}/{path}", headers={"Host": host})
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request, timeout=60)
+            assert caught.value.code == status
+            caught.value.close()
+
+
+def test_the_plugin_works_while_another_program_has_the_port(ready_daemon: Daemon, address: str) -> None:
+    options = ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml"
+    with KubeletPlugin(ready_daemon.host):
+        scrape(address)
+        with Kubelet(ready_daemon.host) as kubelet, KubeletPlugin(ready_daemon.host) as second:
+            kubelet.wait_healthy(4)
+            eventually(lambda: "cannot listen on" in second.log, "the report")
+    assert address in options.read_text()

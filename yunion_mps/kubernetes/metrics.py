@@ -1,0 +1,173 @@
+"""The plugin's metrics: what is counted, each declared once, and the local address where they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from yunion_mps.exposition import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    OPENMETRICS_TYPE,
+    PLAIN_TYPE,
+    Family,
+    Sample,
+    exposition_of,
+    wants_openmetrics,
+)
+from yunion_mps.http.listener import listen_on
+from yunion_mps.http.messages import Answer, Request, Response, problem
+from yunion_mps.http.operations import GET_METRICS
+from yunion_mps.http.pool import Limits
+from yunion_mps.http.server import Server
+from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
+from yunion_mps.kubernetes.resources import ExtendedResource
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_PROGRAM = "yunion_mps_kubelet_plugin"
+#: The results of what the kubelet asks for.
+DONE, REFUSED = "done", "refused"
+#: The programs whose failures are counted.
+DAEMON, KUBELET, API_SERVER = "daemon", "kubelet", "api_server"
+#: The buckets of the time that a container's start waits, in s: up to a daemon that restarts.
+_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: Few clients, and all of them on this host.
+LIMITS = Limits(first_request_timeout_s=2.0, connections=16, reserved_for_root=0, reserved_for_new_clients=4)
+_LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
+
+
+class Counts:
+    """What has happened since the start of the program, by resource and result."""
+
+    def __init__(self) -> None:
+        self.registrations = Counter[tuple[str, str]]()
+        self.allocations = Counter[tuple[str, str]]()
+        self.starts = Counter[tuple[str, str]]()
+        #: Failed requests, by the program that was asked.
+        self.errors = Counter[str]({DAEMON: 0, KUBELET: 0, API_SERVER: 0})
+        self._start_buckets = defaultdict[str, list[int]](lambda: [0] * (len(_BOUNDS_S) + 1))
+        self._start_sums_s = defaultdict[str, float](float)
+
+    def note_start(self, resource: str, result: str, took_s: float) -> None:
+        """Count a container's start that was permitted or refused."""
+        self.starts[resource, result] += 1
+        self._start_buckets[resource][bisect_left(_BOUNDS_S, took_s)] += 1
+        self._start_sums_s[resource] += took_s
+
+    def start_histograms(self) -> Iterator[Sample]:
+        bounds = [*(str(bound_s) for bound_s in _BOUNDS_S), "+Inf"]
+        for resource, buckets in self._start_buckets.items():
+            yield (resource,), list(zip(bounds, accumulate(buckets))), self._start_sums_s[resource]
+
+
+class PluginMetric(NamedTuple):
+    """A metric of the plugin, whose samples are made of its counts and resources."""
+
+    kind: str
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[Counts, Sequence[ExtendedResource]], Iterable[Sample]]
+
+
+def _counter(name: str, help_: str, of: Callable[[Counts], Counter[tuple[str, str]]]) -> PluginMetric:
+    def samples(counts: Counts, _: Sequence[ExtendedResource]) -> Iterable[Sample]:
+        return of(counts).items()
+
+    return PluginMetric(COUNTER, f"{_PROGRAM}_{name}_total", help_, ("resource", "result"), samples)
+
+
+def _devices(_: Counts, resources: Sequence[ExtendedResource]) -> Iterator[Sample]:
+    for resource in resources:
+        unhealthy = sum(bool(one.cause) for one in resource.offers.values())
+        yield (resource.name, HEALTHY.lower()), len(resource.offers) - unhealthy
+        yield (resource.name, UNHEALTHY.lower()), unhealthy
+
+
+def _health_changes(_: Counts, resources: Sequence[ExtendedResource]) -> Iterator[Sample]:
+    for resource in resources:
+        for health in (HEALTHY, UNHEALTHY):
+            yield (resource.name, health.lower()), resource.health_changes[health]
+
+
+PLUGIN_CATALOGUE = (
+    PluginMetric(
+        GAUGE, f"{_PROGRAM}_devices",
+        "Number of the devices or units that are offered to the kubelet.", ("resource", "health"), _devices,
+    ),
+    PluginMetric(
+        COUNTER, f"{_PROGRAM}_health_changes_total",
+        "Total number of times that a device or unit has become healthy or unhealthy.",
+        ("resource", "health"), _health_changes,
+    ),
+    _counter("registrations", "Total number of registrations with the kubelet.",
+             lambda counts: counts.registrations),
+    _counter("allocations", "Total number of containers for which the kubelet has allocated the resource.",
+             lambda counts: counts.allocations),
+    _counter("starts", "Total number of starts of containers with the resource.",
+             lambda counts: counts.starts),
+    PluginMetric(
+        HISTOGRAM, f"{_PROGRAM}_start_duration_seconds",
+        "Time that the start of a container waited for its lease.", ("resource",),
+        lambda counts, _: counts.start_histograms(),
+    ),
+    PluginMetric(
+        COUNTER, f"{_PROGRAM}_errors_total",
+        "Total number of requests to the program that have failed.", ("program",),
+        lambda counts, _: (((program,), number) for program, number in counts.errors.items()),
+    ),
+)  # fmt: skip
+
+
+class MetricsPage:
+    """Answers GET /metrics for clients of this host; other names could belong to a malicious web page."""
+
+    def __init__(self, counts: Counts, resources: Sequence[ExtendedResource]) -> None:
+        self._counts = counts
+        self._resources = resources
+
+    def answer(self, request: Request) -> Answer:
+        if not _LOCAL.fullmatch(request.headers.get("host", "").lower()):
+            return problem(421, "the metrics are not served under that name", "use 127.0.0.1 or localhost")
+        if request.method not in ("GET", "HEAD"):
+            return problem(
+                405, f"{request.method} is not supported here", "use GET", (("Allow", "GET, HEAD"),)
+            )
+        if urlsplit(request.target).path != GET_METRICS.path:
+            return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
+        openmetrics = wants_openmetrics(request.headers.get("accept", ""))
+        text = self.text(openmetrics=openmetrics)
+        return Response(200, OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text)
+
+    def text(self, *, openmetrics: bool = False) -> bytes:
+        families = (
+            Family(*metric[:-1], metric.samples(self._counts, self._resources)) for metric in PLUGIN_CATALOGUE
+        )
+        return exposition_of(families, _PROGRAM, openmetrics=openmetrics)
+
+
+async def serve(address: str | None, page: MetricsPage) -> None:
+    """Serve the metrics at the address, if there is one, without end; wait while others have it."""
+    failure = ""
+    while address:
+        try:
+            server = Server(page, LIMITS)
+            await server.open(listen_on(address))
+            log.info("metrics: serving at http://%s%s", address, GET_METRICS.path)
+            address = None
+        except OSError as error:
+            if failure != str(error):
+                log.warning("metrics: cannot listen on %s: %s; trying again", address, error.strerror)
+            failure = str(error)
+            await asyncio.sleep(_RETRY_S)
+    await asyncio.Event().wait()
