@@ -62,10 +62,25 @@ class Credentials(NamedTuple):
     groups: tuple[int, ...]
 
 
-def _read(pid: int, name: str, max_bytes: int = -1, proc: str = "/proc") -> bytes:
+def _contents(path: str, max_bytes: int = _MAX_ENVIRONMENT) -> bytes:
+    """Return the beginning of a file; raises OSError.
+
+    `open` would make twice as many system calls. The pieces are so small that they can be allocated even in a
+    shortage of memory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with open(f"{proc}/{pid}/{name}", "rb") as file:
-            return file.read(max_bytes)
+        found = b""
+        while len(found) < max_bytes and (piece := os.read(descriptor, 1 << 13)):
+            found += piece
+        return found[:max_bytes]
+    finally:
+        os.close(descriptor)
+
+
+def _read(pid: int, name: str, max_bytes: int = _MAX_ENVIRONMENT, proc: str = "/proc") -> bytes:
+    try:
+        return _contents(f"{proc}/{pid}/{name}", max_bytes)
     except OSError:
         return b""
 
@@ -212,8 +227,7 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-                found += [int(word) for word in file.read().split()]
+            found += map(int, _contents(f"/proc/{pid}/task/{task}/children").split())
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise ShortageError(f"the children of PID {pid} cannot be read: {error.strerror}") from None
@@ -223,14 +237,14 @@ def children_of(pid: int) -> list[int]:
 def all_pids() -> list[int]:
     """Return all PIDs in descending order; raises ShortageError if they cannot be listed."""
     try:
-        return sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
+        return sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True)
     except OSError as error:
         raise ShortageError(f"the processes cannot be listed: {error.strerror}") from None
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment the process was started with; empty also if access is denied."""
-    text = _environment(pid).decode(errors="replace")
+    text = _read(pid, "environ").decode(errors="replace")
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
@@ -241,23 +255,12 @@ def variable_of(pid: int, name: str) -> str | None:
     Takes a few ms at most, whatever a process declares to be its environment.
     """
     before = b"\0" + name.encode() + b"="
-    text = b"\0" + _environment(pid)
+    text = b"\0" + _read(pid, "environ")
     begin = text.find(before) + len(before)
     if begin < len(before):
         return "" if len(text) > 1 else None
     end = text.find(b"\0", begin)
     return text[begin : end if end >= 0 else None].decode(errors="replace")
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            found = b""  # in small pieces, which can be allocated even in a shortage
-            while len(found) < _MAX_ENVIRONMENT and (piece := file.read(1 << 13)):
-                found += piece
-            return found
-    except OSError:
-        return b""
 
 
 def count_open(pid: int, links: Collection[str]) -> int:

@@ -181,13 +181,15 @@ class LogReader:
 
     def read(self) -> list[LogEntry]:
         try:
-            with open(self._path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            log = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size = os.fstat(log).st_size
                 if size < self.size:  # it was truncated
                     self.size, self._rest = 0, b""
                 start = max(self.size, size - _MAX_BYTES)
-                file.seek(start)
-                text = self._rest + file.read(size - start)
+                text = self._rest + os.pread(log, size - start, start)
+            finally:
+                os.close(log)
         except (OSError, MemoryError):  # the next call reads it
             return []
         self.size = size
