@@ -13,10 +13,10 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.host.processes import Process, describe_exit, spawn
+from yunion_mps.host.processes import Process, Watchable, describe_exit, spawn, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
-from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.conversation import ANSWER_TIMEOUT_S, Conversation, Probe, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, LogReader
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -139,6 +139,10 @@ class ControlDaemon:
                 log.error("domain %s: %s; %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
 
+    def change(self, plan: DomainPlan) -> None:
+        """Make `plan` that of its next server."""
+        self.target = in_running_order(plan, self.target)
+
     def note_served(self) -> None:
         """Note that it serves, with its limits in effect."""
         self.has_served = self._is_recorded = True
@@ -177,6 +181,45 @@ class ControlDaemon:
     def _release(self) -> None:
         self.process.close()
         self._process = self.order = None
+
+
+class ControlTask:
+    """An operation on a control daemon, with at most one conversation and one probe at a time.
+
+    Subclasses have a `tick` that does what is due and returns when to call it again; nothing blocks.
+    """
+
+    def __init__(self, control: ControlDaemon) -> None:
+        self._control = control
+        self._plan = control.target
+        self._conversation: Conversation | None = None
+        self._probe: Probe | None = None
+
+    def watched(self) -> list[Watchable]:
+        watched: list[Watchable] = [self._probe] if self._probe and self._probe.is_connected else []
+        return [*watched, self._conversation] if self._conversation else watched
+
+    def close(self) -> None:
+        for part in (self._probe, self._conversation):
+            if part:
+                part.close()
+        self._probe = self._conversation = None
+
+    def _wake(self) -> None:
+        wake([self._control.process.pid, *self._control.servers()])
+
+    def _connect(self, now_s: float, timeout_s: float) -> Probe:
+        """Begin a probe; raises UnresponsiveError and ShortageError."""
+        self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
+        return self._probe
+
+    def _converse(
+        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Conversation:
+        """Begin a conversation; raises HostError if the front-end cannot be started."""
+        place = self._plan.pipe_directory
+        self._conversation = Conversation(self._control.program, place, commands, now_s, timeout_s)
+        return self._conversation
 
 
 def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:

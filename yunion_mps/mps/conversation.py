@@ -31,6 +31,8 @@ from yunion_mps.text import decoded
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
+#: How soon commands are sent again if it did not receive them.
+COMMAND_RETRY_S = 1.0
 
 #: A command that every control daemon answers with one line. If even this has no answer, we were rejected: it
 #: serves one front-end at a time, and closes the connection of a second one without a message (measured).

@@ -18,9 +18,11 @@ from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
-from yunion_mps.mps.control_daemon import ControlDaemon, in_running_order
+from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import UnresponsiveError
-from yunion_mps.mps.limits import HealthMonitor, LimitsChangedError, LimitsInEffect, LimitsSetter
+from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
+from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
+from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
@@ -37,7 +39,6 @@ from yunion_mps.mps.states import (
     StateMachine,
     after_failure,
 )
-from yunion_mps.mps.tasks import ControlTask, Recovery, Shutdown, Startup
 from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,6 @@ class Domain(StateMachine):
 
     @property
     def limits_in_effect(self) -> LimitsInEffect:
-        """The plan in effect, and the servers that do not have the desired limits."""
         return self._rollover.limits_in_effect
 
     @property
@@ -151,7 +151,7 @@ class Domain(StateMachine):
                 self._fail(now_s, error, lasting=True)
                 return
             if not self.control.was_adopted:
-                self._rollover.limits_in_effect = LimitsInEffect(self.desired)
+                self._rollover.limits_found(LimitsInEffect(self.desired))
         self._task = Startup(self._idle_control(), now_s)
         self._change(STARTING, now_s, f"{what}; waiting for its answer")
 
@@ -184,9 +184,9 @@ class Domain(StateMachine):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
         differs, self.desired = plan != self.desired, plan
         if differs and not self.control.has_process:
-            self._rollover.limits_in_effect = LimitsInEffect(plan)
+            self._rollover.limits_found(LimitsInEffect(plan))
         elif differs:
-            self.control.target = in_running_order(plan, self.control.target)
+            self.control.change(plan)
             if self.control.target == self.in_effect:  # its servers have these limits
                 self._rollover.change_withdrawn()
             if self.state in (APPLYING, READY):
@@ -287,7 +287,7 @@ class Domain(StateMachine):
         if isinstance(result, float):
             self._change_reason(self._task.note or self.reason)
             return result
-        self._rollover.limits_in_effect = result
+        self._rollover.limits_found(result)
         self.control.note_served()
         self._task = HealthMonitor(self._idle_control(), now_s)
         self._change(READY, now_s, "")

@@ -1,4 +1,4 @@
-"""The limits of a domain: set them, read them back, and check them and its control daemon while it serves.
+"""The limits of a domain: set them, and read them back.
 
 New limits apply only to the next MPS server. So an adopted control daemon is queried before anything is set:
 the limits of its servers are known only from its answers and from what was recorded.
@@ -16,21 +16,13 @@ from typing import Any, NamedTuple
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control_daemon import ControlDaemon, in_running_order
-from yunion_mps.mps.conversation import Conversation, OccupiedError, occupied_error
-from yunion_mps.mps.log_file import MAX_BYTES, bound_logs
+from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
+from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, occupied_error
 from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
-from yunion_mps.mps.tasks import COMMAND_RETRY_S, ControlTask
 from yunion_mps.planning.division import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
-
-#: How often it is probed, and how long an answer may take: together less than two intervals.
-PROBE_S = 10.0
-PROBE_TIMEOUT_S = 5.0
-#: How often its limits are read back.
-VERIFY_S = 60.0
 
 _HINT = (
     "check the end of the control daemon's log; its devices stay unavailable until the limits are in effect"
@@ -163,98 +155,6 @@ class LimitsSetter(ControlTask):
             f"{command} | CUDA_MPS_PIPE_DIRECTORY={self._plan.pipe_directory} {PROGRAM}",
             reasons.LIMITS_PENDING,
         )
-
-
-class LimitsChangedError(ControlError):
-    """Another program has changed the limits."""
-
-    code = reasons.LIMITS_OVERWRITTEN
-
-
-class HealthMonitor(ControlTask):
-    """Checks, while it serves, that it answers, that its limits are still ours, and the size of its log."""
-
-    def __init__(self, control: ControlDaemon, now_s: float) -> None:
-        super().__init__(control)
-        self._probe_at_s = now_s + PROBE_S
-        self._verify_at_s = now_s + VERIFY_S
-        self._send_at_s = now_s
-        #: The commands being sent, and the commands delivered in this tick.
-        self._sending: Sequence[str] = ()
-        self.delivered: Sequence[str] = ()
-        #: How long the last probe took, None before the first.
-        self.probe_s: float | None = None
-        #: The PIDs of its servers when its limits were last found right.
-        self.servers = control.servers()
-
-    def tick(self, now_s: float, commands: Sequence[str]) -> float:
-        """Do what is due; return when to be called again. `commands` are to be sent; they have no answer.
-
-        Raises UnresponsiveError if it does not answer, LimitsChangedError if its limits are not ours.
-        """
-        self.delivered = ()
-        due_s = self._tick_probe(now_s)
-        if self._conversation:
-            return min(due_s, self._tick_conversation(self._conversation, now_s))
-        send_at_s = min(self._verify_at_s, self._send_at_s) if commands else self._verify_at_s
-        return min(due_s, self._start_conversation(now_s, commands) if now_s >= send_at_s else send_at_s)
-
-    def _tick_probe(self, now_s: float) -> float:
-        probe = self._probe
-        if probe is None:
-            if now_s < self._probe_at_s:
-                return self._probe_at_s
-            self._probe_at_s = now_s + PROBE_S
-            self._control.log.report()  # before it is truncated
-            if self._control.log.size > MAX_BYTES:
-                bound_logs(self._plan)
-            try:
-                probe = self._connect(now_s, PROBE_TIMEOUT_S)
-            except ShortageError as error:
-                log.debug("domain %s: %s", self._plan.name, error)
-                return self._probe_at_s
-        if not probe.poll(now_s):
-            return probe.deadline_s
-        self.probe_s = now_s - probe.began_s
-        probe.close()
-        self._probe = None
-        return self._probe_at_s
-
-    def _start_conversation(self, now_s: float, orders: Sequence[str]) -> float:
-        """Read back its limits, whose answer shows that it receives our commands, then send the orders."""
-        self._sending = orders
-        self._verify_at_s = now_s + VERIFY_S
-        self._control.log.report()
-        bound_logs(self._plan)  # the server's log too, however small the control daemon's is
-        try:
-            commands = ["get_server_list", *get_commands(self._plan), *self._sending]
-            return self._converse(commands, now_s).deadline_s
-        except ShortageError as error:
-            log.debug("domain %s: %s", self._plan.name, error)
-            return self._retry_commands(now_s)
-
-    def _tick_conversation(self, conversation: Conversation, now_s: float) -> float:
-        answer = conversation.poll(now_s)
-        if answer is None:
-            return conversation.deadline_s
-        self._conversation = None
-        if not answer:
-            log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
-            return self._retry_commands(now_s)
-        self.delivered = self._sending
-        servers = parse_servers(answer)
-        limit = len(servers) + len(get_commands(self._plan)) if self._sending else None
-        try:
-            check(self._plan, answer[len(servers) : limit])
-        except ControlError as error:
-            raise LimitsChangedError(error.message, error.hint) from None
-        self.servers = tuple(servers)
-        return self._verify_at_s
-
-    def _retry_commands(self, now_s: float) -> float:
-        """Retry commands soon; without any, the limits can be read back later."""
-        self._send_at_s = now_s + COMMAND_RETRY_S
-        return self._send_at_s if self._sending else self._verify_at_s
 
 
 # -- the control daemon's commands and answers

@@ -55,7 +55,7 @@ class Rollover:
 
         `servers` returns the PIDs of the control daemon's servers, at any time.
         """
-        self.limits_in_effect = limits_in_effect
+        self._limits = limits_in_effect
         self._servers = servers
         self.orphans = OrphanedServers(limits_in_effect.plan.name, emit)
         self._emit = emit
@@ -100,7 +100,7 @@ class Rollover:
 
     def _search(self, find: FindProcesses) -> None:
         try:
-            orphans = orphaned_servers(self.limits_in_effect.plan.pipe_directory, find)
+            orphans = orphaned_servers(self._limits.plan.pipe_directory, find)
         except ShortageError as error:
             log.debug("%s", error)
             return
@@ -109,24 +109,31 @@ class Rollover:
 
     # -- limits
 
+    @property
+    def limits_in_effect(self) -> LimitsInEffect:
+        """The plan in effect, and the servers that do not have the desired limits."""
+        return self._limits
+
+    def limits_found(self, limits: LimitsInEffect) -> None:
+        """These limits are in effect, by the control daemon's answer or because it has no server yet."""
+        self._limits = limits
+
     def note_ended(self, target: DomainPlan) -> None:
         """Note the end of servers with older limits; `target` is the plan of the next ones."""
-        old = self.limits_in_effect.old_servers
+        old = self._limits.old_servers
         left = running_servers(old)
         if left == old:
             return
-        self.limits_in_effect = (
-            LimitsInEffect(self.limits_in_effect.plan, left) if left else LimitsInEffect(target)
-        )
+        self._limits = LimitsInEffect(self._limits.plan, left) if left else LimitsInEffect(target)
         if not left:
             self._emit_limit_event("the new limits are in effect", f"{describe_servers(old, 'has')} ended")
         self._changed()
 
     def change_withdrawn(self) -> None:
         """The pending change was withdrawn: its servers have the desired limits."""
-        if self.limits_in_effect.old_servers:
+        if self._limits.old_servers:
             self._emit_limit_event("the pending change was withdrawn", "the configuration was reloaded")
-        self.limits_in_effect = LimitsInEffect(self.limits_in_effect.plan)
+        self._limits = LimitsInEffect(self._limits.plan)
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
         """Another program changed the limits; the `known` servers ran when they were last correct."""
@@ -137,21 +144,21 @@ class Rollover:
                 f"; {describe_servers(wrong)} may have started with the other limits, which a server keeps "
                 "until it ends"
             )
-            old = tuple(sorted({*self.limits_in_effect.old_servers, *wrong}))
-            self.limits_in_effect = self.limits_in_effect._replace(old_servers=old)
+            old = tuple(sorted({*self._limits.old_servers, *wrong}))
+            self._limits = self._limits._replace(old_servers=old)
         what = "another program changed its limits"
         self._emit_limit_event(what, cause, consequence, "warning", reasons.LIMITS_OVERWRITTEN)
 
     def _emit_limit_event(
         self, what: str, cause: str, consequence: str = "", severity: str = "info", code: str = ""
     ) -> None:
-        self._emit(Event(severity, "limit", self.limits_in_effect.plan.name, what, cause, consequence, code))
+        self._emit(Event(severity, "limit", self._limits.plan.name, what, cause, consequence, code))
 
     # -- servers that must end
 
     def blocking_servers(self, *, every: bool) -> tuple[int, ...]:
         """The servers that a pending change waits for, including orphans; `every` includes all its own."""
-        own = self._servers() if every else self.limits_in_effect.old_servers
+        own = self._servers() if every else self._limits.old_servers
         return (*own, *self.orphans.pids)
 
     def request_end(self, now_s: float, *, force: bool) -> None:
@@ -167,7 +174,7 @@ class Rollover:
 
     def commands(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
-        awaited = self._servers() if every else self.limits_in_effect.old_servers
+        awaited = self._servers() if every else self._limits.old_servers
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
         self._end_requests = {
             pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
@@ -196,7 +203,7 @@ class Rollover:
             has_servers = bool(self.blocking_servers(every=True))
             what = "stops once its MPS servers have ended" if has_servers else "is stopping"
             waits.append(f"the configuration has changed: the control daemon {what}")
-        elif old := self.limits_in_effect.old_servers:
+        elif old := self._limits.old_servers:
             waits.append(f"new limits take effect once {describe_servers(old, 'has')} ended")
         if holds_modes and (servers := self._servers()):
             waits.append(f"compute modes are restored once {describe_servers(servers, 'has')} ended")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.mps.limits import PROBE_S
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .driving import Bench

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.limits import VERIFY_S, LimitsInEffect
+from yunion_mps.mps.health import VERIFY_S
+from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.states import APPLYING, BACKOFF, READY
 
 from .driving import Bench, DomainRun

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.limits import PROBE_S
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
     LOG_NAME,
     MAX_BYTES,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.mps.limits import PROBE_S
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
 from yunion_mps.mps.states import WEDGED

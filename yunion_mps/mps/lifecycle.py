@@ -1,4 +1,4 @@
-"""Tasks on a control daemon: wait until it serves, stop it, and recover it if it is unresponsive.
+"""The life of a control daemon: wait until it listens, stop it, and recover it if it is unresponsive.
 
 Nothing blocks.
 """
@@ -10,13 +10,10 @@ import signal
 from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
-from yunion_mps.host.processes import Watchable, wake
-from yunion_mps.mps.control_daemon import ControlDaemon
+from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import (
-    ANSWER_TIMEOUT_S,
+    COMMAND_RETRY_S,
     PING,
-    Conversation,
-    Probe,
     UnresponsiveError,
     diagnose,
     occupied_error,
@@ -39,8 +36,7 @@ START_TIMEOUT_S = 10.0
 _FIRST_POLL_S = 0.0002
 _MAX_POLL_S = 0.05
 
-#: How soon a command, or a `quit`, is sent again if the control daemon did not receive it.
-COMMAND_RETRY_S = 1.0
+#: How soon a `quit` is sent again if the control daemon did not receive it.
 _QUIT_RETRY_S = 0.2
 #: How long an unresponsive one has to answer after SIGCONT, and how often it is probed.
 RESUME_TIMEOUT_S = 2.0
@@ -49,45 +45,6 @@ _WEDGED_PROBE_S = 0.5
 _DIAGNOSE_S = 10.0
 #: After this many rejections, another program's front-end must be connected.
 _FOREIGN_REJECTIONS = 2
-
-
-class ControlTask:
-    """An operation on a control daemon, with at most one conversation and one probe at a time.
-
-    Subclasses have a `tick` that does what is due and returns when to call it again; nothing blocks.
-    """
-
-    def __init__(self, control: ControlDaemon) -> None:
-        self._control = control
-        self._plan = control.target
-        self._conversation: Conversation | None = None
-        self._probe: Probe | None = None
-
-    def watched(self) -> list[Watchable]:
-        watched: list[Watchable] = [self._probe] if self._probe and self._probe.is_connected else []
-        return [*watched, self._conversation] if self._conversation else watched
-
-    def close(self) -> None:
-        for part in (self._probe, self._conversation):
-            if part:
-                part.close()
-        self._probe = self._conversation = None
-
-    def _wake(self) -> None:
-        wake([self._control.process.pid, *self._control.servers()])
-
-    def _connect(self, now_s: float, timeout_s: float) -> Probe:
-        """Begin a probe; raises UnresponsiveError and ShortageError."""
-        self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
-        return self._probe
-
-    def _converse(
-        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> Conversation:
-        """Begin a conversation; raises HostError if the front-end cannot be started."""
-        place = self._plan.pipe_directory
-        self._conversation = Conversation(self._control.program, place, commands, now_s, timeout_s)
-        return self._conversation
 
 
 class Startup(ControlTask):
