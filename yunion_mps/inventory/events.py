@@ -50,10 +50,10 @@ _XID_RECORD = rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)"
 #: The kernel keeps a ring of records, each read separately (dmesg(1)).
 _MAX_RECORDS = 20_000
 
-#: The longest wait in the driver, and so for the thread's end.
-_WAIT_MS = 1000
+#: The longest wait in the driver, and so for `renew` and the thread's end: each wait wakes a processor.
+_WAIT_S = 5.0
 #: GPUs are enumerated again after this many waits: a lost one may be back.
-_WAITS_BEFORE_ENUMERATION = 60
+_WAITS_BEFORE_ENUMERATION = 12
 #: The pause after a failure or while no GPU answers, so as not to flood the driver with calls.
 _PAUSE_S = 5.0
 
@@ -64,9 +64,13 @@ OnEvent = Callable[["tuple[str, int] | None"], None]
 class EventWatch:
     """A thread that waits for the driver's events until `stop` is called."""
 
-    def __init__(self, nvml: Nvml, on_event: OnEvent) -> None:
-        """`on_event` is called on the thread. NVML stays open from now on until the process ends."""
+    def __init__(self, nvml: Nvml, on_event: OnEvent, wait_s: float = _WAIT_S) -> None:
+        """`on_event` is called on the thread. NVML stays open from now on until the process ends.
+
+        `renew` and `stop` take effect within `wait_s`.
+        """
         nvml.keep_open()
+        self._wait_ms = round(wait_s * 1000)
         self._on_event = on_event
         self._stopped = threading.Event()
         self._renewed = threading.Event()
@@ -77,16 +81,16 @@ class EventWatch:
         threads.start(self._run, lambda _, __: self._ended.set())
 
     def renew(self) -> None:
-        """Enumerate the GPUs again within a second, because others answer than before."""
+        """Enumerate the GPUs again, because others answer than before."""
         self._renewed.set()
 
     def stop(self) -> None:
-        """Ask the thread to end, which it does within a second."""
+        """Ask the thread to end."""
         self._stopped.set()
         self._renewed.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, within a second of `stop`; for tests, which leave nothing behind."""
+        """Wait for the thread's end after `stop`; for tests, which leave nothing behind."""
         self._ended.wait()
 
     def _run(self) -> None:
@@ -120,7 +124,7 @@ class EventWatch:
                     self._drain(events)
                     return
                 with contextlib.suppress(pynvml.NVMLError_Timeout):
-                    self._report(pynvml.nvmlEventSetWait_v2(events, _WAIT_MS))
+                    self._report(pynvml.nvmlEventSetWait_v2(events, self._wait_ms))
         finally:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(events)

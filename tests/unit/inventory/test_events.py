@@ -27,7 +27,7 @@ def listen() -> Iterator[Listen]:
 
         def make(host: OpenedHost) -> Heard:
             heard: Heard = queue.Queue()
-            watch = EventWatch(host.nvml, heard.put)
+            watch = EventWatch(host.nvml, heard.put, wait_s=0.1)
             watch.start()
             stack.callback(watch.join)
             stack.callback(watch.stop)
