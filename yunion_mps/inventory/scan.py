@@ -43,12 +43,13 @@ def scan(nvml: Nvml, paths: Paths) -> Inventory:
 class Scanner:
     """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added."""
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: Paths, found: Iterable[Gpu] = ()) -> None:
+        """`found` are the GPUs of an earlier scan, whose constants are not read again."""
         self._paths = paths
         #: GPUs that answered the last scan, by UUID.
-        self._known: dict[str, Gpu] = {}
+        self._known = _answering(found)
         #: Whether a device is an NVIDIA GPU, by PCI address.
-        self._is_gpu: dict[str, bool] = {}
+        self._is_gpu = {gpu.pci_address: True for gpu in self._known.values()}
 
     def scan(self, nvml: Nvml) -> Inventory:
         """Like the function `scan`.
@@ -64,7 +65,7 @@ class Scanner:
             if address not in gpus:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
                 gpus[address] = self._placed(Gpu(address, reason=reason))
-        self._known = {gpu.uuid: gpu for gpu in gpus.values() if gpu.uuid and not gpu.reason}
+        self._known = _answering(gpus.values())
         shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
         return Inventory(driver, in_order(shown))
 
@@ -84,6 +85,10 @@ class Scanner:
         numa_node = sysfs.numa_node(self._paths, gpu.pci_address)
         link = sysfs.max_link(self._paths, gpu.pci_address)
         return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
+
+
+def _answering(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    return {gpu.uuid: gpu for gpu in gpus if gpu.uuid and not gpu.reason}
 
 
 def in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:

@@ -32,7 +32,7 @@ UNAVAILABLE_POLL_S = 1.0
 class Monitor:
     def __init__(self, paths: Paths, services: Services, control: LoopControl) -> None:
         """Requests a tick after each poll."""
-        self._scanner = Scanner(paths)
+        self._scanner = Scanner(paths, services.supervisor.snapshot().inventory.gpus)
         self._supervisor = services.supervisor
         self._reloader = services.reloader
         self._xids = XidAnalyzer(paths, services.supervisor, services.clients)
