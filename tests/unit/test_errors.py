@@ -5,14 +5,6 @@ from yunion_mps import errors
 from yunion_mps.errors import ConfigError, Problem, YunionError
 
 
-def test_a_problem_is_printed_as_compilers_do() -> None:
-    assert str(Problem("/etc/x.yml", 7, "a is b", "write c")) == "/etc/x.yml:7: a is b: write c"
-
-
-def test_a_problem_of_a_whole_file_has_no_line() -> None:
-    assert str(Problem("/etc/x.yml", None, "is empty", "fill it")) == "/etc/x.yml: is empty: fill it"
-
-
 def test_a_problem_is_one_line_without_control_characters() -> None:
     shown = str(Problem("/etc/a\nb", 1, "x is \x1b[31m\r\n\x85\u2028\u202e", "write … or é 😀"))
     assert shown == "/etc/a\\nb:1: x is \\x1b[31m\\r\\n\\x85\\u2028\\u202e: write … or é 😀"
@@ -50,9 +42,3 @@ def test_every_error_is_of_one_tree_and_has_the_exit_code_of_the_design(name: st
     kind = getattr(errors, name)
     assert issubclass(kind, YunionError)
     assert kind.exit_code == code
-
-
-def test_an_error_has_a_message_and_a_hint() -> None:
-    error = YunionError("what is wrong", "what to do")
-    assert (str(error), error.message, error.hint) == ("what is wrong", "what is wrong", "what to do")
-    assert YunionError("alone").hint == ""

@@ -126,14 +126,22 @@ def test_without_mps_no_driver_and_no_program_is_missed(tmp_path: Path) -> None:
 # -- virtual machines
 
 
-@pytest.mark.parametrize("name", ["GRID T4-16C", "NVIDIA A40-48Q", "NVIDIA A100-1-5C", "GRID V100D-8A"])
-def test_a_vgpu_is_a_warning(tmp_path: Path, name: str) -> None:
-    assert f"({name}) is a vGPU" in one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", "warning").what
-
-
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "Tesla P100-PCIE-16GB", "NVIDIA A100-SXM4-80GB"])
-def test_a_whole_gpu_is_taken_for_no_vgpu(tmp_path: Path, name: str) -> None:
-    assert one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", "ok")
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        *(
+            ("warning", name)
+            for name in ("GRID T4-16C", "NVIDIA A40-48Q", "NVIDIA A100-1-5C", "GRID V100D-8A")
+        ),
+        *(
+            ("ok", name)
+            for name in ("NVIDIA H100 80GB HBM3", "Tesla P100-PCIE-16GB", "NVIDIA A100-SXM4-80GB")
+        ),
+    ],
+)
+def test_a_vgpu_is_a_warning_and_a_whole_gpu_is_not(tmp_path: Path, level: str, name: str) -> None:
+    found = one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", level)
+    assert (f"({name}) is a vGPU" in found.what) == (level == "warning")
 
 
 def test_a_gpu_that_serves_virtual_machines_is_found(host: Host, tmp_path: Path) -> None:

@@ -120,15 +120,6 @@ def test_another_user_cannot_take_the_lock(paths: Paths, tmp_path: Path) -> None
     assert "PermissionError: [Errno 13] Permission denied: 'daemon.lock'" in result.stderr.splitlines()
 
 
-def test_a_lock_that_is_held_is_refused_with_the_holders_pid(paths: Paths) -> None:
-    held = take_lock(paths)
-    error = refused(paths)
-    os.close(held)
-    assert error.message == f"another yunion-mps-daemon is already running (PID {os.getpid()})"
-    assert error.hint == "check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon"
-    os.close(take_lock(paths))
-
-
 def test_the_last_child_of_a_daemon_that_is_gone_lets_go_of_the_lock(paths: Paths, tmp_path: Path) -> None:
     """It has the lock until it has loaded its program, and our PID is in the file no more."""
     fifo = tmp_path / "fifo"
