@@ -15,7 +15,7 @@ from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord
-    from yunion_mps.client.transport import RequestMembers
+    from yunion_mps.client.transport import BlockingTransport, RequestMembers
     from yunion_mps.http.client import DaemonClient
 
 T = TypeVar("T")
@@ -26,6 +26,13 @@ def daemon() -> DaemonClient:
     from yunion_mps.http.client import DaemonClient
 
     return DaemonClient(Paths.from_environment())
+
+
+def blocking_transport() -> BlockingTransport:
+    """Return a transport for requests that survive a restart of the daemon."""
+    from yunion_mps.client.transport import BlockingTransport
+
+    return BlockingTransport(daemon())
 
 
 def call(
@@ -51,8 +58,14 @@ def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
     from yunion_mps.client import transport  # not needed by most commands
 
     with add_option_hints(wanted, wait_s):
-        blocking = transport.BlockingTransport(daemon())
-        return transport.run_blocking(transport.take(blocking, wanted, wait_s, print_notice))
+        return transport.run_blocking(transport.take(blocking_transport(), wanted, wait_s, print_notice))
+
+
+def preview(wanted: RequestMembers) -> LeaseRecord:
+    """Return the lease that the request would get now; raises YunionError."""
+    from yunion_mps.client import transport
+
+    return transport.run_blocking(transport.preview(blocking_transport(), wanted))
 
 
 @contextlib.contextmanager
@@ -79,10 +92,8 @@ def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
 
 
 def _is_free(wanted: RequestMembers) -> bool:
-    from yunion_mps.client.transport import BlockingTransport, preview, run_blocking
-
     with contextlib.suppress(YunionError):
-        return bool(run_blocking(preview(BlockingTransport(daemon()), wanted)))
+        return bool(preview(wanted))
     return False
 
 

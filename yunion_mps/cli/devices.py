@@ -12,7 +12,6 @@ from yunion_mps.cli.options import Number, complete_gpu, device_argument, one_de
 from yunion_mps.cli.output import (
     Column,
     cell,
-    fields,
     hint_text,
     mib,
     notes,
@@ -149,12 +148,11 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
         if (record["state"] == FREE or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
     ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
-    rows = [fields(record, _DEVICE_FIELDS) for record in devices]
     units = pools(gpus)
     none = "No devices match." if gpu or free else "No devices."
     none += "" if units or gpu or free else " See why: yunion-mps status"
     show(
-        answer, output, _DEVICE_FIELDS, rows,
+        answer, output, _DEVICE_FIELDS, devices,
         lambda: _devices_text(devices, none, wide=output == "wide") + units,
     )  # fmt: skip
 
@@ -232,8 +230,12 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
     selected = {name: value for name, value in filters.items() if value is not False}
     answer = call(GET_DEVICES, limit=limit, offset=offset, **selected)
     devices = answer["isolated_devices"]
-    rows = [fields(device, COLUMNS.values()) for device in devices]
+    rows = [_cloudpods_row(device) for device in devices]
     show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
+
+
+def _cloudpods_row(device: Mapping[str, object]) -> list[object]:
+    return [device[field] for field in COLUMNS.values()]
 
 
 def footer(answer: DeviceList) -> str:
@@ -312,8 +314,7 @@ def list_gpus(output: str) -> None:
     """
     answer = call(GET_GPUS)
     gpus = answer["gpus"]
-    rows = [fields(gpu, _GPU_FIELDS) for gpu in gpus]
-    show(answer, output, _GPU_FIELDS, rows, lambda: _gpus_text(gpus, wide=output == "wide"))
+    show(answer, output, _GPU_FIELDS, gpus, lambda: _gpus_text(gpus, wide=output == "wide"))
 
 
 def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:

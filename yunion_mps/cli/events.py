@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, daemon
+from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Number
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, print_notice, show, wrapped
-from yunion_mps.client.transport import BlockingTransport, follow_events, iterate_blocking
+from yunion_mps.client.transport import follow_events, iterate_blocking
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
@@ -147,9 +147,7 @@ def _follow(answer: EventList, kind: str | None, output: str) -> None:
     """Print existing and new events until interrupted."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
-    for events in iterate_blocking(
-        follow_events(BlockingTransport(daemon()), answer["last"], kind, print_notice)
-    ):
+    for events in iterate_blocking(follow_events(blocking_transport(), answer["last"], kind, print_notice)):
         _print(events, output)
         _refuse_without_reader()
 

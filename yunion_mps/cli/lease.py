@@ -29,7 +29,6 @@ from yunion_mps.cli.output import (
     age_of,
     cell,
     date_and_time,
-    fields,
     mib,
     notes,
     output_option,
@@ -147,7 +146,7 @@ def list_leases(output: str) -> None:
       yunion-mps lease list --output wide
     """
     answer = call(GET_LEASES)
-    rows = [fields(_with_totals(lease), _FIELDS) for lease in answer["leases"]]
+    rows = [_with_totals(lease) for lease in answer["leases"]]
     show(answer, output, _FIELDS, rows, lambda: _leases_text(answer, wide=output == "wide"))
 
 
@@ -279,13 +278,12 @@ def _utilization(lease: LeaseRecord) -> int | None:
 
 
 def _expires(expires: str | None) -> str | None:
-    """Return for example `in 50m` until the lease expires; None if it does not expire.
+    """Return for example `in 50m` until the lease expires; None if it does not expire."""
+    return None if expires is None else in_time(seconds(expires) - time.time())
 
-    Rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m.
-    """
-    if expires is None:
-        return None
-    left_s = seconds(expires) - time.time()
+
+def in_time(left_s: float) -> str:
+    """Format `in 50m`, rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m."""
     return f"in {age(left_s + 30 if left_s >= 60 else left_s)}"
 
 

@@ -67,14 +67,17 @@ def wide_output_option(function: F) -> F:
     return output_option(function, (FORMATS[0], "wide", *FORMATS[1:]))
 
 
-def fields(answer: Mapping[str, object], names: Iterable[str]) -> list[object]:
-    return [answer[name] for name in names]
-
-
 def show(
-    value: Any, output: str, header: Sequence[str], rows: Sequence[Sequence[object]], table: Callable[[], str]
+    value: Any,
+    output: str,
+    header: Sequence[str],
+    records: Sequence[Mapping[str, object] | Sequence[object]],
+    table: Callable[[], str],
 ) -> None:
-    """Print `value` as JSON or YAML, the rows with their header as CSV, or the output of `table`."""
+    """Print `value` as JSON or YAML, the records' fields of the header as CSV, or the output of `table`.
+
+    A record that is a sequence has its fields in the order of the header.
+    """
     if output == "json":
         text = as_json(value, indent=2) + "\n"
     elif output == "yaml":
@@ -84,6 +87,7 @@ def show(
         if not _is_printable(text):
             text = yaml.safe_dump(value, sort_keys=False)  # ASCII, with all other characters escaped
     elif output == "csv":
+        rows = ([one[name] for name in header] if isinstance(one, Mapping) else one for one in records)
         text = csv_rows([header, *rows])
     else:
         text = table()

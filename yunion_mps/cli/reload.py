@@ -9,21 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, daemon
+from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
-from yunion_mps.cli.output import (
-    Column,
-    fields,
-    hint_text,
-    notes,
-    output_option,
-    print_notice,
-    show,
-    table,
-    wrapped,
-)
+from yunion_mps.cli.output import Column, hint_text, notes, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.transport import BlockingTransport, Retrier, run_blocking
+from yunion_mps.client.transport import Retrier, run_blocking
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import (
@@ -83,11 +73,7 @@ def plan(output: str) -> None:
         title = "A reload would make these changes:"
         if answer["pending"]:
             title = "These changes are pending, or would be made by a reload:"
-    show(answer, output, _FIELDS, _rows(answer), lambda: _text(title, answer))
-
-
-def _rows(answer: ChangeList) -> list[list[object]]:
-    return [fields(change, _FIELDS) for change in answer["changes"]]
+    show(answer, output, _FIELDS, answer["changes"], lambda: _text(title, answer))
 
 
 def _text(title: str, answer: ChangeList) -> str:
@@ -149,13 +135,13 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         jobs = _confirm_end_of_jobs(yes)
     # The reload must be accepted before any job is ended.
     answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
-    status = call(GET_STATUS)
-    show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, status, waits=drain or now))
+    status, waits = call(GET_STATUS), drain or now
+    show(answer, output, _FIELDS, answer["changes"], lambda: _reloaded_text(answer, status, waits=waits))
     sys.stdout.flush()
     if jobs:
         _end(jobs)
         call(RELOAD, mode="now")
-    if drain or now:
+    if waits:
         status = _wait(timeout or (None if drain else _NOW_S))
     if version_mismatch(status):
         print_notice(f"{version_mismatch(status)}: {REEXEC_HINT}")
@@ -233,7 +219,7 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 def _wait(timeout_s: int | None) -> Status:
     """Return the status once nothing is pending; raises YunionError if that takes too long."""
     begin_s = time.monotonic()
-    retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, print_notice)
+    retrier = Retrier(blocking_transport(), _UNREACHABLE_TIMEOUT_S, print_notice)
     announced = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
@@ -291,7 +277,7 @@ def reexec() -> None:
     last = call(GET_EVENTS, limit=1)["last"]
     call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
-    retrier = Retrier(BlockingTransport(daemon()), _REEXEC_TIMEOUT_S, print_notice)
+    retrier = Retrier(blocking_transport(), _REEXEC_TIMEOUT_S, print_notice)
     after = run_blocking(retrier.call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:

@@ -17,16 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.calls import add_option_hints, call, daemon, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import add_option_hints, call, preview, take, warn_unenforced_budgets
 from yunion_mps.cli.options import RequestCommand, complete_file, request_options, style_option
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.client.transport import (
-    BlockingTransport,
-    RequestMembers,
-    preview,
-    refuse_unreachable,
-    run_blocking,
-)
+from yunion_mps.client.transport import RequestMembers, refuse_unreachable
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.http.operations import BIND_LEASE, COMMAND_LENGTH, END_LEASE, GET_GPUS
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
@@ -158,7 +152,7 @@ def _show(wanted: RequestMembers, output: str) -> None:
 
     refuse_closed_output()
     with failing_reader(output), add_option_hints(wanted):
-        lease = run_blocking(preview(BlockingTransport(daemon()), wanted))
+        lease = preview(wanted)
         if output:
             show_environment(lease["environment"], output)
     if not output:

@@ -13,7 +13,6 @@ from yunion_mps.cli.output import (
     Column,
     age_of,
     cell,
-    fields,
     hint_text,
     mib,
     notes,
@@ -157,11 +156,10 @@ def who(clients_only: bool, output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    rows = [fields(use, _FIELDS) for use in uses]
     used = {address for holding in found for address in holding.devices}
     reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
     show(
-        answer, output, _FIELDS, rows,
+        answer, output, _FIELDS, uses,
         lambda: _who_text(uses, leases["waiting"], problems, clients["errors"], wide=output == "wide")
         + notes(reasons),
     )  # fmt: skip
@@ -227,8 +225,10 @@ def _abbreviate(use: Use) -> str | None:
 
 def _show_clients(output: str) -> None:
     answer = call(GET_CLIENTS)
-    rows = [fields(client, _CLIENT_FIELDS) for client in answer["clients"]]
-    show(answer, output, _CLIENT_FIELDS, rows, lambda: _clients_text(answer, wide=output == "wide"))
+    show(
+        answer, output, _CLIENT_FIELDS, answer["clients"],
+        lambda: _clients_text(answer, wide=output == "wide"),
+    )  # fmt: skip
 
 
 def clients_table(clients: Sequence[MpsClient], *, wide: bool = False) -> str:
