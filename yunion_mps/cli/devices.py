@@ -117,11 +117,9 @@ _UP_TO = Number(0, MAX_LIMIT)
 
 @click.command("list", short_help="List the devices, their budgets and holders.")
 @click.option(
-    "--gpu",
-    metavar="GPU",
-    shell_complete=complete_gpu,
+    "--gpu", metavar="GPU", shell_complete=complete_gpu,
     help="Show only devices of this GPU: an address, a UUID or a unique prefix of either.",
-)
+)  # fmt: skip
 @click.option("--free", is_flag=True, help="Show only devices that can be leased now.")
 @wide_output_option
 def list_devices(gpu: str | None, free: bool, output: str) -> None:
@@ -191,11 +189,9 @@ def _on(value: bool | None) -> str | None:
 
 @click.command("isolated-device-list", short_help="List the devices as Cloudpods does.")
 @click.option(
-    "--limit",
-    type=_UP_TO,
-    metavar="N",
+    "--limit", type=_UP_TO, metavar="N",
     help=f"Show at most N devices; 0 shows all. Default: {_PAGE} in a table, otherwise all.",
-)
+)  # fmt: skip
 @click.option(
     "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Skip the first N devices."
 )
@@ -209,11 +205,9 @@ def _on(value: bool | None) -> str | None:
     "--vendor-device-id", metavar="ID", help="Show only devices of GPUs with this PCI id, e.g. 10de:1b38."
 )
 @click.option(
-    "--numa-node",
-    type=_NUMA_NODE,
-    metavar="N",
+    "--numa-node", type=_NUMA_NODE, metavar="N",
     help="Show only devices of GPUs on this NUMA node; -1 selects GPUs without one.",
-)
+)  # fmt: skip
 @click.option("--unused", is_flag=True, help="Show only devices that can be leased now.")
 @output_option
 def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: Any) -> None:

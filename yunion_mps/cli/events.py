@@ -76,24 +76,18 @@ class PointInTime(click.ParamType):
 @click.command("events", short_help="Show what happened on this host, and why.")
 @click.option("-f", "--follow", is_flag=True, help="Keep running, and print new events as they happen.")
 @click.option(
-    "--since",
-    type=PointInTime(),
-    metavar="TIME",
+    "--since", type=PointInTime(), metavar="TIME",
     help="Show only events since this time, e.g. 10m, 2h, yesterday.",
-)
+)  # fmt: skip
 @click.option(
-    "--kind",
-    type=click.Choice(EVENT_KINDS),
-    metavar="KIND",
+    "--kind", type=click.Choice(EVENT_KINDS), metavar="KIND",
     help=f"Show only events of this kind: {', '.join(EVENT_KINDS)}.",
-)
+)  # fmt: skip
 @click.option(
-    "--limit",
-    type=Number(1, MAX_EVENTS),
-    metavar="N",
+    "--limit", type=Number(1, MAX_EVENTS), metavar="N",
     help=f"Show at most the N newest events. Default: {_NEWEST}; with --follow {_NEWEST_TO_FOLLOW}, "
     f"with --since {MAX_EVENTS}.",
-)
+)  # fmt: skip
 @output_option
 def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
     """Show what happened on this host, with cause and consequence, oldest first.

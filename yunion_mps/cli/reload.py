@@ -91,19 +91,16 @@ def _text(title: str, answer: ChangeList) -> str:
 
 @click.command("reload", short_help="Reload the configuration.")
 @click.option(
-    "--drain",
-    is_flag=True,
+    "--drain", is_flag=True,
     help="Admit no new processes under the old limits, and wait for running jobs to end.",
-)
+)  # fmt: skip
 @click.option(
     "--now", is_flag=True, help="List the jobs that delay the change, ask for confirmation, and end them."
 )
 @click.option(
-    "--timeout",
-    type=Duration(),
-    metavar="DURATION",
+    "--timeout", type=Duration(), metavar="DURATION",
     help="With --drain or --now: wait at most this long (90, 90s, 10m, 2h, 1d).",
-)
+)  # fmt: skip
 @click.option("--yes", is_flag=True, help="With --now: do not ask for confirmation.")
 @output_option
 def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
