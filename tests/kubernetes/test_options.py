@@ -52,11 +52,11 @@ def test_every_key_is_read(read: Read) -> None:
         "failRequestsGreaterThanOne: true\npreferred: spread\n"
         "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
         "dra: true\nkubeconfig: /etc/kubernetes/kubelet.conf\nnodeName: gpu-7.example\n"
-        "metricsAddress: localhost:9436\n"
+        "metricsAddress: localhost:9436\nfeatureFile: /etc/features.d/mps\n"
     )
     assert options == PluginOptions(
         "example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128, True,
-        "/etc/kubernetes/kubelet.conf", "gpu-7.example", "127.0.0.1:9436",
+        "/etc/kubernetes/kubelet.conf", "gpu-7.example", "127.0.0.1:9436", "/etc/features.d/mps",
     )  # fmt: skip
     assert options.resource_name == "example.com/gpu-share.shared"
 

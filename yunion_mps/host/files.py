@@ -27,16 +27,19 @@ def write_atomically(
     *,
     directory_mode: int = 0o755,
     dir_fd: int | None = None,
+    hidden: bool = False,
 ) -> FileVersion:
     """Write the file, readable for all, so that readers never see part of it; raises OSError.
 
     A failed write leaves nothing behind. Missing directories are created, unless `dir_fd` is given, to which
     `path` is then relative. The directory may belong to another user: links in it are not followed, and the
-    remains of an interrupted write are removed first. The mode does not depend on the umask.
+    remains of an interrupted write are removed first. The mode does not depend on the umask. The name of the
+    unfinished file begins with a dot if it is to be `hidden` from programs that read the whole directory.
     """
     if dir_fd is None:
         os.makedirs(os.path.dirname(path) or ".", mode=directory_mode, exist_ok=True)
-    new = path + UNFINISHED
+    directory, name = os.path.split(path)
+    new = os.path.join(directory, f"{'.' if hidden else ''}{name}{UNFINISHED}")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new, dir_fd=dir_fd)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE, dir_fd=dir_fd)

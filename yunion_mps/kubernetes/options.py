@@ -55,6 +55,7 @@ class PluginOptions(NamedTuple):
     kubeconfig: str | None = None
     node_name: str | None = None
     metrics_address: str | None = None
+    feature_file: str | None = None
 
     @property
     def resource_name(self) -> str:
@@ -115,6 +116,9 @@ KEYS = {
     "nodeName": Key(_node_name, None, "The node's name, if it is not the host's."),
     "metricsAddress": Key(
         _local_address, None, "An address of this host at which the plugin's metrics are served."
+    ),
+    "featureFile": Key(
+        absolute_path, None, "The file for Node Feature Discovery in which the node's labels are written."
     ),
 }
 

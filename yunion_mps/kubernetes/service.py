@@ -18,6 +18,7 @@ from yunion_mps.host.log import set_up_log
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.features import FeatureFile
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions, read_options
@@ -174,7 +175,10 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) ->
         KubeletService(DevicePlugin(one, leases, options.preferred, counts), paths, registered)
         for one in (devices, memory)
     )
+    file = options.feature_file
+    labels = [FeatureFile(paths.under(file), devices, memory).run()] if file else []
     return (
+        *labels,
         OfferWatch(daemon, devices, memory, leases, counts).run(),
         first.follow(),
         second.follow_once_offered(),

@@ -1,0 +1,70 @@
+"""The node's labels for Node Feature Discovery."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from yunion_mps.kubernetes.features import labels_of
+from yunion_mps.kubernetes.options import read_options
+from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, Offer
+from yunion_mps.paths import Paths
+
+from integration.daemon_host import Daemon, eventually
+from kubernetes.kubelet import KubeletPlugin
+from simhost.host import IN_UNITS
+
+FILE = "etc/features.d/yunion-mps"
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_the_labels_follow_the_division_until_the_plugin_stops(daemon: Daemon) -> None:
+    root = daemon.host.root
+    (root / "etc/yunion/kubelet-plugin.yml").write_text(f"featureFile: /{FILE}\n")
+    daemon.host.divide(4, IN_UNITS)
+    with KubeletPlugin(daemon.host) as plugin:
+        daemon.start().wait_ready()
+        eventually((root / FILE).exists, "the labels")
+        labels = (root / FILE).read_text().splitlines()
+        assert sorted(labels) == [
+            "nvidia.com/gpu.replicas=4",
+            "nvidia.com/gpu.sharing-strategy=mps",
+            "nvidia.com/mps.capable=true",
+            "yunion.io/mps.devices=4",
+            "yunion.io/mps.gpus=2",
+            "yunion.io/mps.memory-units=16",
+        ]
+        daemon.host.divide(2)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        eventually(lambda: "yunion.io/mps.devices=2" in (root / FILE).read_text(), "the new labels")
+        assert [path.name for path in (root / FILE).parent.iterdir()] == ["yunion-mps"]
+        assert plugin.end(signal.SIGTERM) == 0
+        assert not (root / FILE).exists()
+
+
+def resources(*numbers: int) -> tuple[DeviceResource, MemoryResource]:
+    """Devices of GPUs that have so many each, and no memory."""
+    options = read_options(Paths("/nonexistent"))
+    devices = DeviceResource(options)
+    devices.offers = {
+        f"{gpu}-{slot}": Offer(str(gpu), None) for gpu, number in enumerate(numbers) for slot in range(number)
+    }
+    return devices, MemoryResource(options)
+
+
+def test_the_number_for_each_gpu_is_a_label_only_if_it_is_the_same() -> None:
+    assert labels_of(*resources(4, 4))["nvidia.com/gpu.replicas"] == "4"
+    assert "nvidia.com/gpu.replicas" not in labels_of(*resources(4, 2))
+    assert labels_of(*resources()) == {}
+
+
+@pytest.mark.processes
+def test_a_feature_file_that_cannot_be_written_is_reported(daemon: Daemon) -> None:
+    root = daemon.host.root
+    (root / "etc/file").write_text("")
+    (root / "etc/yunion/kubelet-plugin.yml").write_text("featureFile: /etc/file/yunion-mps\n")
+    daemon.start().wait_ready()
+    with KubeletPlugin(daemon.host) as plugin:
+        eventually(lambda: "yunion-mps cannot be written: " in plugin.log, "the report")
+        assert plugin.process.poll() is None

@@ -1,0 +1,89 @@
+"""Labels of the node without an API server: a feature file that Node Feature Discovery reads.
+
+The format is `NAME=VALUE` on each line (kubernetes-sigs.github.io/node-feature-discovery, local features).
+The names of nvidia.com are those of NVIDIA's GPU Feature Discovery: what selects its nodes also selects ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+from yunion_mps.host.files import write_atomically
+from yunion_mps.kubernetes.resources import ExtendedResource
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 60.0
+
+
+def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, str]:
+    """The node's labels, which do not depend on the health of what is offered; none if nothing is."""
+    if not devices.offers and not memory.offers:
+        return {}
+    by_gpu = Counter(one.gpu for one in devices.offers.values())
+    pools = {one.gpu for one in memory.offers.values()}
+    labels = {
+        "nvidia.com/mps.capable": "true",
+        "nvidia.com/gpu.sharing-strategy": "mps",
+        "yunion.io/mps.gpus": str(len(by_gpu.keys() | pools)),
+        "yunion.io/mps.devices": str(len(devices.offers)),
+        "yunion.io/mps.memory-units": str(len(memory.offers)),
+    }
+    if len(set(by_gpu.values())) == 1:  # otherwise, no number is true of all GPUs
+        labels["nvidia.com/gpu.replicas"] = str(next(iter(by_gpu.values())))
+    return labels
+
+
+class FeatureFile:
+    """Keeps the file current, and removes it at the end: labels of a node that offers nothing are wrong."""
+
+    def __init__(self, path: str, devices: ExtendedResource, memory: ExtendedResource) -> None:
+        self._path = path
+        self._resources = devices, memory
+
+    async def run(self) -> None:
+        """Write the file whenever the labels change, without end; then remove it."""
+        written: dict[str, str] = {}
+        failure = ""
+        try:
+            while True:
+                changes = [one.changed for one in self._resources]
+                labels = labels_of(*self._resources)
+                try:
+                    self._write(labels, written)
+                    written, failure = labels, ""
+                except OSError as error:
+                    if failure != str(error):
+                        log.warning("featureFile %s cannot be written: %s", self._path, error.strerror)
+                    failure = str(error)
+                await _first_of(changes, _RETRY_S if failure else None)
+        finally:
+            self._remove()
+
+    def _write(self, labels: dict[str, str], written: dict[str, str]) -> None:
+        if labels and labels != written:
+            text = "".join(f"{name}={value}\n" for name, value in labels.items())
+            write_atomically(self._path, text, hidden=True)  # it reads all files of the directory
+            log.info("%s: %s labels of the node", self._path, len(labels))
+        elif not labels:
+            self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+
+async def _first_of(events: Sequence[asyncio.Event], timeout_s: float | None) -> None:
+    """Return once any of the events is set."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
