@@ -29,3 +29,6 @@ PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 
 #: The state of an MPS server that has failed, as NVIDIA's control daemon reports it.
 SERVER_FAULT = "FAULT"
+
+#: The media type of the metrics that Prometheus asks for; others get text.
+OPENMETRICS = "application/openmetrics-text"

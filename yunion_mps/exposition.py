@@ -13,11 +13,11 @@ from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from yunion_mps.enums import OPENMETRICS
 from yunion_mps.text import printable
 
 GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
 
-OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

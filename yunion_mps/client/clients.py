@@ -19,7 +19,6 @@ from yunion_mps.client.transport import (
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
 from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient, DaemonClient
-from yunion_mps.http.operation import LATEST_S
 from yunion_mps.http.operations import (
     GET_DEVICE,
     GET_DEVICES,
@@ -29,6 +28,7 @@ from yunion_mps.http.operations import (
     GET_STATUS,
     MAX_EVENTS,
 )
+from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INVALID_REQUEST
 from yunion_mps.units import rfc3339

@@ -21,7 +21,6 @@ from yunion_mps.client.transport import (
 )
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
-from yunion_mps.http.operation import BadRequestError
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_DEVICES,
@@ -31,6 +30,7 @@ from yunion_mps.http.operations import (
     RENEW_LEASE,
     TAKE_LEASE,
 )
+from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 

@@ -23,8 +23,8 @@ from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
-from yunion_mps.http.operation import BadRequestError, Operation, Parameter, query_arguments
-from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
+from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER, Operation
+from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
 from yunion_mps.http.pool import Application, Limits
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import h11
 
 from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
-from yunion_mps.http.messages import Response
-from yunion_mps.http.operation import STATUSES, EncodedRequest, Operation, Value
+from yunion_mps.http.messages import STATUSES, Response
+from yunion_mps.http.operations import EncodedRequest, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operation import BadRequestError
 from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
+from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import ALL, Holder
 from yunion_mps.service.events import EventFilter, LongPolls

@@ -6,10 +6,30 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Union
 
-from yunion_mps.errors import YunionError
-from yunion_mps.http.operation import OTHER_STATUS, STATUSES
+from yunion_mps.errors import (
+    BusyError,
+    ConfigError,
+    InfeasibleError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    YunionError,
+)
+from yunion_mps.http.parameters import BadRequestError, MediaTypeError
 from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 
+#: The status of each class of errors, subclasses first, and of all others.
+STATUSES: dict[type[YunionError], int] = {
+    MediaTypeError: 415,
+    BadRequestError: 400,
+    NotAllowedError: 403,
+    NotFoundError: 404,
+    ConfigError: 422,
+    InfeasibleError: 410,
+    NothingFreeError: 423,
+    BusyError: 503,
+}
+OTHER_STATUS = 409
 #: The reason codes of statuses that no class of errors has.
 _CODES = {404: NOT_FOUND, 403: NOT_ALLOWED, 500: FAILED, 503: BUSY}
 

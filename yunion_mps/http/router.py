@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 from yunion_mps.errors import NotAllowedError, YunionError
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
-from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation, Value
-from yunion_mps.http.operations import OPERATIONS, ROUTES
+from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETERS, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.identity import fingerprint
 from yunion_mps.service.facts import BOUNDS_S, LatencyHistogram, RequestCounts
 

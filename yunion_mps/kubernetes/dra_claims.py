@@ -18,8 +18,8 @@ from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operation import Operation, Value
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.api_server import ApiServer, Resource
 from yunion_mps.kubernetes.credentials import ApiServerError

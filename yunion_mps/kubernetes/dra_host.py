@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operation import Operation, Value
-from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS
+from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claims_lease
 from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
 from yunion_mps.paths import Paths

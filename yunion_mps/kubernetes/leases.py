@@ -15,8 +15,8 @@ from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import KUBERNETES
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operation import Operation, Value
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.resources import PREFIX, ExtendedResource, lease_name
 from yunion_mps.paths import Paths

@@ -20,8 +20,7 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operation import Operation
-from yunion_mps.http.operations import GET_DEVICES, GET_POOLS
+from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
 from yunion_mps.kubernetes import kubelet_api
 from yunion_mps.kubernetes.grpc import Method, RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import (

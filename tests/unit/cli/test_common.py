@@ -9,7 +9,7 @@ import click
 import pytest
 from yunion_mps.cli.events import moment
 from yunion_mps.cli.options import Duration
-from yunion_mps.http.operation import LATEST_S
+from yunion_mps.http.parameters import LATEST_S
 
 #: 2026-11-20 13:45:07 in Berlin, an hour ahead of UTC; at that place it is summer until 2026-10-25.
 NOW_S = 1795178707

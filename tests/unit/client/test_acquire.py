@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from yunion_mps.client.transport import run_blocking, take
 from yunion_mps.errors import NothingFreeError, YunionError
-from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import Operation
 
 LEASE = {"id": "a lease"}
 

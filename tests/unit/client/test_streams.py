@@ -8,8 +8,7 @@ import pytest
 from yunion_mps.client.transport import iterate_blocking, watch
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
-from yunion_mps.http.operation import EncodedRequest, Operation
-from yunion_mps.http.operations import GET_DEVICES
+from yunion_mps.http.operations import GET_DEVICES, EncodedRequest, Operation
 
 UNREACHABLE = UnreachableError("it is away")
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.answers import ClientList
+from yunion_mps.enums import OPENMETRICS
 from yunion_mps.errors import YunionError
-from yunion_mps.exposition import OPENMETRICS
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
