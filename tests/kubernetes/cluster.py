@@ -59,6 +59,8 @@ class Cluster(Closes):
         self._changes: list[Change] = []
         self._compacted = 0
         self.is_silent = False
+        #: The members that are dropped wherever they are, as those of features that are not enabled.
+        self.dropped: set[str] = set()
         self.port = 0
         self.start()
 
@@ -143,10 +145,13 @@ class Cluster(Closes):
         wrong = validate(one) if validate else ""
         if wrong:
             raise RefusalError(422, f"{one['metadata'].get('name')} is invalid: {wrong}")
-        stored: dict[str, Any] = json.loads(json.dumps(one))
+        stored: dict[str, Any] = json.loads(json.dumps(one), object_hook=self._without_dropped)
         self.objects[key] = stored
         self._note(kind, collection, stored)
         return stored
+
+    def _without_dropped(self, members: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in members.items() if name not in self.dropped}
 
     def _note(self, kind: str, collection: str, one: dict[str, Any]) -> None:
         self._version += 1

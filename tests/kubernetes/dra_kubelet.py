@@ -152,6 +152,12 @@ class DraKubelet(Closes):
         assert answer.claims.keys() == {one.uid for one in claims}
         return {one.name: answer.claims[one.uid] for one in claims}
 
+    def send_prepare(self, claim: Claim) -> None:
+        """Ask the driver to prepare a claim, without waiting for its answer."""
+        opened = self._stack.enter_context(channel(Path(self.endpoint)))
+        request = api.NodePrepareResourcesRequest((claim.reference,))
+        opened.unary_unary(self._prepare.path).future(request.encode(), timeout=PATIENCE_S)
+
     def prepared(self, claim: Claim) -> str:
         """The CDI device of a claim that can be prepared."""
         answer = self.prepare(claim)[claim.name]
@@ -205,4 +211,5 @@ class DraPlugin(KubeletPlugin):
         kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
         options = host.root / "etc/yunion/kubelet-plugin.yml"
         options.write_text(f"dra: true\nkubeconfig: {kubeconfig}\nnodeName: {NODE}\n")
+        self.host = host
         super().__init__(host)

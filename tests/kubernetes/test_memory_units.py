@@ -223,7 +223,8 @@ def test_memory_of_a_pod_that_is_gone_is_released(node: Node) -> None:
 def test_the_units_of_64_large_gpus_fit_into_one_message(daemon: Daemon) -> None:
     memory = MemoryResource(read_options(Paths(str(daemon.host.root))))
     pool = {
-        "numa_node": 1, "memory_unit_mib": 128, "memory_mib": 143_744, "memory_free_mib": 143_744,
+        "numa_node": 1, "memory_unit_mib": 128, "memory_reserve_mib": 0,
+        "memory_mib": 143_744, "memory_free_mib": 143_744,
         "state": "available", "reason": "", "reserved_for": None,
     }  # fmt: skip
     gpus = (f"{number:02x}:00.0" for number in range(64))

@@ -142,6 +142,7 @@ class Pool(TypedDict):
     model: Annotated[str | None, Field("The GPU's name.")]
     numa_node: NumaNode | None
     memory_unit_mib: Annotated[Mib, Field("A request is rounded up to a multiple of this.")]
+    memory_reserve_mib: Annotated[Mib, Field("Kept free beside the memory of each lease.")]
     memory_mib: Annotated[Mib, Field("The most that a single lease can get.")]
     memory_free_mib: Annotated[Mib, Field("The most that another lease can get now.")]
     gpu_memory_mib: Annotated[Mib, Field("Memory of the GPU, in MiB.")]

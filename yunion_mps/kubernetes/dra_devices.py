@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, RESERVED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.api_server import ApiObject
 
@@ -42,7 +42,7 @@ _ARCHITECTURES = (
 )
 _KIB = 1024
 _SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
-_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15})
+_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Ei": 1 << 60})
 
 
 class DeviceAttribute(TypedDict, total=False):
@@ -126,7 +126,7 @@ class OfferedDevice(NamedTuple):
     """A device that can be allocated: an address, or a GPU whose memory is leased in units.
 
     `taint` is why no other pod should get it, a reason code or a state; empty if one should. `reason` says
-    it in words.
+    it in words. `reserve_mib` is the part of a pool's allocation that its lease does not get.
     """
 
     name: str
@@ -137,6 +137,7 @@ class OfferedDevice(NamedTuple):
     taint: str
     reason: str
     is_healthy: bool
+    reserve_mib: int = 0
 
 
 class HostFacts(NamedTuple):
@@ -196,15 +197,15 @@ def requested_by(
     if len(pools) > 1 or not all(one.is_pool for one in found):
         what = "a claim can have memory of one GPU only, or whole devices, but not both"
         raise InfeasibleError(what, "write a claim for each, used by containers of their own")
-    mib = sum(_consumed_mib(result, one) for result, one in zip(results, found))
-    return ClaimRequest((), found[0].address, mib)
+    mib = sum(_consumed_mib(result, one) for result, one in zip(results, found)) - found[0].reserve_mib
+    return ClaimRequest((), found[0].address, max(1, mib))
 
 
 def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
     """The memory of a pool that is allocated; all of it if the cluster does not share devices."""
     consumed = {name.rpartition("/")[2]: value for name, value in result.get("consumedCapacity", {}).items()}
     text = consumed.get(MEMORY) or offered.device["capacity"][MEMORY]["value"]
-    return max(1, round(quantity(text)) >> 20)
+    return round(quantity(text)) >> 20
 
 
 # -- devices
@@ -221,7 +222,7 @@ def _share(one: answers.Device, facts: HostFacts) -> OfferedDevice:
         SM_PERCENTAGE: {"value": percentage_quantity(one["thread_percentage"])},
     }
     is_ours = one["state"] == LEASED and one["lease"] in facts.our_leases
-    is_healthy = is_ours or one["state"] in (FREE, RESERVED, LEASED)
+    is_healthy = one["state"] != UNAVAILABLE
     taint = "" if is_ours or one["state"] in (FREE, RESERVED) else one["reason_code"] or one["state"]
     device: SliceDevice = {"name": name, "attributes": attributes, "capacity": capacity}
     reason = one["reason"] or (f"leased to {one['holder']}" if one["holder"] else one["state"])
@@ -232,18 +233,27 @@ def _share(one: answers.Device, facts: HostFacts) -> OfferedDevice:
 
 
 def _pool(one: answers.Pool, facts: HostFacts) -> OfferedDevice:
-    """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion."""
+    """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion.
+
+    What is consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
+    scheduler would allocate more than there is.
+    """
     name = device_name(one["addr"])
     attributes = _attributes(one["gpu_uuid"], one["model"], one["numa_node"], facts)
     attributes["address"] = {"string": one["addr"]}
     attributes["type"] = {"string": "pool"}
     attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
-    unit = memory_quantity(one["memory_unit_mib"])
-    policy: RequestPolicy = {"default": unit, "validRange": {"min": unit, "step": unit}}
+    unit_mib, reserve_mib = one["memory_unit_mib"], one["memory_reserve_mib"]
+    least = memory_quantity(unit_mib + _in_units(reserve_mib, unit_mib))
+    policy: RequestPolicy = {
+        "default": least,
+        "validRange": {"min": least, "step": memory_quantity(unit_mib)},
+    }
+    whole_mib = (one["memory_mib"] + reserve_mib) // unit_mib * unit_mib
     device: SliceDevice = {
         "name": name,
         "attributes": attributes,
-        "capacity": {MEMORY: {"value": memory_quantity(one["memory_mib"]), "requestPolicy": policy}},
+        "capacity": {MEMORY: {"value": memory_quantity(whole_mib), "requestPolicy": policy}},
         "allowMultipleAllocations": True,
     }
     is_healthy = one["state"] == AVAILABLE
@@ -251,7 +261,13 @@ def _pool(one: answers.Pool, facts: HostFacts) -> OfferedDevice:
     return OfferedDevice(
         name, one["addr"], one["gpu_uuid"], is_pool=True, device=device, taint=taint.replace(" ", "_"),
         reason="" if is_healthy else one["reason"], is_healthy=is_healthy,
+        reserve_mib=_in_units(reserve_mib, unit_mib),
     )  # fmt: skip
+
+
+def _in_units(mib: int, unit_mib: int) -> int:
+    """The amount, rounded up to whole units."""
+    return -(-mib // unit_mib) * unit_mib
 
 
 def _attributes(
@@ -320,7 +336,7 @@ def percentage_quantity(percentage: float) -> str:
 
 def quantity(text: str) -> float:
     """The value of a quantity (k8s.io/apimachinery, pkg/api/resource); raises InfeasibleError."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTP]i|[kMGTP])?)", text)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
     if not match:
         raise InfeasibleError(f"{text[:_MAX_VALUE]!r} is not an amount", "see the claim's consumedCapacity")
     number, exponent, suffix = match.groups()

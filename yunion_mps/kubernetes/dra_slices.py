@@ -197,6 +197,7 @@ class SlicePublisher:
                 except ApiServerError as error:
                     self._report(error)
                     self._changed.set()
+                    self._urgent.set()  # the backoff is the only wait
                     await self._sleep(self._backoff.next_s())
         finally:
             following.cancel()
@@ -229,7 +230,6 @@ class SlicePublisher:
         if not (writes.stored or writes.deleted):
             self._note_published(wanted)
             return
-        self._written_s = time.monotonic()
         if self._owner is None:
             await self._find_owner()
             writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
@@ -238,6 +238,7 @@ class SlicePublisher:
         for name in writes.deleted:
             await self._server.delete(SLICES, name)
             self._existing.pop(name, None)
+        self._written_s = time.monotonic()
         self._note_published(wanted)
 
     async def _store(self, one: ResourceSlice) -> None:

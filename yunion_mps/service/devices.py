@@ -211,6 +211,7 @@ def pool_json(
         "model": gpu.name,
         "numa_node": gpu.numa_node,
         "memory_unit_mib": pool.unit_mib,
+        "memory_reserve_mib": pool.reserve_mib,
         "memory_mib": pool.memory_mib,
         "memory_free_mib": memory_free_mib,
         "gpu_memory_mib": pool.memory_total_mib,

@@ -1,0 +1,82 @@
+"""Devices, pools and GPUs as the daemon answers, for the tests of what DRA makes of them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from yunion_mps import answers
+from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
+
+V100 = "Tesla V100-SXM2-16GB"
+
+
+def uuid_of(gpu: int) -> str:
+    return f"GPU-00000000-0000-0000-0000-{gpu:012x}"
+
+
+def share(gpu: int, slot: int, **changed: object) -> answers.Device:
+    """A share of 4 GiB."""
+    made: dict[str, Any] = {
+        "addr": f"{gpu:02x}:00.0-{slot}",
+        "model": V100,
+        "gpu_uuid": uuid_of(gpu),
+        "numa_node": 1,
+        "memory_mib": 4096,
+        "thread_percentage": 25.0,
+        "state": "free",
+        "reason": "",
+        "reason_code": "",
+        "budget_enforced": True,
+        "reserved_for": None,
+        "lease": None,
+        "holder": None,
+        **changed,
+    }
+    return cast("answers.Device", made)
+
+
+def pool(gpu: int, **changed: object) -> answers.Pool:
+    """A GPU of 16 GiB in units of 128 MiB."""
+    made: dict[str, Any] = {
+        "gpu_uuid": uuid_of(gpu),
+        "addr": f"{gpu:02x}:00.0",
+        "model": V100,
+        "numa_node": -1,
+        "memory_unit_mib": 128,
+        "memory_reserve_mib": 0,
+        "memory_mib": 16384,
+        "state": "available",
+        "reason": "",
+        "reason_code": "",
+        "budget_enforced": True,
+        "reserved_for": None,
+        **changed,
+    }
+    return cast("answers.Pool", made)
+
+
+def gpu_of(gpu: int) -> answers.Gpu:
+    made = {
+        "uuid": uuid_of(gpu),
+        "pci_address": f"00000000:{gpu:02x}:00.0",
+        "compute_capability": "8.6",
+    }
+    return cast("answers.Gpu", made)
+
+
+def facts(
+    devices: list[answers.Device] | None = None,
+    pools: list[answers.Pool] | None = None,
+    our_leases: set[str] | None = None,
+) -> HostFacts:
+    uuids = {one["gpu_uuid"] for one in [*(devices or []), *(pools or [])]}
+    gpus = {uuid: gpu_of(int(uuid[-12:], 16)) for uuid in uuids}
+    domains, roots = dict.fromkeys(uuids, "host"), dict.fromkeys(uuids, "pci0000:00")
+    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", our_leases or set())
+
+
+def shares(gpus: int, each: int, **changed: object) -> list[OfferedDevice]:
+    """The devices of so many GPUs; `changed` are members of the first one."""
+    devices = [share(gpu, slot) for gpu in range(gpus) for slot in range(each)]
+    devices[0] = share(0, 0, **changed)
+    return offered_devices(facts(devices))

@@ -1,0 +1,187 @@
+"""What devices of a host become in ResourceSlices, and what an allocation of them asks the daemon for."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.errors import InfeasibleError
+from yunion_mps.kubernetes.dra_devices import (
+    AllocatedDevice,
+    ClaimRequest,
+    architecture_of,
+    bus_id,
+    memory_quantity,
+    offered_devices,
+    percentage_quantity,
+    quantity,
+    requested_by,
+    version_of,
+)
+
+from kubernetes.offers import V100, facts, pool, share, uuid_of
+
+
+def test_a_share_has_its_attributes_and_budget() -> None:
+    (one,) = offered_devices(facts([share(0x3B, 2, thread_percentage=33.3)]))
+    assert (one.name, one.address, one.taint) == ("3b-00-0-2", "3b:00.0-2", "")
+    assert one.device == {
+        "name": "3b-00-0-2",
+        "attributes": {
+            "uuid": {"string": uuid_of(0x3B)},
+            "productName": {"string": V100},
+            "architecture": {"string": "Ampere"},
+            "mpsDomain": {"string": "host"},
+            "resource.kubernetes.io/pciBusID": {"string": "0000:3b:00.0"},
+            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:00"},
+            "cudaComputeCapability": {"version": "8.6.0"},
+            "driverVersion": {"version": "535.104.5"},
+            "numaNode": {"int": 1},
+            "address": {"string": "3b:00.0-2"},
+            "type": {"string": "share"},
+            "budgetEnforced": {"bool": True},
+        },
+        "capacity": {"memory": {"value": "4Gi"}, "smPercentage": {"value": "33300m"}},
+    }
+
+
+def test_a_pool_is_one_device_whose_memory_is_consumed_by_the_unit() -> None:
+    (one,) = offered_devices(facts(pools=[pool(6)]))
+    assert one.device["allowMultipleAllocations"]
+    assert "numaNode" not in one.device["attributes"], "the host has no NUMA nodes"
+    policy = {"default": "128Mi", "validRange": {"min": "128Mi", "step": "128Mi"}}
+    assert one.device["capacity"] == {"memory": {"value": "16Gi", "requestPolicy": policy}}
+
+
+def test_a_reserve_beside_each_lease_is_part_of_what_is_consumed() -> None:
+    (one,) = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300, memory_mib=16000)]))
+    memory = one.device["capacity"]["memory"]
+    assert memory["value"] == memory_quantity(127 * 128), "16300 MiB in whole units"
+    assert memory["requestPolicy"]["validRange"] == {"min": "512Mi", "step": "128Mi"}
+    allocated = result(one.name, memory="6Gi")
+    request = requested_by([allocated], {one.name: one}, "node")
+    assert request == ClaimRequest((), "06:00.0", 6144 - 384)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taint", "is_healthy"),
+    [
+        ({"state": "free"}, "", True),
+        ({"state": "reserved"}, "", True),
+        ({"state": "leased", "lease": "ours"}, "", True),
+        ({"state": "leased", "lease": "theirs", "holder": "alice (job)"}, "leased", True),
+        ({"state": "no memory"}, "no_memory", True),
+        ({"state": "unavailable", "reason_code": "gpu_lost"}, "gpu_lost", False),
+    ],
+)
+def test_what_no_pod_should_get_has_a_taint(changed: dict[str, str], taint: str, is_healthy: bool) -> None:
+    (one,) = offered_devices(facts([share(6, 0, **changed)], our_leases={"ours"}))
+    assert (one.taint, one.is_healthy) == (taint, is_healthy)
+    assert bool(one.reason) == bool(taint)
+
+
+def test_a_pool_that_does_not_serve_has_a_taint() -> None:
+    (one,) = offered_devices(facts(pools=[pool(6, state="unavailable", reason="x", reason_code="gpu_lost")]))
+    assert (one.taint, one.reason, one.is_healthy) == ("gpu_lost", "x", False)
+
+
+def test_only_reserved_gpus_are_offered_if_there_are_any() -> None:
+    devices = [share(6, 0), share(7, 0, reserved_for="kubernetes"), share(8, 0)]
+    assert [one.address for one in offered_devices(facts(devices))] == ["07:00.0-0"]
+    reserved = offered_devices(facts(devices[:1], [pool(9, reserved_for="kubernetes"), pool(10)]))
+    assert [one.address for one in reserved] == ["09:00.0"]
+
+
+def test_devices_that_are_made_for_leases_are_not_offered() -> None:
+    made = offered_devices(facts([share(6, 0, addr="06:00.0-m0")], [pool(6)]))
+    assert [one.address for one in made] == ["06:00.0"]
+
+
+def result(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDevice:
+    made: AllocatedDevice = {"request": "gpu", "driver": "mps.yunion.io", "pool": in_pool, "device": device}
+    if memory:
+        made["consumedCapacity"] = {"memory": memory}
+    return made
+
+
+OFFERED = {
+    one.name: one
+    for one in offered_devices(facts([share(6, 0), share(6, 1), share(7, 0)], [pool(8), pool(9)]))
+}
+
+
+@pytest.mark.parametrize(
+    ("results", "request_"),
+    [
+        ([result("06-00-0-0")], ClaimRequest(("06:00.0-0",))),
+        ([result("07-00-0-0"), result("06-00-0-1")], ClaimRequest(("06:00.0-1", "07:00.0-0"))),
+        ([result("08-00-0", "6Gi")], ClaimRequest((), "08:00.0", 6144)),
+        ([result("08-00-0", "2Gi"), result("08-00-0", "1Gi")], ClaimRequest((), "08:00.0", 3072)),
+        ([result("08-00-0")], ClaimRequest((), "08:00.0", 16384)),
+    ],
+)
+def test_an_allocation_asks_for_one_lease(results: list[AllocatedDevice], request_: ClaimRequest) -> None:
+    assert requested_by(results, OFFERED, "node") == request_
+
+
+def test_a_qualified_name_of_a_capacity_is_understood() -> None:
+    allocated = result("08-00-0")
+    allocated["consumedCapacity"] = {"mps.yunion.io/memory": "1Gi"}
+    assert requested_by([allocated], OFFERED, "node").memory_mib == 1024
+
+
+@pytest.mark.parametrize(
+    ("results", "reason"),
+    [
+        ([result("06-00-0-9")], "there is no device 06-00-0-9"),
+        ([result("06-00-0-0", in_pool="other")], "in the pool other on this node"),
+        ([result("06-00-0-0"), result("08-00-0", "1Gi")], "but not both"),
+        ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of one GPU only"),
+        ([result("08-00-0", "lots")], "is not an amount"),
+    ],
+)
+def test_what_cannot_be_one_lease_is_refused(results: list[AllocatedDevice], reason: str) -> None:
+    with pytest.raises(InfeasibleError, match=reason):
+        requested_by(results, OFFERED, "node")
+
+
+def test_quantities_are_written_as_the_api_server_stores_them() -> None:
+    sizes = {4096: "4Gi", 5760: "5760Mi", 1: "1Mi", 1 << 20: "1Ti", 1536 << 10: "1536Gi"}
+    assert {mib: memory_quantity(mib) for mib in sizes} == sizes
+    assert [percentage_quantity(one) for one in (100.0, 25.0, 33.3, 0.1)] == ["100", "25", "33300m", "100m"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("6Gi", 6 << 30), ("1.5Gi", 3 << 29), ("500M", 5e8), ("1e3", 1000), ("1E3", 1000), ("2k", 2000),
+        ("128974848", 128974848), ("1500m", 1.5), ("2E", 2e18), ("1Ei", 1 << 60), (".5Ki", 512),
+    ],
+)  # fmt: skip
+def test_quantities_are_read_in_every_form(text: str, value: float) -> None:
+    assert quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1Xi", "-1", "1 Gi", "one", "1e100"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(InfeasibleError):
+        quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [("7.0", "Volta"), ("7.5", "Turing"), ("8.0", "Ampere"), ("8.6", "Ampere"), ("8.9", "Ada Lovelace"),
+     ("9.0", "Hopper"), ("10.0", "Blackwell"), ("12.1", "Blackwell"), ("6.1", "Pascal"), ("2.0", ""),
+     (None, "")],
+)  # fmt: skip
+def test_architectures_are_known_by_the_compute_capability(capability: str | None, name: str) -> None:
+    assert architecture_of(capability) == name
+
+
+def test_versions_and_addresses_have_kubernetes_form() -> None:
+    assert [version_of(text) for text in ("535.104.05", "8.6", "570", "")] == [
+        "535.104.5",
+        "8.6.0",
+        "570.0.0",
+        "",
+    ]
+    addresses = ("00000000:3B:00.0", "0001:3b:00.0", "3b:00.0")
+    assert [bus_id(one) for one in addresses] == ["0000:3b:00.0", "0001:3b:00.0", "0000:3b:00.0"]

@@ -1,0 +1,231 @@
+"""Claims with several devices and containers, and what happens to them when a program is killed or away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps.kubernetes.api_server import ApiServer
+from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
+from yunion_mps.kubernetes.dra_claims import ClaimLeases
+from yunion_mps.paths import Paths
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of, needs_root, stranger, take
+from kubernetes.cluster import Cluster
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, Claim, DraKubelet, DraPlugin, add_node
+from simhost.host import IN_UNITS
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+NAMES = [f"00-06-0-{slot}" for slot in range(4)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        add_node(cluster)
+        yield cluster
+
+
+@pytest.fixture
+def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
+    with DraKubelet(ready_daemon.host, cluster) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    with DraPlugin(ready_daemon.host, cluster) as plugin:
+        dra_kubelet.register()
+        yield plugin
+
+
+def hook(daemon: Daemon, cdi: str, pid: int) -> subprocess.CompletedProcess[str]:
+    """Start a container with the CDI device: its hook is called for its first process."""
+    name = cdi.partition("=")[2]
+    return daemon.host.run(["yunion-mps", "cdi-hook", name], input=json.dumps({"pid": pid, "id": "c"}))
+
+
+def test_containers_that_share_a_claim_share_its_lease(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[1]])
+    cdi = dra_kubelet.prepared(claim)
+    (before,) = leases_of(ready_daemon)
+    for _ in range(2):
+        with subprocess.Popen(["sleep", "600"]) as container:
+            assert hook(ready_daemon, cdi, container.pid).returncode == 0
+            container.kill()
+    (lease,) = leases_of(ready_daemon)
+    assert (lease["id"], lease["binding"]) == (before["id"], "name"), "it does not end with a container"
+    assert dra_kubelet.unprepare(claim) == []
+    assert hook(ready_daemon, cdi, 1).returncode != 0
+
+
+def test_two_shares_of_one_gpu_are_one_budget(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    claim = dra_kubelet.allocate("trainer", NAMES[:2], requests=["main/large", "second"])
+    assert "set cuda_mps_combine: 2" in dra_kubelet.refused(claim)
+    ready_daemon.configure(cuda_mps_combine=2)
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    first, second = dra_kubelet.prepare(claim)[claim.name].devices
+    assert (first.request_names, second.request_names) == (("main", "second"), ("second",))
+    assert (len(first.cdi_device_ids), second.cdi_device_ids) == (1, ()), "a container has it once"
+    (lease,) = leases_of(ready_daemon)
+    assert lease["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+
+
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_claim_can_have_two_gpus(dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon) -> None:
+    claim = dra_kubelet.allocate("trainer", ["00-06-0-0", "00-07-0-0"])
+    assert dra_kubelet.prepared(claim)
+    (lease,) = leases_of(ready_daemon)
+    assert lease["gpus"] == ["00:06.0", "00:07.0"]
+    assert lease["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M,1=4096M"
+
+
+def test_memory_of_a_pool_is_leased_by_the_amount(daemon: Daemon, cluster: Cluster) -> None:
+    host = daemon.host
+    host.divide(IN_UNITS)
+    daemon.start().wait_ready()
+    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+        kubelet.register()
+        (device,) = kubelet.wait_published(1)
+        assert device["allowMultipleAllocations"]
+        claims = [kubelet.allocate(f"claim-{number}", ["00-06-0"], {"memory": "6Gi"}) for number in range(3)]
+        assert len({kubelet.prepared(claim) for claim in claims[:2]}) == 2
+        assert [lease["memory_mib"] for lease in leases_of(daemon)] == [[6144], [6144]]
+        assert "4096 MiB free" in kubelet.refused(claims[2])
+        assert kubelet.unprepare(claims[0]) == []
+        assert kubelet.prepared(claims[2])
+
+
+def test_a_driver_that_is_killed_between_the_steps_loses_nothing(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+
+    def restart() -> None:
+        driver.restart()
+        dra_kubelet.register()
+
+    restart()
+    cdi = dra_kubelet.prepared(claim)
+    restart()
+    assert dra_kubelet.prepared(claim) == cdi, "the kubelet may not have got the answer"
+    assert len(leases_of(ready_daemon)) == 1
+    cluster.is_silent = True  # killed while it asks for the claim
+    asked = cluster.requests["GET"]
+    other = dra_kubelet.allocate("other", [NAMES[1]])
+    dra_kubelet.send_prepare(other)
+    eventually(lambda: cluster.requests["GET"] > asked, "the request for the claim")
+    driver.end()
+    cluster.is_silent = False
+    driver.start()
+    dra_kubelet.register()
+    assert dra_kubelet.prepared(other)
+    driver.end()
+    driver.start()
+    dra_kubelet.register()
+    assert dra_kubelet.unprepare(claim, other) == []
+    restart()
+    assert dra_kubelet.unprepare(claim, other) == []
+    assert leases_of(ready_daemon) == []
+
+
+def test_without_the_api_server_claims_are_refused_and_leases_remain(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    claims = [dra_kubelet.allocate(name, [NAMES[number]]) for number, name in enumerate("ab")]
+    dra_kubelet.prepared(claims[0])
+    cluster.stop()
+    assert "[api_server_error]" in dra_kubelet.refused(claims[1])
+    assert len(leases_of(ready_daemon)) == 1
+    assert dra_kubelet.unprepare(claims[0]) == [], "which needs no API server"
+    assert leases_of(ready_daemon) == []
+    cluster.start()
+    assert dra_kubelet.prepared(claims[1])
+
+
+def test_a_daemon_that_restarts_keeps_the_leases_of_claims(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+    cdi = dra_kubelet.prepared(claim)
+    for end in (ready_daemon.kill, ready_daemon.stop):
+        end()
+        ready_daemon.start().wait_ready()
+        assert dra_kubelet.prepared(claim) == cdi
+    ready_daemon.reexec()
+    assert dra_kubelet.prepared(claim) == cdi
+    (lease,) = leases_of(ready_daemon)
+    assert lease["expires"] is None
+
+
+def test_sockets_that_are_removed_are_created_again(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
+    root = driver.host.root / "var/lib/kubelet"
+    for path in ("plugins_registry/mps.yunion.io-reg.sock", "plugins/mps.yunion.io/dra.sock"):
+        (root / path).unlink()
+        eventually((root / path).exists, "the socket")
+        dra_kubelet.register()
+
+
+@needs_root
+def test_only_root_takes_a_lease_that_does_not_expire(ready_daemon: Daemon) -> None:
+    with stranger(ready_daemon) as connection:
+        status, answer = connection.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=0")
+    assert (status, answer["code"]) == (403, "not_allowed")
+    assert take(ready_daemon, "holder.name=a&holder.ttl_s=0")["expires"] is None
+
+
+class Reconciler:
+    """What the driver does from time to time, without waiting for that time."""
+
+    def __init__(self, daemon: Daemon, cluster: Cluster, gone_s: float = 0.0) -> None:
+        server = ApiServer(Kubeconfig(str(cluster.write_kubeconfig(daemon.host.root / "etc/kubeconfig"))))
+        self._daemon = daemon
+        self._claims = ClaimLeases(server, Paths(str(daemon.host.root)), gone_s)
+
+    def run(self) -> list[str]:
+        """The names of the leases that remain."""
+        asyncio.run(self._claims.reconcile())
+        return [lease["name"].partition("@")[0] for lease in leases_of(self._daemon)]
+
+
+def test_leases_without_claim_and_pod_are_released(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    claims = [dra_kubelet.allocate(name, [NAMES[number]]) for number, name in enumerate("abcd")]
+    for claim in claims:
+        dra_kubelet.prepared(claim)
+    every = [f"{NAMESPACE}/{name}" for name in "abcd"]
+    assert Reconciler(ready_daemon, cluster).run() == every, "their claims are reserved for pods"
+    for claim in claims[:2]:
+        cluster.remove(CLAIMS, claim.name, NAMESPACE)
+    cluster.replace(CLAIMS, {**cluster.get(CLAIMS, "c", NAMESPACE), "status": {}})
+    dra_kubelet.listed = ["a"]
+    assert Reconciler(ready_daemon, cluster, gone_s=3600.0).run() == every, "it may still be prepared"
+    cluster.refusals = {"GET": [500]}
+    with pytest.raises(ApiServerError):
+        Reconciler(ready_daemon, cluster).run()
+    assert len(leases_of(ready_daemon)) == 4, "the API server does not say that a claim is gone"
+    assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/a", f"{NAMESPACE}/d"]
+    dra_kubelet.listed = []
+    assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/d"]
+
+
+def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    old = dra_kubelet.allocate("trainer", [NAMES[0]])
+    dra_kubelet.prepared(old)
+    cluster.remove(CLAIMS, "trainer", NAMESPACE)
+    new: Claim = dra_kubelet.allocate("trainer", [NAMES[1]])
+    dra_kubelet.prepared(new)
+    assert len(leases_of(ready_daemon)) == 2
+    Reconciler(ready_daemon, cluster).run()
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == [f"{NAMESPACE}/trainer@{new.uid}"]

@@ -1,0 +1,268 @@
+"""How devices are divided into ResourceSlices, and which of them are written when something changes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from yunion_mps.kubernetes.api_server import ApiServer, Backoff
+from yunion_mps.kubernetes.credentials import Kubeconfig
+from yunion_mps.kubernetes.dra_devices import OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra_slices import (
+    ResourceSlice,
+    SlicePublisher,
+    plan_writes,
+    slice_name,
+    slices_of,
+)
+
+from integration.daemon_host import eventually
+from kubernetes.cluster import Cluster
+from kubernetes.dra_kubelet import NODE, SLICES, add_node
+from kubernetes.offers import facts, pool, shares
+from kubernetes.peers import Loop
+from kubernetes.slice_rules import wrong_with
+
+LOST = {"state": "unavailable", "reason_code": "gpu_lost", "reason": "the GPU is lost"}
+
+
+def stored(offered: list[OfferedDevice], generation: int = 1) -> dict[str, ResourceSlice]:
+    """The slices of these devices, as an API server has them."""
+    found: dict[str, ResourceSlice] = {}
+    for one in copy.deepcopy(list(plan_writes({}, slices_of(offered), NODE, None).stored)):
+        one["spec"]["pool"] = {**one["spec"]["pool"], "generation": generation}
+        one["metadata"]["resourceVersion"] = "7"
+        for device in one["spec"]["devices"]:
+            for taint in device.get("taints", ()):
+                taint["timeAdded"] = "2026-11-23T12:00:00Z"
+        found[one["metadata"]["name"]] = one
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "sizes"),
+    [
+        (1, 4, [4]),
+        (0, 0, [0]),
+        (8, 4, [32]),
+        (64, 48, [48] * 64),
+        (9, 7, [63]),
+        (10, 7, [63, 7]),
+        (1, 100, [64, 36]),
+    ],
+)
+def test_a_slice_has_whole_gpus_and_at_most_64_devices(gpus: int, each: int, sizes: list[int]) -> None:
+    offered = shares(gpus, each) if gpus else []
+    assert [len(one) for one in slices_of(offered)] == sizes
+
+
+def test_every_slice_keeps_to_the_api_s_rules() -> None:
+    pools = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300), pool(7)]))
+    for offered in (shares(64, 48, **LOST), pools):
+        writes = plan_writes({}, slices_of(offered), NODE, None)
+        assert [wrong_with(cast("dict[str, Any]", one)) for one in writes.stored] == [""] * len(writes.stored)
+
+
+def test_slices_that_are_as_they_should_be_are_not_written() -> None:
+    offered = shares(20, 8, **LOST)
+    assert plan_writes(stored(offered), slices_of(offered), NODE, None) == ([], [])
+
+
+def test_a_change_of_one_slice_keeps_the_generation() -> None:
+    existing = stored(shares(20, 8), generation=5)
+    writes = plan_writes(existing, slices_of(shares(20, 8, **LOST)), NODE, None)
+    (one,) = writes.stored
+    assert one["metadata"] == {"name": slice_name(NODE, 0), "resourceVersion": "7"}
+    assert one["spec"]["pool"] == {"name": NODE, "generation": 5, "resourceSliceCount": 3}
+    assert one["spec"]["devices"][0]["taints"] == [{"key": "mps.yunion.io/gpu_lost", "effect": "NoSchedule"}]
+
+
+def test_a_change_of_several_slices_is_a_new_generation_of_all() -> None:
+    existing = stored(shares(20, 8), generation=5)
+    for gpus, number, deleted in ((30, 4, 0), (10, 2, 1)):
+        writes = plan_writes(existing, slices_of(shares(gpus, 8)), NODE, None)
+        assert len(writes.stored) == number
+        assert {one["spec"]["pool"]["generation"] for one in writes.stored} == {6}
+        assert len(writes.deleted) == deleted
+
+
+def test_half_of_a_generation_is_completed_by_the_next() -> None:
+    offered = shares(20, 8)
+    existing = stored(offered, generation=5)
+    existing[slice_name(NODE, 1)]["spec"]["pool"]["generation"] = 6
+    writes = plan_writes(existing, slices_of(offered), NODE, None)
+    assert [one["spec"]["pool"]["generation"] for one in writes.stored] == [7, 7, 7]
+
+
+def test_without_taints_unusable_devices_are_left_out() -> None:
+    (devices,) = slices_of(shares(1, 4, **LOST), with_taints=False)
+    assert len(devices) == 3
+
+
+def test_the_name_of_a_long_node_is_shortened() -> None:
+    names = [slice_name(node, 12) for node in ("a" * 253, "a" * 252 + "b", "node")]
+    assert [len(name) for name in names] == [253, 253, 21]
+    assert len(set(names)) == 3
+
+
+# -- with an API server
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with Loop() as loop:
+        yield loop
+
+
+class Node:
+    """A publisher; its clock is `pause`, which a turn waits for unless a device's health has changed."""
+
+    def __init__(self, loop: Loop, cluster: Cluster, kubeconfig: Path, name: str = NODE) -> None:
+        self._loop = loop
+        self.waits = 0
+        self._turns = loop.run(_semaphore())
+        server = ApiServer(Kubeconfig(str(kubeconfig)))
+        self._publisher = SlicePublisher(server, name, 3600.0, Backoff(0.01, 0.02), self._sleep)
+        self._cluster, self._name = cluster, name
+        loop.call(lambda: asyncio.ensure_future(self._publisher.run()))
+
+    async def _sleep(self, delay_s: float) -> None:
+        if delay_s > 1:  # not a backoff
+            self.waits += 1
+            await self._turns.acquire()
+
+    def offer(self, offered: list[OfferedDevice]) -> None:
+        self._loop.call(lambda: self._publisher.offer(offered))
+
+    def pass_interval(self) -> None:
+        self._loop.call(self._turns.release)
+
+    def eventually(self, look: Callable[[], bool], what: str) -> None:
+        """Let intervals pass until that is true."""
+
+        def passed() -> bool:
+            self.pass_interval()
+            return look()
+
+        eventually(passed, what)
+
+    @property
+    def slices(self) -> list[dict[str, Any]]:
+        return [one for one in self._cluster.of(SLICES) if one["spec"]["nodeName"] == self._name]
+
+    def devices(self) -> int:
+        return sum(len(one["spec"]["devices"]) for one in self.slices)
+
+    def taints(self) -> int:
+        return sum("taints" in device for one in self.slices for device in one["spec"]["devices"])
+
+
+async def _semaphore() -> asyncio.Semaphore:
+    return asyncio.Semaphore(0)
+
+
+@pytest.fixture
+def node(loop: Loop, cluster: Cluster, tmp_path: Path) -> Node:
+    add_node(cluster)
+    return Node(loop, cluster, cluster.write_kubeconfig(tmp_path / "kubeconfig"))
+
+
+def test_changes_are_written_together_after_an_interval(cluster: Cluster, node: Node) -> None:
+    node.offer(shares(2, 4))
+    eventually(lambda: node.devices() == 8 and node.waits, "the first slices, and a turn that waits")
+    for each in (5, 6, 7, 8):
+        node.offer(shares(2, each))
+    assert (node.devices(), cluster.requests["PUT"]) == (8, 0)
+    node.pass_interval()
+    eventually(lambda: node.devices() == 16, "the change")
+    assert cluster.requests["PUT"] == 1
+
+
+def test_a_change_of_health_is_written_at_once(cluster: Cluster, node: Node) -> None:
+    node.offer(shares(2, 4))
+    eventually(lambda: node.devices() == 8 and node.waits, "the first slices, and a turn that waits")
+    node.offer(shares(2, 4, **LOST))
+    eventually(lambda: node.taints() == 1, "the taint")
+    node.offer(shares(2, 4))
+    eventually(lambda: node.taints() == 0, "its end")
+
+
+def test_slices_that_are_deleted_or_changed_by_others_are_restored(cluster: Cluster, node: Node) -> None:
+    node.offer(shares(2, 4))
+    eventually(lambda: node.devices() == 8, "the slices")
+    cluster.remove(SLICES, slice_name(NODE, 0))
+    node.eventually(lambda: node.devices() == 8, "the slices again")
+    (one,) = node.slices
+    cluster.replace(SLICES, {**one, "spec": {**one["spec"], "devices": []}})
+    node.eventually(lambda: node.devices() == 8, "its devices again")
+
+
+def test_what_the_api_server_refuses_is_tried_again(cluster: Cluster, node: Node) -> None:
+    cluster.refusals = {"POST": [500, 403, 429], "PUT": [409, 404, 500]}
+    node.offer(shares(2, 4))
+    eventually(lambda: node.devices() == 8, "the slices")
+    node.offer(shares(2, 4, **LOST))
+    eventually(lambda: node.taints() == 1, "the taint")
+    assert cluster.refusals == {"POST": [], "PUT": []}
+
+
+def test_an_outage_of_the_api_server_delays_the_slices_only(cluster: Cluster, node: Node) -> None:
+    node.offer(shares(2, 4))
+    eventually(lambda: node.devices() == 8, "the slices")
+    cluster.stop()
+    node.offer(shares(2, 4, **LOST))
+    cluster.start()
+    eventually(lambda: node.taints() == 1, "the taint")
+
+
+def test_without_support_for_taints_devices_are_left_out_once(cluster: Cluster, node: Node) -> None:
+    """The API server drops members of features that are not enabled."""
+    cluster.dropped = {"taints"}
+    node.offer(shares(2, 4, **LOST))
+    eventually(lambda: node.devices() == 7, "the slices")
+    eventually(lambda: node.waits, "a turn that waits")
+    writes = cluster.requests["PUT"]
+    node.offer(shares(2, 4))
+    node.eventually(lambda: node.devices() == 8, "the device")
+    assert cluster.requests["PUT"] == writes + 1, "what was dropped is not sent again"
+
+
+def test_a_node_that_does_not_exist_yet_is_no_reason_not_to_publish(
+    loop: Loop, cluster: Cluster, tmp_path: Path
+) -> None:
+    node = Node(loop, cluster, cluster.write_kubeconfig(tmp_path / "kubeconfig"))
+    node.offer(shares(1, 4))
+    eventually(lambda: node.devices() == 4, "the slices")
+    assert "ownerReferences" not in node.slices[0]["metadata"]
+
+
+def test_200_nodes_write_each_change_once(loop: Loop, cluster: Cluster, tmp_path: Path) -> None:
+    """Of 200 nodes with 8 GPUs; all of them restart, and on all of them a GPU is lost at the same time."""
+    kubeconfig = cluster.write_kubeconfig(tmp_path / "kubeconfig")
+    healthy, lost = shares(8, 4), shares(8, 4, **LOST)
+    nodes = []
+    for number in range(200):
+        add_node(cluster, f"node-{number}")
+        nodes.append(Node(loop, cluster, kubeconfig, f"node-{number}"))
+        nodes[-1].offer(healthy)
+    eventually(lambda: len(cluster.of(SLICES)) == 200 and all(node.waits for node in nodes), "all slices")
+    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (200, 0)
+    for node in nodes:
+        node.offer(lost)
+    eventually(lambda: cluster.requests["PUT"] == 200, "all taints")
+    before = cluster.requests["GET"]
+    again = [Node(loop, cluster, kubeconfig, f"node-{number}") for number in range(200)]
+    for node in again:
+        node.offer(lost)
+    eventually(lambda: cluster.requests["GET"] >= before + 400, "a list and a watch of each restarted node")
+    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (200, 200)
