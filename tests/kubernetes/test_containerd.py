@@ -115,7 +115,7 @@ def test_units_of_memory_become_a_device_of_the_container(
         container = containerd.run(kubelet.run_pod("trainer", 6))
         assert container.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
         (lease,) = leases_of(ready_daemon)
-        assert (lease["memory_mib"], lease["pid"]) == ([6144], container.pid)
+        assert ([one["memory_mib"] for one in lease["budgets"]], lease["pid"]) == ([6144], container.pid)
         assert len(kubelet.wait_healthy(16)) == 16, "ours are healthy while they are used"
 
 
