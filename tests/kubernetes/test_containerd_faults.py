@@ -190,13 +190,20 @@ def test_a_lost_gpu_costs_no_container_and_no_new_one_starts(
     kubelet.wait_healthy(4)
     container = containerd.run(kubelet.run_pod("trainer", 1))
     pod = kubelet.admit("next", kubelet.preferred(1))
+    starting = kubelet.run_pod("starting", 1)
+    containerd.run_sandbox(starting)
+    created = containerd.create_container(starting)
     ready_daemon.host.gpus[0].lose()
     eventually(lambda: ready_daemon.polls() and not kubelet.healthy, "the loss of the devices")
     assert "1 unavailable" in refusal(kubelet, pod.devices)
+    with pytest.raises(RpcError) as caught:
+        containerd.start_container(created)
+    assert f"device {starting.devices[0]} is unavailable" in caught.value.message
     ready_daemon.host.gpus[0].restore()
     eventually(lambda: ready_daemon.polls() and len(kubelet.healthy) == 4, "the devices")
-    kubelet.start_container(pod)
-    assert_leased_to(ready_daemon, container, containerd.run(pod))
+    for one in (pod, starting):
+        kubelet.start_container(one)
+    assert_leased_to(ready_daemon, container, containerd.run(pod), containerd.run(starting))
 
 
 def test_a_containerd_that_is_killed_costs_no_container(
