@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.dra_devices import (
@@ -102,6 +105,7 @@ def result(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDev
     return made
 
 
+EXAMPLES = Path(__file__).parents[2].joinpath("etc/kubernetes/examples")
 OFFERED = {
     one.name: one
     for one in offered_devices(facts([share(6, 0), share(6, 1), share(7, 0)], [pool(8), pool(9)]))
@@ -185,3 +189,17 @@ def test_versions_and_addresses_have_kubernetes_form() -> None:
     ]
     addresses = ("00000000:3B:00.0", "0001:3b:00.0", "3b:00.0")
     assert [bus_id(one) for one in addresses] == ["0000:3b:00.0", "0001:3b:00.0", "0000:3b:00.0"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("dra-*.yaml")), ids=lambda path: str(path.stem))
+def test_the_claims_of_the_examples_name_what_devices_have(path: Path) -> None:
+    text = path.read_text()
+    devices = [one.device for one in OFFERED.values()]
+    attributes = {name for device in devices for name in device["attributes"]}
+    capacities = {name for device in devices for name in device["capacity"]}
+    named = re.findall(r'attributes\["mps.yunion.io"\]\.(\w+)|Attribute: mps.yunion.io/(\w+)', text)
+    assert {one or other for one, other in named} <= attributes
+    sizes = re.findall(r'capacity\["mps.yunion.io"\]\.(\w+)|capacity: {requests: {(\w+): ', text)
+    assert {one or other for one, other in sizes} <= capacities
+    assert "deviceClassName: mps.yunion.io\n" in text
+    assert len(named) + len(sizes) > 0
