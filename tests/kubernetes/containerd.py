@@ -222,10 +222,7 @@ class Containerd(Closes):
         """End it and everything that it has started."""
         self.cut_power()
         self._namespace.communicate()
-        for cgroup in self._cgroups():
-            for path, _, _ in os.walk(cgroup, topdown=False):
-                with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(path)
+        eventually(self._remove_cgroups, "the end of the cgroups")  # which may be busy for a moment
 
     def cut_power(self) -> None:
         """End it, its containers and their shims at once; pods need new sandboxes then."""
@@ -242,11 +239,19 @@ class Containerd(Closes):
         roots = [Path(_CGROUPS), *Path(_CGROUPS).iterdir()]
         return [root / self._cgroup for root in roots if (root / self._cgroup).is_dir()]
 
+    def _remove_cgroups(self) -> bool:
+        for cgroup in self._cgroups():
+            for path, _, _ in os.walk(cgroup, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+        return not self._cgroups()
+
     def _pids_in_cgroups(self) -> set[int]:
         found: set[int] = set()
         for cgroup in self._cgroups():
-            for file in cgroup.rglob("cgroup.procs"):
-                found.update(map(int, file.read_text().split()))
+            for path, _, _ in os.walk(cgroup):
+                with contextlib.suppress(OSError):  # it has been removed meanwhile
+                    found.update(map(int, Path(path, "cgroup.procs").read_text().split()))
         return found
 
     @property
