@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 PROGRAM = "yunion-mps-kubelet-plugin"
 #: The node's name, which a DaemonSet sets from `spec.nodeName`.
 NODE_VARIABLE = "NODE_NAME"
+#: Where the API server is found, unless a file in the options says it.
+_CLUSTER_VARIABLES = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
 _HELP = """\
 Offer the MPS devices of this host to Kubernetes, as a device plugin of the kubelet.
 
@@ -162,8 +164,25 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
     from yunion_mps.kubernetes.dra_driver import DraService
 
     credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
-    node = options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
-    return (DraService(credentials, node, paths, notifier).run(),)
+    return (DraService(credentials, _node(options), paths, notifier).run(),)
+
+
+def _pod_ends(options: PluginOptions, paths: Paths) -> Work:
+    """What terminates the clients of pods that are deleted, if the API server can be asked for them."""
+    if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
+        return ()
+    from yunion_mps.kubernetes.api_server import ApiServer
+    from yunion_mps.kubernetes.credentials import find_credentials
+    from yunion_mps.kubernetes.pod_ends import PodEnds
+
+    credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
+    if credentials is None:
+        return ()
+    return (PodEnds(ApiServer(credentials), _node(options), AsyncDaemonClient(paths)).run(),)
+
+
+def _node(options: PluginOptions) -> str:
+    return options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
 
 
 def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
@@ -198,7 +217,7 @@ async def run(options: PluginOptions, paths: Paths) -> None:
         loop.add_signal_handler(number, stop.set)
     work = _dra(options, paths, notifier) if options.dra else _device_plugins(options, paths, notifier)
     notifier.ready("waiting for the kubelet")
-    tasks = [asyncio.ensure_future(one) for one in (*work, stop.wait())]
+    tasks = [asyncio.ensure_future(one) for one in (*work, *_pod_ends(options, paths), stop.wait())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()

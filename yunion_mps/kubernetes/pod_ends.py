@@ -1,0 +1,231 @@
+"""Ends of pods: the MPS clients of a pod that is being deleted are terminated before the kubelet kills them.
+
+A client that gets SIGKILL while it uses the GPU may take its MPS server and all of that server's clients with
+it; one that the server has disconnected does not. The API server knows when the kubelet will do that: a pod's
+`deletionTimestamp` is the end of its grace period (kubernetes.io/docs/reference/kubernetes-api, ObjectMeta).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
+from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, Resource
+from yunion_mps.kubernetes.credentials import ApiServerError
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import MpsClient
+
+log = logging.getLogger(__name__)
+
+#: How long before the end of the grace period clients are terminated, in s; at most half of it.
+_MARGIN_S = 3.0
+#: Kubernetes' own default.
+_GRACE_S = 30
+#: How often and how long after the end of the grace period it is tried again, in s.
+_RETRY_S, _LATE_S = 0.5, 60.0
+#: A pod of a file on the node: it goes on when its object is deleted.
+_MIRROR = "kubernetes.io/config.mirror"
+_ENDED = ("Succeeded", "Failed")
+
+
+class ContainerStatus(TypedDict, total=False):
+    containerID: str
+
+
+class PodStatus(TypedDict, total=False):
+    """The members of a pod's `status` that are used here."""
+
+    phase: str
+    containerStatuses: list[ContainerStatus]
+    initContainerStatuses: list[ContainerStatus]
+    ephemeralContainerStatuses: list[ContainerStatus]
+
+
+class Pod(ApiObject, total=False):
+    status: PodStatus
+
+
+PODS = Resource[Pod]("/api/v1", "pods")
+
+
+class PodEnd(NamedTuple):
+    """A pod that is ending: its containers, its grace period, and when that ends (monotonic), in s."""
+
+    name: str
+    containers: frozenset[str]
+    grace_s: float
+    ends_s: float
+
+    @property
+    def due_s(self) -> float:
+        return self.ends_s - min(_MARGIN_S, self.grace_s / 2)
+
+
+class Deletions:
+    """When the clients of which pods have to be terminated."""
+
+    def __init__(self) -> None:
+        #: The pods that are not being deleted: their names and containers.
+        self._running: dict[str, tuple[str, frozenset[str]]] = {}
+        self._ending: dict[str, PodEnd] = {}
+        self._done: set[str] = set()
+
+    def update(self, pods: Mapping[str, Pod], now_s: float, utc_s: float) -> None:
+        """Take note of all pods of the node, by uid; `utc_s` are seconds since 1970."""
+        gone = self._done - pods.keys()
+        self._ending = {uid: end for uid, end in self._ending.items() if uid not in gone}
+        self._done -= gone
+        for uid in self._ending.keys() - pods.keys():  # its containers, if they still run, are being killed
+            self._ending[uid] = self._ending[uid]._replace(ends_s=now_s)
+        for uid in self._running.keys() - pods.keys():
+            name, containers = self._running[uid]
+            self._ending[uid] = PodEnd(name, containers, 0.0, now_s)
+        self._running.clear()
+        for uid, pod in pods.items():
+            metadata = pod["metadata"]
+            if _MIRROR in metadata.get("annotations", {}) or pod.get("status", {}).get("phase") in _ENDED:
+                continue
+            name = f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"
+            if "deletionTimestamp" in metadata:
+                self._note_deletion(uid, name, pod, now_s, utc_s)
+            else:
+                self._running[uid] = name, _containers(pod)
+
+    def _note_deletion(self, uid: str, name: str, pod: Pod, now_s: float, utc_s: float) -> None:
+        metadata = pod["metadata"]
+        grace_s = float(metadata.get("deletionGracePeriodSeconds", _GRACE_S))
+        left_s = (
+            datetime.fromisoformat(metadata["deletionTimestamp"].replace("Z", "+00:00")).timestamp() - utc_s
+        )
+        ends_s = now_s + min(max(left_s, 0.0), grace_s)
+        before = self._ending.get(uid)
+        if before:  # deleted again with a shorter period
+            ends_s = min(ends_s, before.ends_s)
+        self._ending[uid] = PodEnd(name, _containers(pod), grace_s, ends_s)
+
+    def take_due(self, now_s: float) -> list[PodEnd]:
+        """Return the pods whose time has come; each is returned once."""
+        due = {uid for uid, end in self._ending.items() if uid not in self._done and end.due_s <= now_s}
+        self._done |= due
+        return [self._ending[uid] for uid in due]
+
+    def next_s(self) -> float | None:
+        """When the next pod is due."""
+        return min((end.due_s for uid, end in self._ending.items() if uid not in self._done), default=None)
+
+
+class PodEnds:
+    """Follows the pods of the node. While the API server is away, known deletions are still served."""
+
+    def __init__(
+        self, server: ApiServer, node: str, daemon: AsyncDaemonClient, backoff: Backoff | None = None
+    ) -> None:
+        self._server = server
+        self._node = node
+        self._daemon = daemon
+        self._backoff = backoff
+        self._deletions = Deletions()
+        self._changed = asyncio.Event()
+        self._failure = ""
+
+    async def run(self) -> None:
+        """Run without end."""
+        tasks = {asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._serve())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        fields = f"spec.nodeName={self._node}"
+        async for pods in self._server.follow(
+            PODS, fields=fields, on_failure=self._report, backoff=self._backoff
+        ):
+            if self._failure:
+                log.info("the pods of node %s are followed again", self._node)
+                self._failure = ""
+            self._deletions.update(pods, time.monotonic(), time.time())
+            self._changed.set()
+
+    async def _serve(self) -> None:
+        terminating: set[asyncio.Future[None]] = set()
+        try:
+            while True:
+                for end in self._deletions.take_due(time.monotonic()):
+                    terminating.add(asyncio.ensure_future(self._terminate(end)))
+                terminating = {task for task in terminating if not task.done()}
+                await self._wait()
+        finally:
+            for task in terminating:
+                task.cancel()
+
+    async def _wait(self) -> None:
+        """Wait for a change of the pods, or until the next one is due."""
+        next_s = self._deletions.next_s()
+        timer = None
+        if next_s is not None:
+            timer = asyncio.get_running_loop().call_later(
+                max(next_s - time.monotonic(), 0), self._changed.set
+            )
+        try:
+            await self._changed.wait()
+        finally:
+            if timer:
+                timer.cancel()
+        self._changed.clear()
+
+    async def _terminate(self, end: PodEnd) -> None:
+        """Terminate the clients; if the daemon is away, try again until the kubelet has killed them."""
+        while True:
+            try:
+                clients = (await self._daemon.call(GET_CLIENTS))["clients"]
+            except YunionError as error:
+                if time.monotonic() > end.ends_s + _LATE_S:
+                    log.warning("pod %s: its MPS clients were not terminated: %s", end.name, error)
+                    return
+                await asyncio.sleep(_RETRY_S)
+            else:
+                ours = (one for one in clients if one["server"] and one["container_id"] in end.containers)
+                await asyncio.gather(*(self._terminate_client(end, one) for one in ours))
+                return
+
+    async def _terminate_client(self, end: PodEnd, client: MpsClient) -> None:
+        try:
+            ended = await self._daemon.call(TERMINATE_CLIENT, pid=client["pid"])
+            what = f"PID {client['pid']} is terminated, before the kubelet kills it: {ended['how']}"
+            log.info("pod %s: %s", end.name, what)
+        except NotFoundError:
+            pass  # it has ended by itself
+        except YunionError as error:
+            log.warning("pod %s: PID %d was not terminated: %s", end.name, client["pid"], error)
+
+    def _report(self, error: ApiServerError) -> None:
+        """Log a failure once."""
+        if error.message != self._failure:
+            what = "the ends of pods are not awaited, so a pod that is killed may end other pods' GPU work"
+            log.warning("%s: %s; trying again", what, error.message)
+        self._failure = error.message
+
+
+def _containers(pod: Pod) -> frozenset[str]:
+    """The ids of the pod's containers, without the runtime: `containerd://ID`."""
+    status = pod.get("status", {})
+    each = (
+        *status.get("containerStatuses", ()),
+        *status.get("initContainerStatuses", ()),
+        *status.get("ephemeralContainerStatuses", ()),
+    )
+    ids = (one.get("containerID", "").rpartition("/")[2] for one in each)
+    return frozenset(filter(None, ids))
