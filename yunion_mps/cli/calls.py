@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def daemon() -> DaemonClient:
-    """Return a client of this host's daemon; imported here because `--help` does not need it."""
-    from yunion_mps.http.client import DaemonClient
+def _daemon() -> DaemonClient:
+    from yunion_mps.http.client import DaemonClient  # `--help` does not need it
 
     return DaemonClient(Paths.from_environment())
 
@@ -32,7 +31,7 @@ def blocking_transport() -> BlockingTransport:
     """Return a transport for requests that survive a restart of the daemon."""
     from yunion_mps.client.transport import BlockingTransport
 
-    return BlockingTransport(daemon())
+    return BlockingTransport(_daemon())
 
 
 def call(
@@ -46,7 +45,7 @@ def call(
 
     With `until_closed`, it returns once the answering program has been replaced by the next.
     """
-    return daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
+    return _daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
 
 
 def listed_devices() -> list[Device]:

@@ -63,8 +63,8 @@ def status(exit_code: bool, output: str) -> None:
 
     A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
     it can be leased; reserved if it can be, but only by pods, as host_container_device.yml says; and pending
-    if it waits for leases of a previous division of its GPU to end. Free
-    devices of a GPU that does not enforce budgets are leased only with --allow-unlimited.
+    if it waits for leases of a previous division of its GPU to end. Free devices of a GPU that does not
+    enforce budgets are leased only with --allow-unlimited.
 
     \b
     Examples:
@@ -72,17 +72,9 @@ def status(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    answer = call(GET_STATUS)
-    host = HostOverview.of(
-        Answers(
-            answer,
-            call(GET_GPUS)["gpus"],
-            listed_devices(),
-            (leases := call(GET_LEASES))["leases"],
-            leases["waiting"],
-            call(GET_CLIENTS, seen=True),
-        )
-    )
+    answer, gpus, devices = call(GET_STATUS), call(GET_GPUS)["gpus"], listed_devices()
+    leases, clients = call(GET_LEASES), call(GET_CLIENTS, seen=True)
+    host = HostOverview.of(Answers(answer, gpus, devices, leases["leases"], leases["waiting"], clients))
     answer = {**answer, "problems": host.problems}
     show_pairs(answer, output, lambda: _status_text(answer, host))
     if exit_code and answer["state"] in ("degraded", "failed"):

@@ -143,7 +143,7 @@ def who(clients_only: bool, output: str) -> None:
     if clients_only:
         _show_clients(output)
         return
-    problems = [one for one in call(GET_STATUS)["problems"] if one["code"] in _ABOUT_USE]
+    problems = call(GET_STATUS)["problems"]
     devices = listed_devices()
     leases = call(GET_LEASES)
     clients = call(GET_CLIENTS, seen=True)
@@ -152,17 +152,13 @@ def who(clients_only: bool, output: str) -> None:
     answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": problems,
+        "problems": [one for one in problems if one["code"] in _ABOUT_USE],
         "errors": clients["errors"],
         "total": len(uses),
     }
     used = {address for holding in found for address in holding.devices}
     reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
-    show(
-        answer, output, _FIELDS, uses,
-        lambda: _who_text(uses, leases["waiting"], problems, clients["errors"], wide=output == "wide")
-        + notes(reasons),
-    )  # fmt: skip
+    show(answer, output, _FIELDS, uses, lambda: _who_text(answer, wide=output == "wide") + notes(reasons))
 
 
 def _uses(holding: Holding) -> list[Use]:
@@ -189,20 +185,13 @@ def _uses(holding: Holding) -> list[Use]:
     ]
 
 
-def _who_text(
-    uses: Sequence[Use],
-    waiting: Sequence[QueuedRequest],
-    problems: Sequence[StatusProblem],
-    errors: Sequence[str],
-    *,
-    wide: bool,
-) -> str:
+def _who_text(answer: UseList, *, wide: bool) -> str:
     """Format a table, then queued requests, problems with hints, and errors."""
-    text = table(_COLUMNS, uses, none="No devices are in use.", wide=wide)
-    text += waiting_text(waiting)
-    for problem, hint in with_hints(folded(problems)):
+    text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
+    text += waiting_text(answer["waiting"])
+    for problem, hint in with_hints(folded(answer["problems"])):
         text += wrapped(f"{problem.title}: {problem.text}") + hint_text(hint)
-    return text + notes(("Incomplete", error) for error in errors)
+    return text + notes(("Incomplete", error) for error in answer["errors"])
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
