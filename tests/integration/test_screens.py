@@ -38,7 +38,7 @@ GPU                   USED GiB  TOTAL POWER W UTIL % IN USE     PROCS NAME
 DEVICE                USED GiB BUDGET    PEAK UTIL % USER         PID COMMAND
 00:06.0-1! ██████████      5.9    5.6     5.0     42 alice       4260 python tr…
 00:06.0!   {BAR}      0.3                    42 mallory     4711 ./old-job
-00:06.0-2  {BAR}      0.0    5.6     5.0        bob              job-17
+00:06.0-2  {BAR}      0.0    5.6                bob              job-17
 00:06.0-3  {BAR}      0.0    5.6                bob              job-17
 00:06.0-0  {BAR}             5.6                free
 (hidden: TEMP C, SM %, AGE; show all: yunion-mps top --once | cat)
