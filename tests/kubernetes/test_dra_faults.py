@@ -98,7 +98,7 @@ def test_memory_of_a_pool_is_leased_by_the_amount(daemon: Daemon, cluster: Clust
         assert device["allowMultipleAllocations"]
         claims = [kubelet.allocate(f"claim-{number}", ["00-06-0"], {"memory": "6Gi"}) for number in range(3)]
         assert len({kubelet.prepared(claim) for claim in claims[:2]}) == 2
-        assert [budget["memory_mib"] for lease in leases_of(daemon) for budget in lease["budgets"]] == [6144] * 2
+        assert [one["memory_mib"] for lease in leases_of(daemon) for one in lease["budgets"]] == [6144] * 2
         assert "4096 MiB free" in kubelet.refused(claims[2])
         assert kubelet.unprepare(claims[0]) == []
         assert kubelet.prepared(claims[2])
