@@ -208,6 +208,7 @@ def test_every_path_of_the_plugin_is_mounted(built: list[Object]) -> None:
         (paths.pod_resources, False),
         ("/var/lib/kubelet/plugins/mps.yunion.io", True),
         ("/var/lib/kubelet/plugins_registry/mps.yunion.io-reg.sock", True),
+        ("/etc/kubernetes/node-feature-discovery/features.d/yunion-mps", True),
     ):
         (mount,) = (mounts[place] for place in mounts if path.startswith(f"{place}/"))
         assert mount.get("readOnly", False) is not is_written, path
