@@ -193,8 +193,9 @@ def _collect(answers: Any, lists: list[api.ListAndWatchResponse]) -> None:
 class KubeletPlugin(Closes):
     """The program, with its log; it can be killed and started again. A context manager."""
 
-    def __init__(self, host: SimHost) -> None:
+    def __init__(self, host: SimHost, *arguments: str) -> None:
         self._host = host
+        self._arguments = arguments
         self._log = host.root / "var/log/kubelet-plugin"
         self.start()
 
@@ -202,7 +203,8 @@ class KubeletPlugin(Closes):
         coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
         env = {**coverage, **self._host.env}
         with self._log.open("a") as log:
-            self.process = self._host.popen(["yunion-mps-kubelet-plugin"], env=env, stdout=log, stderr=log)
+            command = ["yunion-mps-kubelet-plugin", *self._arguments]
+            self.process = self._host.popen(command, env=env, stdout=log, stderr=log)
 
     def end(self, number: int = signal.SIGKILL) -> int:
         self.process.send_signal(number)

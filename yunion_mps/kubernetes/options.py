@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
     Node,
+    SequenceNode,
     line_of,
     nearest_key,
     pairs_of,
@@ -56,11 +58,22 @@ class PluginOptions(NamedTuple):
     node_name: str | None = None
     metrics_address: str | None = None
     feature_file: str | None = None
+    #: `NAME=VALUE`, or `NAME` with any value.
+    only_with_node_label: str | None = None
+    configs: tuple[NamedConfiguration, ...] = ()
 
     @property
     def resource_name(self) -> str:
         """The extended resource that pods request."""
         return self.resource + (_SHARED if self.rename_by_default else "")
+
+
+class NamedConfiguration(NamedTuple):
+    """One of several configurations; `models` are patterns of the names of the GPUs that choose it."""
+
+    name: str
+    models: tuple[str, ...]
+    options: PluginOptions
 
 
 def _resource(key: str, node: Node) -> str:
@@ -89,6 +102,28 @@ def _node_name(key: str, node: Node) -> str:
     if not re.fullmatch(_DOMAIN, value) or len(value) > _MAX_NODE_NAME:
         raise InvalidValueError(key, node, "not the name of a node", "write it as kubectl get nodes shows it")
     return value
+
+
+def _label(key: str, node: Node) -> str:
+    value = text(key, node)
+    if not re.fullmatch(f"({_DOMAIN}/)?{_NAME}(=({_NAME})?)?", value):
+        raise InvalidValueError(key, node, "not a label", "write ack.node.gpu.schedule=mps, for example")
+    return value
+
+
+def _models(key: str, node: Node) -> tuple[str, ...]:
+    models = [value_of(one) for one in node.value] if isinstance(node, SequenceNode) else []
+    if not models or not all(isinstance(one, str) and one for one in models):
+        hint = 'write a list of names, where * is any text: ["Tesla T4", "NVIDIA A100*"]'
+        raise InvalidValueError(key, node, "not a list of models", hint)
+    return tuple(models)
+
+
+def _mapping(key: str, node: Node) -> MappingNode:
+    if not isinstance(node, MappingNode) or not node.value:
+        hint = "write the name of each configuration, and its keys indented below"
+        raise InvalidValueError(key, node, "not a mapping", hint)
+    return node
 
 
 #: The keys in the order of `PluginOptions`, with their defaults and their purpose.
@@ -120,40 +155,103 @@ KEYS = {
     "featureFile": Key(
         absolute_path, None, "The file for Node Feature Discovery in which the node's labels are written."
     ),
+    "onlyWithNodeLabel": Key(_label, None, "A label without which the node offers nothing."),
+    "configs": Key(_mapping, None, "Several configurations by name, of which one is chosen for the node."),
+}
+#: Those of a configuration in `configs`: it has its own values of all keys that do not choose one.
+_MODELS = "models"
+_CHOOSING = ("kubeconfig", "nodeName", "onlyWithNodeLabel", "configs")
+_NAMED_KEYS = {
+    **{name: key for name, key in KEYS.items() if name not in _CHOOSING},
+    _MODELS: Key(_models, (), "The names of the GPUs for which it is chosen."),
 }
 
 
 def read_options(paths: Paths) -> PluginOptions:
     """Read the file; if there is none, everything has its default. Raises ConfigError with all problems."""
     path = paths.kubelet_plugin
-    values = {name: key.default for name, key in KEYS.items()}
     if not os.path.lexists(path):
-        return PluginOptions(*values.values())
-    problems: list[Problem] = []
+        return PluginOptions(*_defaults().values())
+    reader = _OptionsReader(path)
     try:
         root = read_document(path, os.path.basename(path))
+        options = reader.options(root)
+    except FileProblemError as error:
+        reader.problems.append(error.problem)
+    if reader.problems:
+        problems = sorted(reader.problems, key=lambda problem: problem.line or 0)
+        raise ConfigError(problems, check="yunion-mps-kubelet-plugin --check")
+    return options
+
+
+def _defaults() -> dict[str, Any]:
+    return {**{name: key.default for name, key in KEYS.items()}, "configs": ()}
+
+
+class _OptionsReader:
+    """Reads the mappings of the file, and gathers their problems."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.problems: list[Problem] = []
+
+    def options(self, root: Node | None) -> PluginOptions:
         if root is not None and not isinstance(root, MappingNode):
             what = f"contains {written(root)}, not a mapping"
-            problems.append(Problem(path, line_of(root), what, "write a key and its value on each line"))
+            self._report(root, what, "write a key and its value on each line")
             root = None
+        values = self._values(root, KEYS) if root else {}
+        named = values.pop("configs", None)
+        base = {**_defaults(), **values}
+        if root:
+            self._refuse_equal_names(root, base)
+        configs = [] if named is None else self._configs(named, base)
+        return PluginOptions(*{**base, "configs": tuple(configs)}.values())
+
+    def _configs(self, root: MappingNode, base: dict[str, Any]) -> Iterator[NamedConfiguration]:
+        names: dict[str, int] = {}
+        for name, key, node in pairs_of(root):
+            if not re.fullmatch(_NAME, name) or len(name) > _MAX_NAME:
+                hint = "write letters, digits, -, _ and ., as in the value of a label"
+                self._report(key, f"{written(key)} is not the name of a configuration", hint)
+            elif names.setdefault(name, line_of(key)) != line_of(key):
+                hint = f"keep one of the two (the other is line {names[name]})"
+                self._report(key, f"duplicate configuration {name}", hint)
+            elif not isinstance(node, MappingNode):
+                what = f"configuration {name} is {written(node)}, not a mapping"
+                self._report(node, what, "indent its keys")
+            else:
+                values = self._values(node, _NAMED_KEYS)
+                models = values.pop(_MODELS, ())
+                both = {**base, **values}
+                self._refuse_equal_names(node, both)
+                yield NamedConfiguration(name, models, PluginOptions(*both.values()))
+
+    def _values(self, root: MappingNode, keys: Mapping[str, Key]) -> dict[str, Any]:
+        """The values that are written, of valid keys."""
+        values: dict[str, Any] = {}
         seen: dict[str, int] = {}
-        for name, key, node in pairs_of(root) if root else ():
+        for name, key, node in pairs_of(root):
             line = line_of(key)
-            if name not in KEYS:
-                near = nearest_key(name, KEYS)
-                hint = "" if near else f"remove it; the valid keys are {', '.join(KEYS)}"
-                what = f"unknown key {name}" + (f" (did you mean {near}?)" if near else "")
-                problems.append(Problem(path, line, what, hint))
+            if name not in keys:
+                near = nearest_key(name, keys)
+                hint = "" if near else f"remove it; the valid keys are {', '.join(keys)}"
+                self._report(key, f"unknown key {name}" + (f" (did you mean {near}?)" if near else ""), hint)
             elif seen.setdefault(name, line) != line:
                 hint = f"keep one of the two lines (the other is line {seen[name]})"
-                problems.append(Problem(path, line, f"duplicate key {name}", hint))
+                self._report(key, f"duplicate key {name}", hint)
             else:
                 try:
-                    values[name] = KEYS[name].kind(name, node)
+                    values[name] = keys[name].kind(name, node)
                 except InvalidValueError as error:
-                    problems.append(Problem(path, line_of(node), error.what, error.hint))
-    except FileProblemError as error:
-        problems.append(error.problem)
-    if problems:
-        raise ConfigError(problems, check="yunion-mps-kubelet-plugin --check")
-    return PluginOptions(*values.values())
+                    self._report(node, error.what, error.hint)
+        return values
+
+    def _refuse_equal_names(self, root: Node, values: dict[str, Any]) -> None:
+        options = PluginOptions(*values.values())
+        if options.resource_name == options.memory_resource:
+            what = f"resource and memoryResource are both {options.memory_resource}"
+            self._report(root, what, "give each a name of its own")
+
+    def _report(self, node: Node, what: str, hint: str) -> None:
+        self.problems.append(Problem(self._path, line_of(node), what, hint))

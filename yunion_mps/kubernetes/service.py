@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import ConfigError, Problem, YunionError
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
@@ -24,8 +25,12 @@ from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
+from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
+
+if TYPE_CHECKING:
+    from yunion_mps.kubernetes.api_server import ApiServer
 
 log = logging.getLogger(__name__)
 
@@ -167,20 +172,6 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
     return (DraService(credentials, _node(options), paths, notifier).run(),)
 
 
-def _pod_ends(options: PluginOptions, paths: Paths) -> Work:
-    """What terminates the clients of pods that are deleted, if the API server can be asked for them."""
-    if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
-        return ()
-    from yunion_mps.kubernetes.api_server import ApiServer
-    from yunion_mps.kubernetes.credentials import find_credentials
-    from yunion_mps.kubernetes.pod_ends import PodEnds
-
-    credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
-    if credentials is None:
-        return ()
-    return (PodEnds(ApiServer(credentials), _node(options), AsyncDaemonClient(paths)).run(),)
-
-
 def _node(options: PluginOptions) -> str:
     return options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
 
@@ -209,16 +200,48 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) ->
     )
 
 
-async def run(options: PluginOptions, paths: Paths) -> None:
-    """Run until SIGTERM or SIGINT."""
+async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
+    """Run until SIGTERM or SIGINT, with the configuration that is chosen for the node now."""
     notifier = Notifier()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    work = _dra(options, paths, notifier) if options.dra else _device_plugins(options, paths, notifier)
+    api = _api_server(options, paths)
+    if options.only_with_node_label and not labels_file and api is None:
+        what = "onlyWithNodeLabel is set, but there is no way to the node's labels"
+        hint = "set kubeconfig, or start the plugin with --node-labels FILE"
+        raise ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
+    selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
     notifier.ready("waiting for the kubelet")
-    tasks = [asyncio.ensure_future(one) for one in (*work, *_pod_ends(options, paths), stop.wait())]
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    selecting = asyncio.ensure_future(_follow_cluster(selector, api, paths))
+    try:
+        while not stop.is_set() and not selecting.done():
+            changed, choice = selector.changed, selector.choice
+            if choice and choice.options:
+                work = _work(choice.options, paths, notifier)
+            else:
+                work = ()
+                notifier.status(choice.cause if choice else selector.waiting)
+            await _run_until(work, selecting, changed.wait(), stop.wait())
+    finally:
+        selecting.cancel()
+        await asyncio.gather(selecting, return_exceptions=True)
+    if not selecting.cancelled():
+        selecting.result()
+
+
+def _work(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
+    return _dra(options, paths, notifier) if options.dra else _device_plugins(options, paths, notifier)
+
+
+async def _run_until(
+    work: Work, selecting: asyncio.Future[Any], *ends: Coroutine[object, object, object]
+) -> None:
+    """Run the work until any of the others is done, and cancel it; raises what any of it raises."""
+    tasks = [asyncio.ensure_future(one) for one in (*work, *ends)]
+    everything: list[asyncio.Future[Any]] = [*tasks, selecting]
+    await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+    done = [task for task in tasks if task.done()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -226,18 +249,54 @@ async def run(options: PluginOptions, paths: Paths) -> None:
         task.result()
 
 
+def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
+    """The API server and the node's name, None if there is no way to it."""
+    if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
+        return None
+    from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
+    from yunion_mps.kubernetes.credentials import find_credentials
+
+    return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), _node(options)
+
+
+async def _follow_cluster(selector: Selector, api: tuple[ApiServer, str] | None, paths: Paths) -> None:
+    """Follow what the configuration depends on, and the ends of pods, without end."""
+    work: list[Coroutine[object, object, object]] = [selector.run()]
+    if api:
+        from yunion_mps.kubernetes.pod_ends import PodEnds
+
+        work.append(PodEnds(*api, AsyncDaemonClient(paths)).run())
+    await asyncio.gather(*work)
+
+
 def command() -> click.Command:
     """The program with its options; its callback raises YunionError."""
 
-    def start(*, check: bool) -> None:
+    def start(*, check: bool, config: str, node_labels: str) -> None:
         paths = Paths.from_environment()
         options = read_options(paths)
+        names = [one.name for one in options.configs]
+        if config and config not in names:
+            which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
+            raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
         if not check:
             set_up_log("info")
-            asyncio.run(run(options, paths))
+            asyncio.run(run(options, paths, config, node_labels))
 
-    check = click.option("--check", is_flag=True, help="Check the configuration, and exit.")
-    return program_command(PROGRAM, start, _HELP, _STATUSES, check)
+    return program_command(
+        PROGRAM,
+        start,
+        _HELP,
+        _STATUSES,
+        click.option("--check", is_flag=True, help="Check the configuration, and exit."),
+        click.option(
+            "--config", default="", metavar="NAME", help="The configuration to use, of those in configs."
+        ),
+        click.option(
+            "--node-labels", default="", metavar="FILE",
+            help="A file with the node's labels, NAME=VALUE on each line, instead of the API server.",
+        ),
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -1,0 +1,209 @@
+"""Which of several configurations a node has, and labels that turn a node on and off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.errors import ConfigError
+from yunion_mps.kubernetes.options import PluginOptions, read_options
+from yunion_mps.kubernetes.selection import CONFIG_LABEL, choose, parse_labels
+from yunion_mps.paths import Paths
+
+from integration.daemon_host import Daemon, eventually
+from kubernetes.cluster import Cluster
+from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
+
+FILE = """\
+configs:
+  inference:
+    models: ["Tesla T4", "NVIDIA A10*"]
+    preferred: spread
+  large: {resource: example.com/large}
+  default: {failRequestsGreaterThanOne: true}
+renameByDefault: true
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[str], PluginOptions]:
+    def written(text: str) -> PluginOptions:
+        path = tmp_path / "etc/yunion/kubelet-plugin.yml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return read_options(Paths(str(tmp_path)))
+
+    return written
+
+
+Read = Callable[[str], PluginOptions]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "models", "cause"),
+    [
+        ("large", {CONFIG_LABEL: "default"}, ["Tesla T4"], "configuration large"),
+        ("", {CONFIG_LABEL: "large"}, ["Tesla T4"], "configuration large"),
+        ("", {}, ["NVIDIA A100-SXM4"], "configuration inference, because a GPU is a NVIDIA A100-SXM4"),
+        ("", {}, ["Tesla V100"], "configuration default"),
+    ],
+)
+def test_name_label_model_and_default_choose_in_this_order(
+    read: Read, name: str, labels: dict[str, str], models: list[str], cause: str
+) -> None:
+    assert choose(read(FILE), name, labels, models).cause == cause
+
+
+def test_a_configuration_has_the_file_s_other_keys(read: Read) -> None:
+    options = read(FILE)
+    named = {one.name: one.options for one in options.configs}
+    assert named["large"].resource_name == "example.com/large.shared"
+    assert named["inference"].preferred == "spread"
+    assert (options.preferred, options.fail_requests_greater_than_one) == ("binpack", False)
+    assert choose(read("preferred: spread\n"), "", {}, []).options == read("preferred: spread\n")
+    only = "configs: {a: {models: [x]}}\n"
+    assert choose(read(only), "", {}, ["y"]).options == read(only)
+
+
+def test_a_label_that_names_no_configuration_offers_nothing(read: Read) -> None:
+    choice = choose(read(FILE), "", {CONFIG_LABEL: "largest"}, [])
+    which = "inference, large, default"
+    told = f"nothing is offered: {CONFIG_LABEL} is largest, but the configurations are {which}"
+    assert choice == (None, told)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "labels", "is_on"),
+    [
+        ("a/b=mps", {"a/b": "mps"}, True),
+        ("a/b=mps", {"a/b": "share"}, False),
+        ("a/b=mps", {}, False),
+        ("a/b", {"a/b": "x"}, True),
+        ("a/b=", {"a/b": ""}, True),
+        ("a/b=", {"a/b": "x"}, False),
+    ],
+)
+def test_a_node_without_the_label_offers_nothing(
+    read: Read, wanted: str, labels: dict[str, str], is_on: bool
+) -> None:
+    assert bool(choose(read(f"onlyWithNodeLabel: {wanted}\n"), "", labels, []).options) is is_on
+
+
+def test_labels_are_read_from_lines_with_and_without_quotes() -> None:
+    assert parse_labels('a=b\nx.y/z="mps"\n\nno label\n c = \n') == {"a": "b", "x.y/z": "mps", "c": ""}
+
+
+def test_all_problems_of_named_configurations_are_reported(tmp_path: Path, read: Read) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(
+            "onlyWithNodeLabel: =mps\nconfigs:\n  a: {prefered: spread, memoryUnit: 2GiB}\n  a b: {}\n"
+            "  c: 1\n  d: {models: T4, kubeconfig: /k}\n  a: {preferred: spread}\n"
+            "  e: {memoryResource: yunion.io/mps}\n"
+        )
+    lines = caught.value.message.replace(f"{tmp_path}/etc/yunion/kubelet-plugin.yml:", "").splitlines()
+    beginnings = (
+        '1: onlyWithNodeLabel is "=mps", not a label: ',
+        "3: unknown key prefered (did you mean preferred?)",
+        '3: memoryUnit is "2GiB", but must be 1GiB or 128MiB',
+        '4: "a b" is not the name of a configuration: ',
+        "5: configuration c is 1, not a mapping: ",
+        '6: models is "T4", not a list of models: ',
+        "6: unknown key kubeconfig: remove it; ",
+        "7: duplicate configuration a: ",
+        "8: resource and memoryResource are both yunion.io/mps: ",
+    )
+    assert len(lines) == len(beginnings)
+    for line, beginning in zip(lines, beginnings):
+        assert line.startswith(beginning)
+
+
+# -- the program
+
+
+class Node:
+    """A node with a daemon and a kubelet, whose plugin can be started with other options."""
+
+    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
+        self._stack = stack
+        self.host = daemon.host
+        self.labels = daemon.host.root / "labels"
+        self.kubelet = stack.enter_context(Kubelet(daemon.host, RESOURCE, "example.com/large"))
+
+    def start(self, text: str, *arguments: str) -> KubeletPlugin:
+        (self.host.root / "etc/yunion/kubelet-plugin.yml").write_text(text)
+        return self._stack.enter_context(KubeletPlugin(self.host, *arguments))
+
+
+@pytest.fixture
+def node(ready_daemon: Daemon) -> Iterator[Node]:
+    with ExitStack() as stack:
+        yield Node(ready_daemon, stack)
+
+
+SWITCHED = "onlyWithNodeLabel: ack.node.gpu.schedule=mps\n"
+NAMED = "configs:\n  large: {resource: example.com/large}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_a_label_in_a_file_turns_the_node_on_and_off(node: Node) -> None:
+    node.labels.write_text("")
+    plugin = node.start(SWITCHED, "--node-labels", str(node.labels))
+    for labels, number in (("ack.node.gpu.schedule=mps\n", 4), ("ack.node.gpu.schedule=share\n", 0)) * 2:
+        node.labels.write_text(labels)
+        node.kubelet.wait_healthy(number) if number else eventually(
+            lambda: not node.kubelet.lists, "the end of the offer"
+        )
+    off = "nothing is offered: the node does not have the label ack.node.gpu.schedule=mps"
+    assert plugin.log.count(off) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_node_s_label_in_the_cluster_chooses_at_once(node: Node, tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        made: dict[str, Any] = {"metadata": {"name": "gpu-7", "labels": {}}}
+        cluster.add("/api/v1/nodes", made)
+        kubeconfig = cluster.write_kubeconfig(tmp_path / "kubeconfig")
+        node.start(f"kubeconfig: {kubeconfig}\nnodeName: gpu-7\n{NAMED}")
+        node.kubelet.wait_healthy(4)
+        labelled = cluster.get("/api/v1/nodes", "gpu-7")
+        labelled["metadata"]["labels"] = {CONFIG_LABEL: "large"}
+        cluster.replace("/api/v1/nodes", labelled)
+        node.kubelet.resource = "example.com/large"
+        node.kubelet.wait_healthy(4)
+        cluster.stop()  # what was known stays valid
+        node.kubelet.restart()
+        node.kubelet.wait_healthy(4)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_model_of_the_gpus_chooses_once_the_daemon_names_it(node: Node) -> None:
+    node.start('configs:\n  large: {resource: example.com/large, models: ["Tesla V100*"]}\n')
+    node.kubelet.resource = "example.com/large"
+    node.kubelet.wait_healthy(4)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_command_line_chooses_without_labels(node: Node) -> None:
+    node.start(NAMED, "--config", "large")
+    node.kubelet.resource = "example.com/large"
+    node.kubelet.wait_healthy(4)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_what_the_command_line_lacks_or_names_wrongly_is_refused(node: Node) -> None:
+    for text, arguments, status, told in (
+        (NAMED, ["--config", "small"], 2, "there is no configuration small: the configurations are large"),
+        ("", ["--config", "small"], 2, "there is no configuration small: configs is not set"),
+        (SWITCHED, [], 6, "onlyWithNodeLabel is set, but there is no way to the node's labels"),
+    ):
+        plugin = node.start(text, *arguments)
+        assert plugin.process.wait(60) == status
+        eventually(lambda plugin=plugin, told=told: told in plugin.log, "the reason")  # type: ignore[misc]

@@ -1,0 +1,160 @@
+"""Which configuration the node has: chosen by the command line, its label, its GPUs, or the name `default`.
+
+The label has the name that NVIDIA's device plugin uses. The node's labels come from a file, which something
+else keeps current, or from the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.errors import YunionError
+from yunion_mps.host.files import read_text
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operations import GET_GPUS
+from yunion_mps.kubernetes.options import PluginOptions
+
+if TYPE_CHECKING:
+    from yunion_mps.kubernetes.api_server import ApiServer
+    from yunion_mps.kubernetes.credentials import ApiServerError
+
+log = logging.getLogger(__name__)
+
+CONFIG_LABEL = "nvidia.com/device-plugin.config"
+_DEFAULT = "default"
+_POLL_S = 1.0
+#: How often the models are asked for while they are not known.
+_RETRY_S = 1.0
+
+
+class Choice(NamedTuple):
+    """The options of the node, None if it offers nothing; and why."""
+
+    options: PluginOptions | None
+    cause: str
+
+
+def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models: Collection[str]) -> Choice:
+    """Choose by the name, the node's labels and the models of its GPUs, in this order."""
+    only_with = options.only_with_node_label
+    if only_with:
+        label, is_given, value = only_with.partition("=")
+        if label not in labels or (is_given and labels[label] != value):
+            return Choice(None, f"nothing is offered: the node does not have the label {only_with}")
+    configs = {one.name: one for one in options.configs}
+    if not configs:
+        return Choice(options, "")
+    asked = name or labels.get(CONFIG_LABEL, "")
+    if asked and asked not in configs:
+        which = ", ".join(configs)
+        what = f"nothing is offered: {CONFIG_LABEL} is {asked}, but the configurations are {which}"
+        return Choice(None, what)
+    if asked:
+        return Choice(configs[asked].options, f"configuration {asked}")
+    for one in options.configs:
+        found = [model for model in sorted(models) if any(fnmatchcase(model, each) for each in one.models)]
+        if found:
+            return Choice(one.options, f"configuration {one.name}, because a GPU is a {found[0]}")
+    if _DEFAULT in configs:
+        return Choice(configs[_DEFAULT].options, f"configuration {_DEFAULT}")
+    return Choice(options, "no configuration of configs, because none matches the node")
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """The labels of a file with `NAME=VALUE` on each line; the value may be in quotes, as in pods' files."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip().strip('"') for name, is_pair, value in pairs if is_pair}
+
+
+class Selector:
+    """Keeps the choice current: `choice` is None until everything that it depends on is known."""
+
+    def __init__(
+        self,
+        options: PluginOptions,
+        name: str,
+        daemon: AsyncDaemonClient,
+        labels_file: str,
+        api: tuple[ApiServer, str] | None,
+    ) -> None:
+        """`api` is the API server and the node's name, None if it cannot be asked."""
+        self._options = options
+        self._name = name
+        self._daemon = daemon
+        self._labels_file = labels_file
+        self._api = api
+        needs_labels = bool(options.only_with_node_label or (options.configs and not name))
+        self._follows_labels = needs_labels and bool(labels_file or api)
+        self._follows_models = bool(not name and any(one.models for one in options.configs))
+        self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
+        self._models: Collection[str] | None = None if self._follows_models else ()
+        self.choice: Choice | None = None
+        #: What is waited for while there is no choice.
+        self.waiting = ""
+        #: Set when the choice changes, and then replaced.
+        self.changed = asyncio.Event()
+        self._update()
+
+    async def run(self) -> None:
+        """Follow what the choice depends on, without end."""
+        await asyncio.gather(self._follow_labels(), self._follow_models(), asyncio.Event().wait())
+
+    async def _follow_labels(self) -> None:
+        if not self._follows_labels:
+            return
+        if not self._labels_file and self._api:
+            from yunion_mps.kubernetes.api_server import ApiObject, Resource  # others need no TLS
+
+            nodes = Resource[ApiObject]("/api/v1", "nodes")
+            server, node = self._api
+            failure = ""
+
+            def report(error: ApiServerError) -> None:
+                nonlocal failure
+                if failure != error.message:
+                    log.warning("the labels of the node are not known now: %s", error.message)
+                failure = error.message
+
+            async for found in server.follow(nodes, fields=f"metadata.name={node}", on_failure=report):
+                failure = ""
+                for one in found.values():
+                    self._labels = one["metadata"].get("labels") or {}
+                    self._update()
+            return
+        while True:
+            text = read_text(self._labels_file)
+            if text or self._labels is not None:  # a file that is missing at the start may come
+                self._labels = parse_labels(text)
+                self._update()
+            await asyncio.sleep(_POLL_S)
+
+    async def _follow_models(self) -> None:
+        while self._follows_models:
+            try:
+                gpus = (await self._daemon.call(GET_GPUS))["gpus"]
+            except YunionError:
+                gpus = []
+            known = {gpu["name"] for gpu in gpus if gpu["name"]}
+            if known:
+                self._models = known
+                self._update()
+            if gpus and all(gpu["name"] for gpu in gpus):
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def _update(self) -> None:
+        if self._labels is None or self._models is None:
+            what = "the labels of the node" if self._labels is None else "the daemon to name the GPUs"
+            self.waiting = f"waiting for {what}, to choose the configuration"
+            return
+        choice = choose(self._options, self._name, self._labels, self._models)
+        if choice != self.choice:
+            if choice.cause:
+                log.info("%s", choice.cause)
+            self.choice = choice
+            changed, self.changed = self.changed, asyncio.Event()
+            changed.set()
