@@ -164,6 +164,8 @@ class SlicePublisher:
         self._sleep = sleep
         self._offered: Sequence[OfferedDevice] | None = None
         self._existing: dict[str, ResourceSlice] | None = None
+        #: How often other states have arrived: an answer to a write that overlaps may be older than those.
+        self._seen = 0
         #: The devices as they were sent, by resource version: a cluster drops what it does not support.
         self._sent: dict[str, list[SliceDevice]] = {}
         self._with_taints = True
@@ -207,6 +209,7 @@ class SlicePublisher:
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
         async for found in self._server.follow(SLICES, fields=selection, on_failure=self._report):
             self._existing = {one["metadata"]["name"]: one for one in found.values()}
+            self._seen += 1
             self._changed.set()
 
     async def _wait_for_turn(self) -> None:
@@ -233,11 +236,14 @@ class SlicePublisher:
         if self._owner is None:
             await self._find_owner()
             writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
+        seen = self._seen
         for one in writes.stored:
             await self._store(one)
         for name in writes.deleted:
             await self._server.delete(SLICES, name)
             self._existing.pop(name, None)
+        if self._seen != seen:
+            await self._read()
         self._written_s = time.monotonic()
         self._note_published(wanted)
 
@@ -266,8 +272,12 @@ class SlicePublisher:
             self._urgent.set()
 
     async def _read(self) -> None:
+        """Read the stored slices; what arrives while they are read may be newer, so it is read again."""
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
-        found, _ = await self._server.list(SLICES, fields=selection)
+        seen = -1
+        while seen != self._seen:
+            seen = self._seen
+            found, _ = await self._server.list(SLICES, fields=selection)
         self._existing = {one["metadata"]["name"]: one for one in found}
 
     def _as_sent(self) -> dict[str, ResourceSlice]:
