@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from yunion_mps.client.lease import AsyncLease, Lease, LeaseArguments, acquire, lease_request
+from yunion_mps.client.lease import AsyncLease, Lease, LeaseArguments, LeaseMethod, acquire
 from yunion_mps.client.transport import (
     BlockingTransport,
     OnMessage,
@@ -97,7 +97,7 @@ def ignore_message(text: str) -> None:
     """The default of `on_message`."""
 
 
-class Client:
+class Client(LeaseMethod[Lease]):
     """A client of this host's daemon. It is thread-safe, and keeps no connection open.
 
     Every method raises YunionError if the daemon cannot answer.
@@ -156,71 +156,18 @@ class Client:
         """
         return iterate_blocking(self._queries.events(since=since, kind=kind, follow=follow))
 
-    def lease(
-        self,
-        *,
-        memory: str | None = None,
-        count: int = 1,
-        across: bool = False,
-        devices: Sequence[str] = (),
-        gpu: str | None = None,
-        placement: str = "binpack",
-        allow_unlimited: bool = False,
-        wait_s: float = 0,
-        name: str | None = None,
-        ttl_s: int | None = None,
-    ) -> Lease:
-        """Lease devices; they are released at the end of a `with` block, or when this process exits.
-
-        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units. The
-        `count` devices are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and
-        `gpu` (UUID or address) restrict the choice. The `placement` "spread" prefers the GPU with the most
-        free devices, "binpack" the one with the fewest. GPUs that do not enforce budgets (older than Volta)
-        are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no
-        limit.
-
-        A lease with a `name` is bound to the name instead of this process: it is renewed while this process
-        runs, and expires `ttl_s` (60) seconds after that.
-
-        Raises NothingFreeError if nothing is free within that time, InfeasibleError if the request can never
-        be satisfied, and HostError if this user could not use the devices.
-        """
-        request = lease_request(
-            memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
-        )  # fmt: skip
+    def _take(self, request: LeaseArguments) -> Lease:
         return run_blocking(acquire(Lease, self._transport, self._daemon, request, self._on_message))
 
 
-class AsyncClient(ClientQueries):
+class AsyncClient(ClientQueries, LeaseMethod["LeaseContextManager"]):
     """The same methods as Client, as coroutines. It is not bound to an event loop."""
 
     def __init__(self, on_message: OnMessage = ignore_message) -> None:
         """`on_message` is called with a line of text when a request starts or stops waiting."""
         super().__init__(AsyncDaemonClient(Paths.from_environment()), on_message)
 
-    def lease(
-        self,
-        *,
-        memory: str | None = None,
-        count: int = 1,
-        across: bool = False,
-        devices: Sequence[str] = (),
-        gpu: str | None = None,
-        placement: str = "binpack",
-        allow_unlimited: bool = False,
-        wait_s: float = 0,
-        name: str | None = None,
-        ttl_s: int | None = None,
-    ) -> LeaseContextManager:
-        """Take devices as `Client.lease` does: await the result, or use it in `async with`.
-
-        If the task is cancelled while it waits, the request leaves the queue and no lease is held.
-        """
-        request = lease_request(
-            memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            allow_unlimited=allow_unlimited, wait_s=wait_s, name=name, ttl_s=ttl_s,
-        )  # fmt: skip
+    def _take(self, request: LeaseArguments) -> LeaseContextManager:
         return LeaseContextManager(self._transport, request, self._on_message)
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
 from yunion_mps.client.transport import (
     RECONNECT_TIMEOUT_S,
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient
 
 LeaseT = TypeVar("LeaseT", bound="BaseLease")
+#: What `lease` returns.
+TakenT = TypeVar("TakenT")
 
 #: How often a named lease is renewed within its time to live.
 _RENEWALS = 3
@@ -59,43 +61,67 @@ class LeaseArguments(NamedTuple):
     ttl_s: int | None
 
 
-def lease_request(
-    *,
-    memory: str | None,
-    count: int,
-    across: bool,
-    devices: Sequence[str],
-    gpu: str | None,
-    placement: str,
-    allow_unlimited: bool,
-    wait_s: float,
-    name: str | None,
-    ttl_s: int | None,
-) -> LeaseArguments:
-    """The request for these arguments, without the API's defaults; raises YunionError."""
-    if ttl_s is not None and name is None:
-        raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
-    if isinstance(devices, str):
-        raise _invalid(
-            f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
-        )
-    given = {"count": count, "gpu": gpu, "placement": placement, "name": name, "ttl_s": ttl_s}
-    for argument, value in given.items():
-        if value is not None:
-            _refuse_out_of_bounds(argument, value)
-    members: RequestMembers = {
-        "memory_mib": None if memory is None else _memory(memory),
-        "count": count if count != 1 else None,
-        "across": across or None,
-        "devices": list(devices) or None,
-        "gpu": gpu,
-        "placement": placement if placement != "binpack" else None,
-        "allow_unlimited": allow_unlimited or None,
-    }
-    if name is not None:
-        ttl_s = TTL_S if ttl_s is None else ttl_s
-        members["holder"] = {"name": name, "ttl_s": ttl_s}
-    return LeaseArguments(members, whole_seconds(wait_s), ttl_s)
+class LeaseMethod(Generic[TakenT]):
+    """The method `lease` of both clients, which take the devices each in its own way."""
+
+    def lease(
+        self,
+        *,
+        memory: str | None = None,
+        count: int = 1,
+        across: bool = False,
+        devices: Sequence[str] = (),
+        gpu: str | None = None,
+        placement: str = "binpack",
+        allow_unlimited: bool = False,
+        wait_s: float = 0,
+        name: str | None = None,
+        ttl_s: int | None = None,
+    ) -> TakenT:
+        """Lease devices; they are released at the end of a `with` block, or when this process exits.
+
+        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units. The
+        `count` devices are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and
+        `gpu` (UUID or address) restrict the choice. The `placement` "spread" prefers the GPU with the most
+        free devices, "binpack" the one with the fewest. GPUs that do not enforce budgets (older than Volta)
+        are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no
+        limit.
+
+        A lease with a `name` is bound to the name instead of this process: it is renewed while this process
+        runs, and expires `ttl_s` (60) seconds after that.
+
+        Raises NothingFreeError if nothing is free within that time, InfeasibleError if the request can never
+        be satisfied, and HostError if this user could not use the devices.
+
+        With AsyncClient, await the result, or use it in `async with`. If the task is cancelled while it
+        waits, the request leaves the queue and no lease is held.
+        """
+        if ttl_s is not None and name is None:
+            raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
+        if isinstance(devices, str):
+            raise _invalid(
+                f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
+            )
+        given = {"count": count, "gpu": gpu, "placement": placement, "name": name, "ttl_s": ttl_s}
+        for argument, value in given.items():
+            if value is not None:
+                _refuse_out_of_bounds(argument, value)
+        members: RequestMembers = {
+            "memory_mib": None if memory is None else _memory(memory),
+            "count": count if count != 1 else None,
+            "across": across or None,
+            "devices": list(devices) or None,
+            "gpu": gpu,
+            "placement": placement if placement != "binpack" else None,
+            "allow_unlimited": allow_unlimited or None,
+        }
+        if name is not None:
+            ttl_s = TTL_S if ttl_s is None else ttl_s
+            members["holder"] = {"name": name, "ttl_s": ttl_s}
+        return self._take(LeaseArguments(members, whole_seconds(wait_s), ttl_s))
+
+    def _take(self, request: LeaseArguments) -> TakenT:
+        raise NotImplementedError
 
 
 def _refuse_out_of_bounds(argument: str, value: object) -> None:
@@ -188,9 +214,7 @@ class BaseLease:
             return
         self._stop_renewing.set()
         retrier = Retrier(self._transport, timeout_s, self._on_message)
-        with contextlib.suppress(
-            NotFoundError
-        ):  # it has expired, or the answer to an earlier attempt was lost
+        with contextlib.suppress(NotFoundError):  # it has expired, or an earlier answer was lost
             await retrier.call(END_LEASE, lease=self.id)
         self._is_released = True
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 from yunion_mps.client.clients import format_since
-from yunion_mps.client.lease import _memory, lease_request, whole_seconds
+from yunion_mps.client.lease import LeaseArguments, LeaseMethod, _memory, whole_seconds
 from yunion_mps.errors import YunionError
+
+
+class Requests(LeaseMethod[LeaseArguments]):
+    """A client that takes nothing."""
+
+    def _take(self, request: LeaseArguments) -> LeaseArguments:
+        return request
 
 
 @pytest.mark.parametrize(("amount", "mib"), [("6GiB", 6144), ("512MiB", 512), ("1GiB", 1024)])
@@ -56,20 +63,8 @@ def test_a_negative_wait_is_refused() -> None:
 def test_an_argument_out_of_bounds_is_named_as_the_caller_wrote_it(
     argument: str, value: Any, said: str
 ) -> None:
-    arguments: dict[str, Any] = {
-        "memory": None,
-        "count": 1,
-        "across": False,
-        "devices": (),
-        "gpu": None,
-        "placement": "binpack",
-        "allow_unlimited": False,
-        "wait_s": 0,
-        "name": "job-17",
-        "ttl_s": None,
-    }
     with pytest.raises(YunionError) as raised:
-        lease_request(**{**arguments, argument: value})
+        Requests().lease(**{"name": "job-17", argument: value})
     assert f"{raised.value.message}; {raised.value.hint}".startswith(said)
     assert raised.value.code == "invalid_request"
 
