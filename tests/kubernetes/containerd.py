@@ -96,7 +96,6 @@ class Containerd(Closes):
     """One containerd on a host; it can be killed and started again. A context manager."""
 
     def __init__(self, host: SimHost, image: Path) -> None:
-        self._host = host
         self._programs = programs()
         self._folder = host.root / "var/lib/containerd"
         self._folder.mkdir()
@@ -110,28 +109,33 @@ class Containerd(Closes):
         #: Each pod's sandbox, and how often its container was started.
         self._sandboxes: dict[str, tuple[str, cri.PodSandboxConfig]] = {}
         self._attempts: dict[str, int] = {}
-        self._namespace = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", _NAMESPACE], stdin=-1, stdout=-1, text=True
-        )
+        command = ["unshare", "--mount", "sh", "-c", _NAMESPACE]
+        self._namespace = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._namespace.stdout is not None
         assert self._namespace.stdout.readline() == "ready\n"
-        self.start()
-        done = self._run("ctr", "--address", self._socket, "--namespace", "k8s.io", "image", "import",
-                         "--snapshotter", "native", image)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self.start()
+            self._import(image)
+        except BaseException:
+            self.close()
+            raise
 
     # -- its life
 
     def start(self) -> None:
         with (self._folder / "log").open("ab") as log:
             command = self._command("containerd", "--config", self._folder / "config.toml")
-            self._process = subprocess.Popen(command, stdin=-3, stdout=log, stderr=log, env=self._env)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env
+            )
         eventually(self._answers, "containerd", trouble=lambda: self.log)
 
     def kill(self) -> None:
         """SIGKILL: its containers and their shims go on."""
-        self._process.kill()
-        self._process.wait(PATIENCE_S)
+        if self._process:
+            self._process.kill()
+            self._process.wait(PATIENCE_S)
 
     def restart(self) -> None:
         self.kill()
@@ -145,8 +149,15 @@ class Containerd(Closes):
         with contextlib.suppress(grpc.RpcError):
             self.call(cri.VERSION, Empty())
             return True
+        assert self._process, "it was started"
         assert self._process.poll() is None, self.log
         return False
+
+    def _import(self, image: Path) -> None:
+        words = ["--address", self._socket, "--namespace", "k8s.io", "image", "import"]
+        command = self._command("ctr", *words, "--snapshotter", "native", image)
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stderr
 
     # -- what the kubelet does with it
 
@@ -261,10 +272,6 @@ class Containerd(Closes):
     def _command(self, name: str, *words: object) -> list[str]:
         inside = ["nsenter", f"--target={self._namespace.pid}", "--mount"]
         return [*inside, f"{self._programs}/{name}", *map(str, words)]
-
-    def _run(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
-        command = self._command(name, *words)
-        return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def _pids_with_mounts(namespace: str) -> set[int]:
