@@ -10,6 +10,7 @@ It can be away, answer nothing, refuse requests, and forget what has changed (st
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import uuid
 from collections import Counter
@@ -48,7 +49,9 @@ class RefusalError(Exception):
 class Cluster(Closes):
     """A context manager. `requests` counts what was asked, as in `requests["PUT"]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Path | None = None) -> None:
+        """With `keys`, a directory with key.pem and certificate.pem, it speaks TLS."""
+        self._keys = keys
         self.objects: dict[str, dict[str, Any]] = {}
         self.requests: Counter[str] = Counter()
         self.validators: dict[str, Validate] = {}
@@ -69,6 +72,12 @@ class Cluster(Closes):
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), self)
         self.port = self._server.server_address[1]
+        if self._keys:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(self._keys / "certificate.pem", self._keys / "key.pem")
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -211,3 +213,31 @@ def test_credentials_are_a_named_file_s_or_the_pod_s(tmp_path: Path) -> None:
         find_credentials("", paths, {})
     with pytest.raises(ApiServerError, match="token cannot be read"):
         ServiceAccount("10.0.0.1", 443, paths).access()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
+def test_a_service_account_is_trusted_by_its_authority_only(loop: Loop, tmp_path: Path) -> None:
+    """A pod's token is sent to the API server that its certificate authority vouches for, over TLS."""
+    directory = tmp_path / "var/run/secrets/kubernetes.io/serviceaccount"
+    directory.mkdir(parents=True)
+    (directory / "token").write_text("secret")
+    keys = {name: _certificate(tmp_path / name) for name in ("right", "wrong")}
+    with Cluster(keys["right"]) as cluster:
+        cluster.add(COLLECTION, pod("a"))
+        server = ApiServer(ServiceAccount("127.0.0.1", cluster.port, Paths(str(tmp_path))))
+        (directory / "ca.crt").write_text((keys["right"] / "certificate.pem").read_text())
+        assert loop.run(server.get(PODS, "a", "default"))["metadata"]["name"] == "a"
+        (directory / "ca.crt").write_text((keys["wrong"] / "certificate.pem").read_text())
+        with pytest.raises(ApiServerError, match="cannot be reached"):
+            loop.run(server.get(PODS, "a", "default"))
+
+
+def _certificate(directory: Path) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by itself."""
+    directory.mkdir()
+    names = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "certificate.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
+    return directory

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from yunion_mps.kubernetes import dra_api as api
 
+from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
 from kubernetes.cluster import Cluster
@@ -138,6 +139,26 @@ def test_what_others_lease_and_lost_gpus_get_a_taint(
     eventually(lambda: health.health == dict.fromkeys(NAMES, api.IS_UNHEALTHY), "the health")
     ready_daemon.host.gpus[0].restore()
     eventually(lambda: ready_daemon.polls() and len(taints()) == 1, "the end of the taints")
+
+
+def test_3072_devices_are_one_generation_of_slices(
+    make_host: MakeHost, make_daemon: MakeDaemon, cluster: Cluster
+) -> None:
+    host = make_host([{"kind": "v100", "virtual_number": 48, "numa_node": 1, "count": 64}])
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+        kubelet.register()
+        kubelet.wait_published(3072)
+        assert len(cluster.of(SLICES)) == 64
+        assert cluster.requests["POST"] == 64
+        host.gpus[0].lose()
+        eventually(lambda: daemon.polls() and len(kubelet.wait_published(3072 - 48)) > 0, "the taints")
+        assert cluster.requests["PUT"] == 1, "the lost GPU is in one slice"
+        assert kubelet.watch_health(api.WATCH_HEALTH_ALPHA)
+        name = kubelet.devices()[-1]["name"]
+        assert kubelet.prepared(kubelet.allocate("trainer", [name]))
 
 
 def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
