@@ -193,11 +193,10 @@ def _config_text(config: Config) -> str:
 
 
 def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
-    from yunion_mps.config import KEYS
-
-    rows = [(name, getattr(config, name), _source_text(config.sources[name])) for name in KEYS]
-    unit, unit_at = f"{config.gpu_memory_unit_mib} MiB", _source_text(config.gpu_memory_unit_at)
-    return [*rows, ("gpu_memory_unit", unit, unit_at)]
+    record = config_json(config)
+    unit = record["gpu_memory_unit"]
+    rows = [(name, setting["value"], setting["from"]) for name, setting in record["keys"].items()]
+    return [*rows, ("gpu_memory_unit", f"{unit['value']} MiB", unit["from"])]
 
 
 def _entry_text(entry: DeviceEntry) -> str:
