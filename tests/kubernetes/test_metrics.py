@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
+from kubernetes.cluster import Cluster
 from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
@@ -83,6 +84,18 @@ def test_a_refused_registration_is_counted(ready_daemon: Daemon, address: str) -
             "a refused registration",
         )
         assert scrape(address)["errors_total", "kubelet"] > 0
+
+
+def test_a_failed_request_to_the_api_server_is_counted(ready_daemon: Daemon, address: str) -> None:
+    etc = ready_daemon.host.root / "etc"
+    with Cluster() as cluster:
+        cluster.refusals["GET"] = [503]
+        kubeconfig = cluster.write_kubeconfig(etc / "kubeconfig")
+        (etc / "yunion/kubelet-plugin.yml").write_text(
+            f"metricsAddress: {address}\nkubeconfig: {kubeconfig}\n"
+        )
+        with KubeletPlugin(ready_daemon.host):
+            eventually(lambda: scrape(address)["errors_total", "api_server"] == 1, "the failed request")
 
 
 def test_the_metrics_are_for_names_of_this_host_only(ready_daemon: Daemon, address: str) -> None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
-from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, Resource
+from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Resource
 from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 
 if TYPE_CHECKING:
     from yunion_mps.answers import MpsClient
@@ -125,13 +126,11 @@ class Deletions:
 class PodEnds:
     """Follows the pods of the node. While the API server is away, known deletions are still served."""
 
-    def __init__(
-        self, server: ApiServer, node: str, daemon: AsyncDaemonClient, backoff: Backoff | None = None
-    ) -> None:
+    def __init__(self, server: ApiServer, node: str, daemon: AsyncDaemonClient, counts: Counts) -> None:
         self._server = server
         self._node = node
         self._daemon = daemon
-        self._backoff = backoff
+        self._counts = counts
         self._deletions = Deletions()
         self._changed = asyncio.Event()
         self._failure = ""
@@ -150,9 +149,7 @@ class PodEnds:
 
     async def _follow(self) -> None:
         fields = f"spec.nodeName={self._node}"
-        async for pods in self._server.follow(
-            PODS, fields=fields, on_failure=self._report, backoff=self._backoff
-        ):
+        async for pods in self._server.follow(PODS, fields=fields, on_failure=self._report):
             if self._failure:
                 log.info("the pods of node %s are followed again", self._node)
                 self._failure = ""
@@ -212,7 +209,8 @@ class PodEnds:
             log.warning("pod %s: PID %d was not terminated: %s", end.name, client["pid"], error)
 
     def _report(self, error: ApiServerError) -> None:
-        """Log a failure once."""
+        """Count a failure, and log it once."""
+        self._counts.errors[API_SERVER] += 1
         if error.message != self._failure:
             what = "the ends of pods are not awaited, so a pod that is killed may end other pods' GPU work"
             log.warning("%s: %s; trying again", what, error.message)

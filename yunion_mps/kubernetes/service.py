@@ -176,11 +176,10 @@ def _node(options: PluginOptions) -> str:
     return options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
 
 
-def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
+def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
     daemon, registered = AsyncDaemonClient(paths), asyncio.Event()
     devices, memory = DeviceResource(options), MemoryResource(options)
     leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
-    counts = Counts()
     first, second = (
         KubeletService(DevicePlugin(one, leases, options.preferred, counts), paths, registered)
         for one in (devices, memory)
@@ -212,13 +211,14 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         hint = "set kubeconfig, or start the plugin with --node-labels FILE"
         raise ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
     selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
+    counts = Counts()
     notifier.ready("waiting for the kubelet")
-    selecting = asyncio.ensure_future(_follow_cluster(selector, api, paths))
+    selecting = asyncio.ensure_future(_follow_cluster(selector, api, paths, counts))
     try:
         while not stop.is_set() and not selecting.done():
             changed, choice = selector.changed, selector.choice
             if choice and choice.options:
-                work = _work(choice.options, paths, notifier)
+                work = _work(choice.options, paths, notifier, counts)
             else:
                 work = ()
                 notifier.status(choice.cause if choice else selector.waiting)
@@ -230,8 +230,10 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         selecting.result()
 
 
-def _work(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
-    return _dra(options, paths, notifier) if options.dra else _device_plugins(options, paths, notifier)
+def _work(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
+    if options.dra:
+        return _dra(options, paths, notifier)
+    return _device_plugins(options, paths, notifier, counts)
 
 
 async def _run_until(
@@ -259,13 +261,15 @@ def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] |
     return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), _node(options)
 
 
-async def _follow_cluster(selector: Selector, api: tuple[ApiServer, str] | None, paths: Paths) -> None:
+async def _follow_cluster(
+    selector: Selector, api: tuple[ApiServer, str] | None, paths: Paths, counts: Counts
+) -> None:
     """Follow what the configuration depends on, and the ends of pods, without end."""
     work: list[Coroutine[object, object, object]] = [selector.run()]
     if api:
         from yunion_mps.kubernetes.pod_ends import PodEnds
 
-        work.append(PodEnds(*api, AsyncDaemonClient(paths)).run())
+        work.append(PodEnds(*api, AsyncDaemonClient(paths), counts).run())
     await asyncio.gather(*work)
 
 
