@@ -64,6 +64,8 @@ class Queries:
         self._pid = pid
         self._cached_version = -1
         self._devices: list[answers.Device] = []
+        #: The number of devices of each GPU, by UUID.
+        self._device_counts = Counter[str]()
         self.ledger: Ledger | None = None
         self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
@@ -83,6 +85,7 @@ class Queries:
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
             self._devices = devices_json(self._snapshot(), self.ledger, self._name_holder)
+            self._device_counts = Counter(device["gpu_uuid"] for device in self._devices)
             self._cached_version = self.version
         return self._devices
 
@@ -116,13 +119,13 @@ class Queries:
         snapshot = self._snapshot()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
-        counts = Counter(device["gpu_uuid"] for device in self.all_devices())
+        self.all_devices()  # which counts them
         gpus = [
             gpu_json(
                 gpu,
                 domains.get(names.get(gpu.uuid or "", "")),
                 snapshot,
-                counts[gpu.uuid or ""],
+                self._device_counts[gpu.uuid or ""],
                 self._memory_free_mib(gpu, snapshot),
                 self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
                 used=gpu.uuid in names,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
+from yunion_mps.models import Device, Plan
 from yunion_mps.planning.division import DEVICE_VARIABLE
 from yunion_mps.service.holdings import filled
 from yunion_mps.supervisor import Supervisor
@@ -155,6 +156,8 @@ class ProcessDevices:
         self._supervisor = supervisor
         self._ledger = ledger
         self._named: dict[tuple[int, int], str] = {}
+        #: The plan, and the budgets of its devices.
+        self._planned: tuple[Plan, Mapping[str, Budget]] = (Plan(""), {})
 
     def known(self) -> KnownDevices:
         """The devices that are known now; call it on the event loop, where leases and the plan change."""
@@ -164,10 +167,11 @@ class ProcessDevices:
             if lease.holder.pid is not None:
                 before = given.get(lease.holder.pid, ())
                 given[lease.holder.pid] = (*before, *(device.addr for device in lease.devices))
-        made = (device for lease in leases for device in lease.devices)
-        devices = (*self._supervisor.snapshot().plan.devices, *made)
-        budgets = {device.addr: Budget(device.gpu_uuid, device.memory_limit_mib) for device in devices}
-        return KnownDevices(budgets, given)
+        plan = self._supervisor.snapshot().plan
+        if plan is not self._planned[0]:
+            self._planned = plan, _budgets(plan.devices)
+        made = _budgets(device for lease in leases for device in lease.devices)
+        return KnownDevices({**self._planned[1], **made}, given)
 
     def of(self, started: Mapping[int, int], known: KnownDevices) -> dict[int, tuple[str, ...]]:
         """The addresses of the known devices of each process; thread-safe.
@@ -180,6 +184,10 @@ class ProcessDevices:
         # environments, such as those of starting programs, are left out and read again at the next poll.
         self._named = {key: names for key, names in now.items() if names is not None}
         return {pid: _known(names, known) or known.given.get(pid, ()) for (pid, _), names in now.items()}
+
+
+def _budgets(devices: Iterable[Device]) -> dict[str, Budget]:
+    return {device.addr: Budget(device.gpu_uuid, device.memory_limit_mib) for device in devices}
 
 
 def _named_by(pid: int) -> str | None:
