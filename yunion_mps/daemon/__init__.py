@@ -9,6 +9,8 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 #: Above what most objects take, and below the pieces that a scrape of thousands of devices is made of.
 _LARGE_BYTES = 64 << 10
+#: How long another thread, such as one that formats metrics, may keep the event loop waiting.
+_SWITCH_S = 0.001
 
 
 def main() -> None:
@@ -21,6 +23,7 @@ def main() -> None:
 
     options = parse(sys.argv[1:])
     tune_malloc()  # before modules are read, which takes large pieces
+    sys.setswitchinterval(_SWITCH_S)
     from yunion_mps.daemon.run import run
 
     sys.exit(run(options))

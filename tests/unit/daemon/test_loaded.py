@@ -49,6 +49,14 @@ def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:
     assert {name for name in missing if not name.startswith(ELSEWHERE)} == set()
 
 
+def test_no_thread_keeps_the_event_loop_waiting_for_python_s_default() -> None:
+    main = "import sys, yunion_mps.daemon as d; sys.argv[1:] = ['--check']"
+    end = "sys.exit = lambda code: print(sys.getswitchinterval())"
+    command = [sys.executable, "-c", f"{main}; {end}; d.main()"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert float(done.stdout.split()[-1]) <= 0.001
+
+
 def _modules_after(code: str) -> set[str]:
     command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
     return set(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split())
