@@ -207,9 +207,10 @@ class HealthWatch(Closes):
 class DraPlugin(KubeletPlugin):
     """The program with `dra: true`, and a way to the cluster."""
 
-    def __init__(self, host: SimHost, cluster: Cluster) -> None:
+    def __init__(self, host: SimHost, cluster: Cluster, more: str = "") -> None:
+        """`more` are other lines of its configuration."""
         kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
         options = host.root / "etc/yunion/kubelet-plugin.yml"
-        options.write_text(f"dra: true\nkubeconfig: {kubeconfig}\nnodeName: {NODE}\n")
+        options.write_text(f"dra: true\nkubeconfig: {kubeconfig}\nnodeName: {NODE}\n{more}")
         self.host = host
         super().__init__(host)

@@ -11,12 +11,15 @@ import pytest
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
+from yunion_mps.kubernetes.dra_devices import DRIVER
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
+from integration.gateway_host import free_port
 from integration.lease_host import leases_of, needs_root, stranger, take
 from kubernetes.cluster import Cluster
 from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, Claim, DraKubelet, DraPlugin, add_node
+from kubernetes.test_metrics import scrape
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
@@ -229,3 +232,29 @@ def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
     assert len(leases_of(ready_daemon)) == 2
     Reconciler(ready_daemon, cluster).run()
     assert [lease["name"] for lease in leases_of(ready_daemon)] == [f"{NAMESPACE}/trainer@{new.uid}"]
+
+
+def test_prepared_claims_and_errors_are_counted(
+    dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with DraPlugin(ready_daemon.host, cluster, f"metricsAddress: {address}\n"):
+        dra_kubelet.register()
+        claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+        dra_kubelet.prepared(claim)
+        cluster.stop()
+        dra_kubelet.refused(claim)
+        values = scrape(address)
+        cluster.start()
+    assert values["registrations_total", DRIVER, "done"] >= 1
+    assert (values["starts_total", DRIVER, "done"], values["starts_total", DRIVER, "refused"]) == (1, 1)
+    assert values["start_duration_seconds_count", DRIVER] == 2
+    assert values["errors_total", "api_server"] >= 1
+
+
+def test_dra_without_a_way_to_the_api_server_is_refused(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    (host.root / "etc/yunion/kubelet-plugin.yml").write_text("dra: true\n")
+    done = host.run(["yunion-mps-kubelet-plugin"])
+    assert done.returncode == 6
+    assert "dra is set, but there is no way to the API server: kubeconfig is not set" in done.stderr

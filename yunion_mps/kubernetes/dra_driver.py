@@ -9,11 +9,11 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import dra_api, grpc
 from yunion_mps.kubernetes.api_server import ApiServer, Backoff
-from yunion_mps.kubernetes.credentials import ApiCredentials
+from yunion_mps.kubernetes.credentials import ApiCredentials, ApiServerError
 from yunion_mps.kubernetes.dra_api import (
     ClaimReference,
     DeviceHealth,
@@ -28,6 +28,7 @@ from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
+from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, REFUSED, Counts
 from yunion_mps.kubernetes.plugin import rpc_method
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
@@ -47,10 +48,11 @@ _SOCKET, _REGISTRATION = "dra.sock", f"{DRIVER}-reg.sock"
 class DraDriver:
     """Answers the kubelet."""
 
-    def __init__(self, host: DraHost, claims: ClaimLeases, node: str) -> None:
+    def __init__(self, host: DraHost, claims: ClaimLeases, node: str, counts: Counts) -> None:
         self._host = host
         self._claims = claims
         self._pool = node
+        self._counts = counts
 
     def methods(self) -> dict[str, Method]:
         """The driver's methods, by their paths."""
@@ -75,14 +77,20 @@ class DraDriver:
 
     async def _prepare_claim(self, reference: ClaimReference) -> NodePrepareResourceResponse:
         claim = ClaimName(reference.namespace, reference.name, reference.uid)
+        began_s, result = time.perf_counter(), REFUSED
         try:
             results = await self._claims.allocated(claim)
             lease = await self._claims.take(
                 claim, requested_by(results, await self._host.known(), self._pool)
             )
+            result = DONE
         except YunionError as error:
             log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
+            if isinstance(error, (ApiServerError, UnreachableError)):
+                self._counts.errors[API_SERVER if isinstance(error, ApiServerError) else DAEMON] += 1
             return NodePrepareResourceResponse(error=_text(error))
+        finally:
+            self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
         log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
         return NodePrepareResourceResponse(_prepared(results, f"{CDI_KIND}={lease['id']}"))
 
@@ -122,14 +130,17 @@ class DraDriver:
 class DraService:
     """Serves the driver's sockets, publishes the devices and releases leases that are left over."""
 
-    def __init__(self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier) -> None:
+    def __init__(
+        self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier, counts: Counts
+    ) -> None:
         self._host = DraHost(paths)
         self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths)
         self._slices = SlicePublisher(ApiServer(credentials), node)
         self._notifier = notifier
+        self._counts = counts
         self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
         self._registration = os.path.join(paths.plugins_registry, _REGISTRATION)
-        self._driver = RpcServer(DraDriver(self._host, self._claims, node).methods())
+        self._driver = RpcServer(DraDriver(self._host, self._claims, node, counts).methods())
         self._registrar = RpcServer(
             dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
         )
@@ -194,6 +205,7 @@ class DraService:
         return dra_api.PluginInfo(dra_api.PLUGIN_TYPE, DRIVER, self._endpoint, dra_api.SERVICES)
 
     async def _notify(self, status: dra_api.RegistrationStatus) -> Empty:
+        self._counts.registrations[DRIVER, DONE if status.plugin_registered else REFUSED] += 1
         if status.plugin_registered:
             log.info("the kubelet has registered %s", DRIVER)
         else:

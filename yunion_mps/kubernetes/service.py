@@ -168,8 +168,17 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
     from yunion_mps.kubernetes.credentials import find_credentials  # the device plugins need no TLS
     from yunion_mps.kubernetes.dra_driver import DraService
 
-    credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
-    return (DraService(credentials, _node(options), paths, notifier).run(),)
+    try:
+        credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
+    except YunionError as error:
+        what = f"dra is set, but {error.message}"
+        problem = Problem(paths.kubelet_plugin, None, what, "set kubeconfig, or remove dra")
+        raise ConfigError([problem], check=f"{PROGRAM} --check") from None
+    counts = Counts()
+    return (
+        DraService(credentials, _node(options), paths, notifier, counts).run(),
+        serve(options.metrics_address, MetricsPage(counts, ())),
+    )
 
 
 def _node(options: PluginOptions) -> str:
