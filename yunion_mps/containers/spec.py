@@ -28,7 +28,7 @@ HOOK_COMMAND = "cdi-hook"
 #: How long the hook may delay the start of a container, in s; its own timeouts are shorter.
 _HOOK_TIMEOUT_S = 30
 #: MPS clients and servers share memory here, but a container has its own by default.
-_SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"
 _DRIVER_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
 #: The file names that nvidia-ctk and its service use; /run has precedence over /etc, as for engines.
@@ -187,7 +187,7 @@ def _base_edits(environment: Mapping[str, str], host: HostFiles, *hook_argument:
 
 def _spec(devices: Sequence[Entry], host: HostFiles) -> dict[str, object]:
     nvidia = host.nvidia or Nvidia()
-    common = nvidia.common.followed_by(Edits(mounts=(_mount(_SHARED_MEMORY),))).with_nodes(host.nodes)
+    common = nvidia.common.followed_by(Edits(mounts=(_mount(SHARED_MEMORY),))).with_nodes(host.nodes)
     return {
         "cdiVersion": ".".join(map(str, nvidia.version)),
         "kind": CDI_KIND,

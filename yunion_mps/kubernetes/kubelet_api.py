@@ -168,8 +168,26 @@ class CdiDevice(Message):
 
 
 @dataclass(frozen=True)
+class MountSpec(Message):
+    """The API's `Mount`."""
+
+    container_path: str = _one(1, str)
+    host_path: str = _one(2, str)
+    read_only: bool = _one(3, bool)
+
+
+@dataclass(frozen=True)
+class DeviceSpec(Message):
+    container_path: str = _one(1, str)
+    host_path: str = _one(2, str)
+    permissions: str = _one(3, str)
+
+
+@dataclass(frozen=True)
 class ContainerAllocateResponse(Message):
     envs: Mapping[str, str] = _map(1)
+    mounts: tuple[MountSpec, ...] = _many(2, MountSpec)
+    devices: tuple[DeviceSpec, ...] = _many(3, DeviceSpec)
     cdi_devices: tuple[CdiDevice, ...] = _many(5, CdiDevice)
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import KUBERNETES
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.resources import PREFIX, ExtendedResource, lease_name
@@ -33,6 +33,10 @@ _RESTART_S = 10.0
 _KUBELET_S = 10.0
 #: How long a lease is kept for a container that the kubelet does not list, such as an init container, in s.
 _START_S = 120.0
+
+
+#: What CUDA needs of the driver beside the GPUs.
+_DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 
 
 class ContainerLeases:
@@ -60,9 +64,15 @@ class ContainerLeases:
         self._awaits_containers = any(lease["pid"] is None for lease in found)
         return found
 
-    async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> None:
-        """Raise YunionError if the container's lease cannot be taken now."""
-        await self._daemon.call(TAKE_LEASE, **_arguments(resource, ids), dry_run=True)
+    async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
+        """The container's lease as it would be taken now; raises YunionError."""
+        return await self._daemon.call(TAKE_LEASE, **_arguments(resource, ids), dry_run=True)
+
+    async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
+        """The driver's nodes for these GPUs (UUIDs); raises YunionError."""
+        found = (await self._daemon.call(GET_GPUS))["gpus"]
+        minors = {gpu["uuid"]: gpu["device_minor"] for gpu in found}
+        return [*_DRIVER_NODES, *(f"/dev/nvidia{minors[gpu]}" for gpu in gpus if minors.get(gpu) is not None)]
 
     async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
         """Take the container's lease, or return the one that it has; raises YunionError."""

@@ -39,6 +39,8 @@ _SHARED = ".shared"
 #: The longest name after the domain in Kubernetes' qualified names.
 _MAX_NAME = 63
 _MAX_NODE_NAME = 253
+#: How containers get their devices: by a CDI device, or by environment, mounts and device nodes.
+CDI, ENVIRONMENT = "cdi", "environment"
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
 
@@ -58,6 +60,7 @@ class PluginOptions(NamedTuple):
     node_name: str | None = None
     metrics_address: str | None = None
     feature_file: str | None = None
+    device_list_strategy: str = CDI
     #: `NAME=VALUE`, or `NAME` with any value.
     only_with_node_label: str | None = None
     configs: tuple[NamedConfiguration, ...] = ()
@@ -155,6 +158,7 @@ KEYS = {
     "featureFile": Key(
         absolute_path, None, "The file for Node Feature Discovery in which the node's labels are written."
     ),
+    "deviceListStrategy": Key(one_of(CDI, ENVIRONMENT), CDI, "How containers get their devices."),
     "onlyWithNodeLabel": Key(_label, None, "A label without which the node offers nothing."),
     "configs": Key(_mapping, None, "Several configurations by name, of which one is chosen for the node."),
 }

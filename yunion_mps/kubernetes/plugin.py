@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import (
     BusyError,
     InfeasibleError,
@@ -36,6 +37,7 @@ from yunion_mps.kubernetes.kubelet_api import (
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, DONE, REFUSED, Counts
+from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
     ExtendedResource,
@@ -59,6 +61,8 @@ _RETRY_S = 0.1
 #: The daemon may be unreachable for this long, as in a re-exec, before nothing is healthy, in s.
 _OUTAGE_S = 0.5
 _MAX_NAMED = 4
+#: NVIDIA's container runtime adds the driver's libraries for these GPUs.
+_NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
 
 
 class OfferWatch:
@@ -129,12 +133,13 @@ class DevicePlugin:
     """The kubelet's device plugin of one resource."""
 
     def __init__(
-        self, resource: ExtendedResource, leases: ContainerLeases, placement: str, counts: Counts
+        self, resource: ExtendedResource, leases: ContainerLeases, options: PluginOptions, counts: Counts
     ) -> None:
         self.resource = resource
         self.counts = counts
         self._leases = leases
-        self._placement = placement
+        self._placement = options.preferred
+        self._uses_cdi = options.device_list_strategy == CDI
 
     def methods(self) -> dict[str, Method]:
         """The methods of the device plugin, by their paths."""
@@ -192,18 +197,38 @@ class DevicePlugin:
 
     async def _allocate_one(self, ids: Sequence[str]) -> kubelet_api.ContainerAllocateResponse:
         self.resource.refuse(ids)
-        await self._refuse_infeasible(ids)
-        device = kubelet_api.CdiDevice(f"{CDI_KIND}={lease_name(ids)}")
-        return kubelet_api.ContainerAllocateResponse(self.resource.budget(ids), (device,))
-
-    async def _refuse_infeasible(self, ids: Sequence[str]) -> None:
-        """Raise RpcError if a container can never have these; its pod fails for good."""
+        preview = await self._preview(ids)
+        budget = self.resource.budget(ids)
+        if self._uses_cdi:
+            device = kubelet_api.CdiDevice(f"{CDI_KIND}={lease_name(ids)}")
+            return kubelet_api.ContainerAllocateResponse(budget, cdi_devices=(device,))
+        if preview is None:
+            what = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
+            raise RpcError(Status.UNAVAILABLE, what)
+        environment = {**preview["environment"], **budget}
+        for name in self.resource.undecided:
+            environment.pop(name, None)
+        gpus = environment["CUDA_VISIBLE_DEVICES"]
         try:
-            await self._leases.preview(self.resource, ids)
+            nodes = await self._leases.device_nodes(gpus.split(","))
+        except YunionError as error:
+            raise _refusal(error) from None
+        mounts = (environment["CUDA_MPS_PIPE_DIRECTORY"], SHARED_MEMORY)
+        return kubelet_api.ContainerAllocateResponse(
+            {**environment, _NVIDIA_RUNTIME: gpus},
+            tuple(kubelet_api.MountSpec(path, path) for path in mounts),
+            tuple(kubelet_api.DeviceSpec(path, path, "rw") for path in nodes),
+        )
+
+    async def _preview(self, ids: Sequence[str]) -> LeaseRecord | None:
+        """The lease to come, None if it cannot be taken now; raises RpcError if it never can."""
+        try:
+            return await self._leases.preview(self.resource, ids)
         except InfeasibleError as error:
             raise _refusal(error) from None
         except (NothingFreeError, BusyError, UnreachableError) as error:
             log.info("%s: allocated, but not available yet: %s", _named(ids), error.message)
+            return None
         except YunionError as error:
             raise _refusal(error) from None
 

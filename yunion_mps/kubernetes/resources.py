@@ -18,7 +18,8 @@ from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RE
 from yunion_mps.kubernetes.grpc import RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
-from yunion_mps.planning.division import share_percentage
+from yunion_mps.models import LEASE_VARIABLE
+from yunion_mps.planning.division import DEVICE_VARIABLE, share_percentage
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ def preferred(
 
 class ExtendedResource:
     """An extended resource of the node: what of it is offered to the kubelet, by id."""
+
+    #: Variables of a lease that are known only once it is taken.
+    undecided: tuple[str, ...] = (LEASE_VARIABLE,)
 
     def __init__(self, name: str, endpoint: str, noun: str) -> None:
         self.name = name
@@ -176,6 +180,8 @@ class DeviceResource(ExtendedResource):
 
 class MemoryResource(ExtendedResource):
     """Units of the memory of pools, with ids such as `00:06.0-u1024-17`: GPU, MiB, number."""
+
+    undecided = (LEASE_VARIABLE, DEVICE_VARIABLE)
 
     def __init__(self, options: PluginOptions) -> None:
         super().__init__(options.memory_resource, "yunion-mps-memory.sock", "units of memory")

@@ -190,7 +190,7 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, co
     devices, memory = DeviceResource(options), MemoryResource(options)
     leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
     first, second = (
-        KubeletService(DevicePlugin(one, leases, options.preferred, counts), paths, registered)
+        KubeletService(DevicePlugin(one, leases, options, counts), paths, registered)
         for one in (devices, memory)
     )
     file = options.feature_file

@@ -1,0 +1,76 @@
+"""Containers of runtimes without CDI: everything is in the answer of Allocate."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from yunion_mps.kubernetes import kubelet_api as api
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of, take
+from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
+from simhost.host import IN_UNITS
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
+
+
+@pytest.fixture
+def configured(daemon: Daemon) -> Daemon:
+    (daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text("deviceListStrategy: environment\n")
+    return daemon
+
+
+def test_the_answer_has_all_that_the_container_needs(configured: Daemon) -> None:
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(4)
+        pod = kubelet.run_pod("trainer", 1)
+        (lease,) = leases_of(configured)
+        environment = {**lease["environment"]}
+        del environment["YUNION_MPS_LEASE"]
+        uuid = environment["CUDA_VISIBLE_DEVICES"]
+        budget = {"YUNION_MPS_MEMORY_MIB": "4096", "YUNION_MPS_SM_PERCENT": "25"}
+        assert pod.answer.envs == {**environment, **budget, "NVIDIA_VISIBLE_DEVICES": uuid}
+        assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
+        pipes = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert [one.host_path for one in pod.answer.mounts] == [pipes, "/dev/shm"]
+        nodes = [(one.container_path, one.host_path, one.permissions) for one in pod.answer.devices]
+        names = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0")
+        assert nodes == [(name, name, "rw") for name in names]
+        assert pod.answer.cdi_devices == ()
+
+
+def test_memory_is_given_without_the_name_of_a_device_to_come(configured: Daemon) -> None:
+    configured.host.divide(IN_UNITS)
+    host = configured.start().wait_ready().host
+    with Kubelet(host, MEMORY, RESOURCE) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(16)
+        pod = kubelet.run_pod("trainer", 6)
+        assert pod.answer.envs["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
+        assert "YUNION_MPS_DEVICE" not in pod.answer.envs
+
+
+def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> None:
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host) as plugin:
+        kubelet.wait_healthy(4)
+        pod = kubelet.run_pod("trainer", 1)
+        plugin.restart()
+        kubelet.wait_registered(2)
+        kubelet.start_container(pod)  # a container that is started again has the same lease
+        assert len(leases_of(configured)) == 1
+        plugin.end()
+        kubelet.pods.clear()
+        plugin.start()
+        eventually(lambda: not leases_of(configured), "the end of the lease")
+
+
+def test_what_is_not_free_now_is_refused_without_a_hook(configured: Daemon) -> None:
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        device = kubelet.wait_healthy(4)[0]
+        take(configured, f"holder.name=job&holder.ttl_s=600&devices={device}")
+        with pytest.raises(grpc.RpcError) as caught:
+            kubelet.call(api.ALLOCATE, api.AllocateRequest((api.ContainerAllocateRequest((device,)),)))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "deviceListStrategy is environment" in str(caught.value.details())
