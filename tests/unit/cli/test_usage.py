@@ -166,6 +166,10 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["lst"], "no such command 'lst' (did you mean list?)"),
         (["stauts"], "no such command 'stauts' (did you mean status?)"),
         (["zzz"], "no such command 'zzz'"),
+        (
+            ["lease", "take", "job-17", "--ttl", "999999d"],
+            "invalid value for '--ttl': 999999d is too long: use at most 100000d",
+        ),
         ([CLOUDPODS, "--limt", "3"], "no such option: --limt (did you mean --limit?)"),
         ([CLOUDPODS, "--limit", "100001"], f"{LIMIT} 100001 is not a whole number from 0 to 100000"),
         (
