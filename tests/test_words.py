@@ -42,6 +42,11 @@ WORDS = {
     r"\bill(ness)?\b": "lost, degraded, at fault",
     r"\b(ta(ke|kes|ken|king)|took) over\b|\btakeover\b": "adopt",
     r"\bevents? journal\b": "event log, because the journal is systemd's",
+    r"\bwanted\b": "desired, requested, target or expected",
+    r"\bsomebody\b": "a named subject",
+    rf"\bnobody('s)? (else|ever|here|knows|asks|waits|calls|needs|may|will|{_VERBS})\b": "no caller, no job",
+    r"\bdoors?\b": "listener",
+    r"\bremed(y|ies)\b": "hint",
 }
 
 

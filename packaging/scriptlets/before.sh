@@ -25,7 +25,7 @@ note_cloudpods() { # record the state of Cloudpods' service, because the removal
     [ -e /opt/yunion/bin/mps-daemon ] && systemd_runs || return 0
     {
         systemctl --quiet is-enabled "$unit" 2>/dev/null && echo enabled
-        [ "$(systemctl show --property ActiveState --value "$unit")" = inactive ] || echo wanted # it may have failed
+        [ "$(systemctl show --property ActiveState --value "$unit")" = inactive ] || echo started # it may have failed
         echo noted
     } >"$before"
 }

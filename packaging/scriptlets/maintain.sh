@@ -105,7 +105,7 @@ follow_cloudpods() { # replace Cloudpods' daemon: enable and start this one if t
     was=$(cat "$before")
     rm -f "$before"
     case $was in *enabled*) systemctl --quiet enable "$unit" ;; esac
-    case $was in *wanted*) ;; *) return 0 ;; esac
+    case $was in *started*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
     go_on_with_cloudpods
     systemctl stop "$unit" # if its control daemon was not adopted, Cloudpods' daemon tells it to exit after its jobs
@@ -142,7 +142,7 @@ cloudpods_control_daemons() { # PID and directory of each control daemon that is
 }
 
 before_cloudpods_goes() { # Cloudpods' rpm stops the service before the last script of ours runs
-    case $(cat "$before" 2>/dev/null) in *wanted*) ;; *) return 0 ;; esac
+    case $(cat "$before" 2>/dev/null) in *started*) ;; *) return 0 ;; esac
     if systemd_runs && timeout 180 "$programs/yunion-mps-daemon" --check >/dev/null 2>&1; then
         go_on_with_cloudpods
     fi

@@ -81,14 +81,14 @@ def with_sessions(page: str, transcript: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write both files, or compare them; 1 if they differ."""
     transcript = recorded()
-    wanted = {TRANSCRIPT: transcript, README: with_sessions(README.read_text(), transcript)}
+    expected = {TRANSCRIPT: transcript, README: with_sessions(README.read_text(), transcript)}
     if arguments != ["--check"]:
-        for path, text in wanted.items():
+        for path, text in expected.items():
             path.write_text(text)
         return 0
     differences = [
         line
-        for path, text in wanted.items()
+        for path, text in expected.items()
         for line in difflib.unified_diff(
             comparable(path.read_text()), comparable(text), path.name, "scripts/demo", lineterm=""
         )

@@ -72,7 +72,7 @@ def _why_not(ledger: Ledger, candidates: Candidates) -> str:
         _choose(ledger, candidates)
     except NothingFreeError as error:
         return error.message
-    raise BenchError("the ledger gives a device that somebody has")
+    raise BenchError("the ledger gives a device that is leased")
 
 
 def _enter(ledger: Ledger, lease: Lease) -> None:

@@ -35,7 +35,7 @@ def sockets_removed_with_a_job(scene: Scene) -> None:
 
 @fault(PLACES, "the same, and NVML hangs for 30 s from before the job starts", takes_s=45)
 def sockets_removed_while_nvml_hangs(scene: Scene) -> None:
-    """Nobody knows who uses the GPUs then, and so nothing is ended."""
+    """It is unknown then which processes use the GPUs, so nothing is ended."""
     scene.serve()
     hang(scene, "*RunningProcesses*")
     _removed_under(scene, scene.job())

@@ -106,7 +106,7 @@ def at_work(make_at_work: MakeAtWork) -> AtWork:
 
 @pytest.fixture
 def start_stranger() -> Iterator[StartStranger]:
-    """Start a control daemon that somebody else runs in the default pipe directory of a host."""
+    """Start a control daemon that another program runs in the default pipe directory of a host."""
     with ExitStack() as stack:
 
         def start(host: SimHost) -> subprocess.Popen[str]:

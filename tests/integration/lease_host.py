@@ -98,7 +98,7 @@ def leases_of(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def given(daemon: Daemon) -> list[str]:
-    """The addresses of the devices that somebody has."""
+    """The addresses of the leased devices."""
     return sorted(address for lease in leases_of(daemon) for address in lease["devices"])
 
 

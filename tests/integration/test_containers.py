@@ -46,8 +46,8 @@ def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
     """For root and for another user; the control daemon runs outside, the front-end is in the container."""
     environment = podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, "env", "-0")
     found = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
-    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
-    assert {name: found.get(name) for name in wanted} == wanted
+    expected = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
+    assert {name: found.get(name) for name in expected} == expected
     assert ready_daemon.control("start_server -uid 0", "get_default_active_thread_percentage")[-1] == "25.0"
     for user in ("0", "1000"):
         told = podman.good("run", "--rm", "--user", user, *mps(ADDRESSES[1]), IMAGE, "sh", "-c", ASK)

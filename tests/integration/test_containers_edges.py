@@ -99,9 +99,9 @@ def test_podman_exec_needs_the_devices_environment(ready_daemon: Daemon, podman:
     assert "CUDA_MPS" not in podman.good("exec", "trainer", "env"), "docs/containers.md says so"
     variables = f"--env-file <(yunion-mps env {ADDRESSES[1]} --output docker)"
     done = ready_daemon.host.run(["bash", "-c", f"podman exec {variables} trainer sh -c '{ASK}; env'"])
-    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
+    expected = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
     assert done.stdout.startswith("25.0"), done.stderr
-    assert {f"{name}={value}" for name, value in wanted.items()} <= set(done.stdout.splitlines())
+    assert {f"{name}={value}" for name, value in expected.items()} <= set(done.stdout.splitlines())
 
 
 def test_of_many_containers_for_one_device_one_gets_and_keeps_it(

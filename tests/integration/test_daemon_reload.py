@@ -1,4 +1,4 @@
-"""Another configuration and another program while the daemon runs: nobody is refused, and no job ends."""
+"""Another configuration and another program while the daemon runs: no request is refused, and no job ends."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_demo_refuses_invalid_arguments(options: list[str]) -> None:
 @pytest.mark.parametrize("script", ["demo", "test"])
 def test_a_script_that_needs_root_says_so_at_once_and_what_to_do(script: str) -> None:
     with tempfile.TemporaryDirectory() as place:
-        shutil.copytree(CHECKOUT / "scripts", f"{place}/scripts")  # the checkout may let nobody in
+        shutil.copytree(CHECKOUT / "scripts", f"{place}/scripts")  # the checkout may be closed to others
         Path(place).chmod(0o755)
         result = subprocess.run(
             [f"scripts/{script}"],

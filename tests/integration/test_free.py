@@ -68,7 +68,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: D
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status
     assert f"Pending: {told}" in top
-    assert told in printed(host, "who"), "those that nobody has are counted too"
+    assert told in printed(host, "who"), "those without a holder are counted too"
     words = {line.split()[0]: line.split()[2:] for line in top.splitlines() if line.startswith("00:06.0-")}
     assert words["00:06.0-0"][:3] == ["0.0", "8.0", "50"], "as it was given, which is not as it would be now"
     assert words["00:06.0-3"] == ["4.0", "25", "no", "memory"]

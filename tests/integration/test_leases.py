@@ -158,13 +158,13 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon
 @needs_root
 def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
     lease = take(ready_daemon, "holder.name=a&holder.ttl_s=600")
-    with stranger(ready_daemon) as nobody:
-        status, answer = nobody.ask("DELETE", f"/v1/leases/{lease['id']}")
+    with stranger(ready_daemon) as other:
+        status, answer = other.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
-        status, answer = nobody.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}")
+        status, answer = other.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}")
         assert (status, answer["hint"]) == (403, "only root can take a lease for it")
-        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=600")
-        assert nobody.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
+        _, theirs = other.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=600")
+        assert other.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert given(ready_daemon) == []
 

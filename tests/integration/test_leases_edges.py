@@ -79,7 +79,7 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
         sleeper.kill()
         sleeper.wait()
         waiter.close()
-    eventually(lambda: not who_waits(ready_daemon), "that nobody waits")
+    eventually(lambda: not who_waits(ready_daemon), "that the queue is empty")
     eventually(lambda: given(ready_daemon) == [], "that all is free")
 
 

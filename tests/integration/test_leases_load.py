@@ -22,11 +22,11 @@ pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: More jobs at a time than there are devices, each a process of its own, over and over.
 _RUNS, _AT_A_TIME, _DEVICES = 500, 50, 48
-#: So many devices are somebody else's at first, and one fewer after so many jobs: so there is a queue.
+#: So many devices are leased to others at first, and one fewer after so many jobs: so there is a queue.
 _HELD, _A_DEVICE_MORE_AFTER = 44, 11
 #: The daemon is killed with every hundredth job, and one of those who wait or run with every twentieth.
 _DAEMON_KILLS, _CLIENT_KILLS = 100, 20
-#: Says which device it has, holds a lock on it that nobody else may hold, and ends in one of several ways.
+#: Says which device it has, holds a lock on it that no other job may hold, and ends in one of several ways.
 _JOB = """\
 import fcntl, os, random, signal, sys, time
 folder, number = sys.argv[1:]
@@ -49,7 +49,7 @@ _TIME_UNIT_S = 0.001
 class Order:
     """Knows who waits since when, and checks at the end whether each lease was given to whose turn it was.
 
-    Looks tell who waits; when each lease was given, and to whom, the daemon's events tell. Of somebody who
+    Looks tell who waits; when each lease was given, and to whom, the daemon's events tell. Of a job that
     was served before any look the place is not known, but that it is no better than the job's start.
     """
 
@@ -79,9 +79,9 @@ class Order:
         self.longest = max(self.longest, len(waiting))
 
     def check(self, given_s: dict[int, float]) -> int:
-        """Assert that nobody was passed, by when each job (PID) was given its lease.
+        """Assert that no job was passed, by when each job (PID) was given its lease.
 
-        Returns how many waited while somebody else was served.
+        Returns how many waited while another job was served.
         """
         kept_waiting = set()
         for pid, at_s in given_s.items():

@@ -91,8 +91,8 @@ def jobs(ready_daemon: Daemon) -> Iterator[tuple[Job, Job, Job]]:
 
 
 def test_a_name_given_by_root_never_finds_another_user_s_lease(ready_daemon: Daemon) -> None:
-    with stranger(ready_daemon) as nobody:
-        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=job&holder.ttl_s=600")
+    with stranger(ready_daemon) as other:
+        _, theirs = other.ask("POST", "/v1/leases", "holder.name=job&holder.ttl_s=600")
     ours = take(ready_daemon, "holder.name=job&holder.ttl_s=600")
     assert ready_daemon.ask("DELETE", "/v1/leases/job")[1]["id"] == ours["id"]
     assert ready_daemon.ask("POST", "/v1/leases/job/renew")[0] == 404
@@ -172,9 +172,9 @@ def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Dae
     what = "a time to live of 61s exceeds the limit of 1m"
     assert (status, answer["detail"], answer["code"]) == (403, what, "not_allowed")
     take(daemon, "holder.name=b&holder.ttl_s=60")
-    with stranger(daemon) as nobody:
-        assert nobody.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=60")[0] == 201
-        status, answer = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=60&wait_s=60")
+    with stranger(daemon) as other:
+        assert other.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=60")[0] == 201
+        status, answer = other.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=60&wait_s=60")
         what = "nobody already has 1 leases and queued requests; max_leases_per_user is 1"
         assert (status, answer["detail"]) == (403, what)
 
@@ -238,12 +238,12 @@ def test_only_owner_and_root_bind_it_and_only_to_their_own_process(
     ready_daemon: Daemon, inside: subprocess.Popen[bytes]
 ) -> None:
     _, ours = ready_daemon.ask("POST", "/v1/leases")
-    with stranger(ready_daemon) as nobody:
-        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
-        status, answer = nobody.ask("POST", f"/v1/leases/{theirs['id']}/bind", f"pid={inside.pid}")
+    with stranger(ready_daemon) as other:
+        _, theirs = other.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
+        status, answer = other.ask("POST", f"/v1/leases/{theirs['id']}/bind", f"pid={inside.pid}")
         assert (status, answer["detail"]) == (403, f"PID {inside.pid} belongs to another user")
         with subprocess.Popen(["sleep", "300"], user=STRANGER) as own:
-            status, answer = nobody.ask("POST", f"/v1/leases/{ours['id']}/bind", f"pid={own.pid}")
+            status, answer = other.ask("POST", f"/v1/leases/{ours['id']}/bind", f"pid={own.pid}")
             own.kill()
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
 
@@ -259,8 +259,8 @@ def test_its_owner_does_not_change_with_the_container_s_user(ready_daemon: Daemo
             "POST", "/v1/leases", f"holder.kind=container&holder.pid={inside.pid}"
         )
         assert (status, taken["pid"], taken["uid"]) == (201, inside.pid, 0)
-        with stranger(ready_daemon) as nobody:
+        with stranger(ready_daemon) as other:
             for one in (bound, taken):
-                assert nobody.ask("DELETE", f"/v1/leases/{one['id']}")[0] == 403
-            status, theirs = nobody.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
+                assert other.ask("DELETE", f"/v1/leases/{one['id']}")[0] == 403
+            status, theirs = other.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
             assert (status, theirs["uid"]) == (201, STRANGER)

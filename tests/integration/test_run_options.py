@@ -132,7 +132,7 @@ def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(divided:
         assert job.stderr.startswith("yunion-mps: "), job.stderr
     assert host.run(["yunion-mps", "env", "00:06.0-99", "-o", "json"]).stdout == ""
     typed = host.run(["script", "--quiet", "--command", "yunion-mps env 00:06.0-99", "/dev/null"])
-    assert "false" not in typed.stdout, "nobody typed it for a shell"
+    assert "false" not in typed.stdout, "it was not typed for a shell"
 
 
 def test_a_request_waits_until_its_domain_serves_and_is_started_then(divided: Daemon) -> None:

@@ -100,8 +100,8 @@ def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None
     screen.wait(r"^DEVICE .* AGE +COMMAND$")
     screen.wait("  Hint: ask its owner, or terminate it: yunion-mps terminate 4711")
     screen.resize(80, 24)
-    wanted = shown(SCREEN_80, 24)[:-1]
-    eventually(lambda: timeless(screen.lines())[:-1] == wanted, "the screen as it was")
+    expected = shown(SCREEN_80, 24)[:-1]
+    eventually(lambda: timeless(screen.lines())[:-1] == expected, "the screen as it was")
 
 
 @pytest.mark.parametrize("term", ["vt100", "linux", "xterm-256color"])

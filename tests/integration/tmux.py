@@ -1,4 +1,4 @@
-"""A terminal that a test looks at and types on: tmux, on a server of its own, with nobody's settings.
+"""A terminal that a test looks at and types on: tmux, on a server of its own, without any user's settings.
 
 with Tmux(env, 80, 24) as screen:           # a shell
     screen.type("yunion-mps top", "Enter")  # text, and keys by tmux's names

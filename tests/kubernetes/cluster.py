@@ -302,10 +302,10 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 def _selects(selector: str, one: dict[str, Any]) -> bool:
     for term in filter(None, selector.split(",")):
-        path, _, wanted = term.partition("=")
+        path, _, expected = term.partition("=")
         value: Any = one
         for part in path.split("."):
             value = value.get(part, {})
-        if value != wanted:
+        if value != expected:
             return False
     return True

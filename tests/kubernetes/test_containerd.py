@@ -59,9 +59,9 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     kubelet.start_container(pod)
     container = containerd.run(pod)
     device = ready_daemon.get("/v1/devices/00:07.0-1")[1]
-    wanted = {**device["client_environment"], **pod.answer.envs, "YUNION_MPS_DEVICE": "00:07.0-1"}
+    expected = {**device["client_environment"], **pod.answer.envs, "YUNION_MPS_DEVICE": "00:07.0-1"}
     found = container.environment
-    assert {name: found.get(name) for name in wanted} == wanted
+    assert {name: found.get(name) for name in expected} == expected
     nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
     assert {path.name for path in nodes} == {"nvidia1", "nvidiactl", "nvidia-uvm"}
     assert {path.stat().st_rdev for path in nodes} == {_NODE}

@@ -8,7 +8,7 @@ from typing import Any
 from packages.machine import Done, Machine
 
 IMAGE = "tools:1"
-#: What containers need of the kernel, and systemd-nspawn forbids where nobody asks: a session keyring, and
+#: What containers need of the kernel, and systemd-nspawn forbids unless it is asked: a session keyring, and
 #: the program that says which device nodes they may open (cgroups v2).
 CALLS = ("@keyring", "bpf")
 _CONFIG = "/etc/docker/daemon.json"

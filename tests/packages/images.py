@@ -27,7 +27,7 @@ _RECIPE = (
     "--dpkgopt=path-exclude=/usr/share/locale/*",
     f"--include={','.join(_PACKAGES)}",
 )
-#: Docker with all that it calls, for the tests that start it; what nobody calls there is left out (80 MB).
+#: Docker with all that it calls, for the tests that start it; what is never called there is left out (80 MB).
 _DOCKER = (
     "--include=docker.io,docker-cli",
     *(

@@ -67,7 +67,7 @@ def test_our_package_replaces_cloudpods_without_ending_jobs(
     operator.end_job("ours", ours)
     machine.run("systemctl", "stop", UNIT)
     assert operator.control_daemons() == []
-    assert operator.modes() == ["Exclusive_Process"], "what was before Cloudpods' daemon nobody has noted"
+    assert operator.modes() == ["Exclusive_Process"], "the modes before Cloudpods' daemon were not recorded"
 
 
 @on_deb

@@ -87,10 +87,10 @@ def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
     """The control daemon runs outside, NVIDIA's front-end in the container, and both name one server."""
     operator.control("start_server -uid 0")
     (server,) = operator.servers()
-    wanted = operator.ask(f"devices/{ADDRESSES[1]}")["client_environment"]
+    expected = operator.ask(f"devices/{ADDRESSES[1]}")["client_environment"]
     done = docker.run(*mps(ADDRESSES[1]), "--env", "CUDA_VISIBLE_DEVICES=7", IMAGE, "env", "-0")
     found = environment(done.stdout)
-    assert {name: found.get(name) for name in wanted} == wanted
+    assert {name: found.get(name) for name in expected} == expected
     for user in ("0", "1000"):
         told = docker.run(*mps(ADDRESSES[1]), "--user", user, IMAGE, "sh", "-c", ASK).stdout
         assert told.splitlines() == ["25.0", str(server)]
@@ -146,8 +146,8 @@ def test_run_docker_gives_the_same_environment_and_a_lease(operator: Operator, p
     done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", inside)
     *entries, told = done.stdout.split("\0")
     found = environment("\0".join(entries))
-    wanted = operator.ask(f"devices/{ADDRESSES[0]}")["client_environment"]
-    assert {name: found.get(name) for name in wanted} == wanted
+    expected = operator.ask(f"devices/{ADDRESSES[0]}")["client_environment"]
+    assert {name: found.get(name) for name in expected} == expected
     assert told.splitlines()[0] == "25.0"
     nothing_is_taken(operator)
     machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
@@ -179,8 +179,8 @@ def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operat
         script = f"docker run --rm --env-file <(yunion-mps env {device} -o docker) {IMAGE} env -0"
         return operator.machine.run("bash", "-c", script, check=False)
 
-    wanted = operator.ask(f"devices/{ADDRESSES[2]}")["client_environment"]
-    assert wanted.items() <= environment(printed(ADDRESSES[2]).stdout).items()
+    expected = operator.ask(f"devices/{ADDRESSES[2]}")["client_environment"]
+    assert expected.items() <= environment(printed(ADDRESSES[2]).stdout).items()
     refused = printed("00:06.0-99")
     assert (refused.returncode, refused.stdout) == (125, "")
     assert "no variable name on line '=no-device-available'" in refused.stderr

@@ -135,7 +135,7 @@ class TestJobs:
         begin(machine, "sleep 4716", f"{OPTIONS} --device {taken[0]}")
         machine.wait_until("it waits", lambda: len(host.ask("leases")["waiting"]) == 1)
         machine.run("systemctl", "stop", JOB)
-        machine.wait_until("nobody waits", lambda: not host.ask("leases")["waiting"])
+        machine.wait_until("that the queue is empty", lambda: not host.ask("leases")["waiting"])
         assert machine.show("ActiveState", JOB) == "inactive"
         machine.run("systemctl", "stop", "holder")
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)

@@ -110,7 +110,7 @@ class TestStart:
         )
         assert machine.show("ActiveState", "foreign.service") == "active"
         assert operator.modes() == ["Default"]
-        assert operator.control("quit") == []  # as the line says; nobody has to start the service again
+        assert operator.control("quit") == []  # as the line says; the service need not be started again
         machine.wait_until("active", lambda: machine.show("ActiveState") == "active")
         operator.see_it_serves()
 

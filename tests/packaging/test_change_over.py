@@ -73,7 +73,7 @@ def test_a_control_daemon_that_cannot_be_adopted_is_told_to_quit(
 
 
 @pytest.mark.parametrize(("noted", "checked", "taken"), [
-    ("wanted\nnoted\n", "", True), ("noted\n", "", False), ("", "", False), ("wanted\n", "exit 6", False),
+    ("started\nnoted\n", "", True), ("noted\n", "", False), ("", "", False), ("started\n", "exit 6", False),
 ])  # fmt: skip
 def test_the_control_daemon_is_adopted_before_cloudpods_rpm_stops_it(
     cloudpods: Host, noted: str, checked: str, *, taken: bool
@@ -98,7 +98,7 @@ def test_our_daemon_is_not_started_if_cloudpods_was_stopped(host: Host) -> None:
 
 
 def test_cloudpods_daemon_keeps_running_if_its_files_are_rejected(host: Host) -> None:
-    (host.root / "run/cloudpods").write_text("wanted\nnoted\n")
+    (host.root / "run/cloudpods").write_text("started\nnoted\n")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert said.endswith("correct it, then: systemctl restart yunion-mps-daemon.service")

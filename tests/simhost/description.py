@@ -133,23 +133,23 @@ def parse_description(value: object) -> HostDescription:
 
 
 def _gpus(entries: Sequence[Any]) -> list[GpuDescription]:
-    wanted: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     for number, entry in enumerate(entries):
         one = _checked(entry, f"gpus[{number}]", _GPU)
         if "kind" not in one:
             raise DescriptionError(f"gpus[{number}].kind: must be {_GPU['kind'][1]}")
         if one.get("mig") and not KINDS[one["kind"]].mig:
             raise DescriptionError(f"gpus[{number}].mig: a {one['kind']} has no MIG mode")
-        wanted += [one] * one.get("count", 1)
-    if not 1 <= len(wanted) <= MAX_GPUS:
+        described += [one] * one.get("count", 1)
+    if not 1 <= len(described) <= MAX_GPUS:
         raise DescriptionError(f"gpus: must be 1 to {MAX_GPUS} GPUs, e.g. [{{kind: tesla-p40}}]")
-    reserved = {_pci(one["pci"]) for one in wanted if "pci" in one}
-    renders = {one.get("render") for one in wanted}
+    reserved = {_pci(one["pci"]) for one in described if "pci" in one}
+    renders = {one.get("render") for one in described}
     # 0000:00:06.0, the reference case's, is the first; sixteen on each bus
     slots = ((0, slot // 16, 6 + slot % 16) for slot in itertools.count())
     free_pci = (pci for pci in slots if pci not in reserved)
     gpus = []
-    for number, one in enumerate(wanted):
+    for number, one in enumerate(described):
         render = one.get("render", 0)
         if "render" not in one:
             render = next(free for free in itertools.count(_FIRST_RENDER + number) if free not in renders)

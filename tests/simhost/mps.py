@@ -6,7 +6,7 @@
 
 What the control daemon (535, 550) does with them is real: its lists and log, who waits for whom, how servers
 start, end and are ended. What goes on between a server and its clients is not, and neither is what a server
-does without its control daemon, which nobody here has seen: `behave` lets tests have both.
+does without its control daemon, which was never observed here: `behave` lets tests have both.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StandIns(Closes):
             return False
 
     def _write(self, name: str, text: str, mode: int) -> None:
-        """Write a file of the folder so that nobody ever reads half of it."""
+        """Write a file of the folder so that no reader gets half of it."""
         new = self.folder / f".{name}.new"
         new.write_text(text)
         new.chmod(mode)

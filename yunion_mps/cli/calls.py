@@ -52,23 +52,23 @@ def listed_devices() -> list[Device]:
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
-def take(wanted: RequestMembers, wait_s: int) -> LeaseRecord:
+def take(request: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     from yunion_mps.client import transport  # not needed by most commands
 
-    with add_option_hints(wanted, wait_s):
-        return transport.run_blocking(transport.take(blocking_transport(), wanted, wait_s, print_notice))
+    with add_option_hints(request, wait_s):
+        return transport.run_blocking(transport.take(blocking_transport(), request, wait_s, print_notice))
 
 
-def preview(wanted: RequestMembers) -> LeaseRecord:
+def preview(request: RequestMembers) -> LeaseRecord:
     """Return the lease that the request would get now; raises YunionError."""
     from yunion_mps.client import transport
 
-    return transport.run_blocking(transport.preview(blocking_transport(), wanted))
+    return transport.run_blocking(transport.preview(blocking_transport(), request))
 
 
 @contextlib.contextmanager
-def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
+def add_option_hints(request: RequestMembers, wait_s: int = 0) -> Iterator[None]:
     """Extend the hint of a refusal with the options that would help; the daemon does not know them."""
     try:
         yield
@@ -78,21 +78,21 @@ def add_option_hints(wanted: RequestMembers, wait_s: int = 0) -> Iterator[None]:
         elif error.code == NOTHING_FREE:
             hints = [] if wait_s else ["wait for it: --wait"]
             hints.append(error.hint)
-            if not wanted.get("allow_unlimited") and _is_free({**wanted, "allow_unlimited": True}):
+            if not request.get("allow_unlimited") and _is_free({**request, "allow_unlimited": True}):
                 hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
             error.hint = "; ".join(hints)
         elif (
             error.code == INFEASIBLE
-            and wanted.get("count")
-            and not (wanted.get("gpu") or wanted.get("across"))
+            and request.get("count")
+            and not (request.get("gpu") or request.get("across"))
         ):
             error.hint += "; for different GPUs: --across"
         raise
 
 
-def _is_free(wanted: RequestMembers) -> bool:
+def _is_free(request: RequestMembers) -> bool:
     with contextlib.suppress(YunionError):
-        return bool(preview(wanted))
+        return bool(preview(request))
     return False
 
 

@@ -112,7 +112,7 @@ def lease_group() -> None:
     help="End the lease unless it is renewed within this time (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option
-def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output: str) -> None:
+def take_lease(name: str, request: RequestMembers, wait_s: int, ttl: int, output: str) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
     As with yunion-mps run, a GPU that does not enforce budgets is used only with --allow-unlimited.
@@ -127,7 +127,7 @@ def take_lease(name: str, wanted: RequestMembers, wait_s: int, ttl: int, output:
             "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, and may be at "
             "most 100 characters long."
         )
-    lease = take({**wanted, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
+    lease = take({**request, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
     warn_unenforced_budgets(lease["unenforced_gpus"])
 

@@ -183,12 +183,12 @@ def style_option(function: F) -> F:
 
 
 def request_options(function: F) -> F:
-    """Add the options of a lease request to a command, as the parameters `wanted` and `wait_s`."""
+    """Add the options of a lease request to a command, as the parameters `request` and `wait_s`."""
 
     @wraps(function)
     def with_request(*args: Any, **parameters: Any) -> Any:
-        wanted = _request(**{name: parameters.pop(name) for name in _REQUEST_OPTIONS})
-        return function(*args, wanted=wanted, **parameters)
+        request = _request(**{name: parameters.pop(name) for name in _REQUEST_OPTIONS})
+        return function(*args, request=request, **parameters)
 
     options = (
         click.option(

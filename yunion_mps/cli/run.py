@@ -80,7 +80,7 @@ class EngineCommand(RequestCommand):
     "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
 )
 def run(
-    ctx: click.Context, wanted: RequestMembers, wait_s: int, podman: bool, docker: bool, dry_run: bool,
+    ctx: click.Context, request: RequestMembers, wait_s: int, podman: bool, docker: bool, dry_run: bool,
     print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
@@ -113,19 +113,19 @@ def run(
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output requires --print-env.")
     if dry_run or print_env:
-        _show(wanted, output if print_env else "")
+        _show(request, output if print_env else "")
         return
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     command = command_line([engine, "run", *argv] if engine else argv)
-    wanted["holder"] = {"command": command[:COMMAND_LENGTH]}
+    request["holder"] = {"command": command[:COMMAND_LENGTH]}
     if engine:
-        run_container(engine, wanted, wait_s, argv, _inherited())
+        run_container(engine, request, wait_s, argv, _inherited())
     environment = _inherited()
     try:
-        environment.update(_environment_of_lease(wanted, wait_s))
+        environment.update(_environment_of_lease(request, wait_s))
     except YunionError as error:
-        if not wanted["allow_unlimited"] or error.code not in _NOT_SERVED:
+        if not request["allow_unlimited"] or error.code not in _NOT_SERVED:
             raise
         print_notice(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
@@ -133,9 +133,9 @@ def run(
     _become(argv, environment)
 
 
-def _environment_of_lease(wanted: RequestMembers, wait_s: int) -> Mapping[str, str]:
+def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, str]:
     """Take a lease and return its environment; if this user cannot reach its devices, end it and raise."""
-    lease = take(wanted, wait_s)
+    lease = take(request, wait_s)
     try:
         refuse_unreachable(lease["environment"])
     except YunionError:
@@ -146,13 +146,13 @@ def _environment_of_lease(wanted: RequestMembers, wait_s: int) -> Mapping[str, s
     return lease["environment"]
 
 
-def _show(wanted: RequestMembers, output: str) -> None:
+def _show(request: RequestMembers, output: str) -> None:
     """Print the environment of COMMAND in the format `output`, or a summary if that is empty."""
     from yunion_mps.cli.lease import failing_reader, show_environment  # not needed to run a command
 
     refuse_closed_output()
-    with failing_reader(output), add_option_hints(wanted):
-        lease = preview(wanted)
+    with failing_reader(output), add_option_hints(request):
+        lease = preview(request)
         if output:
             show_environment(lease["environment"], output)
     if not output:
@@ -214,7 +214,7 @@ _PLAIN_LETTERS = frozenset("diPqt")
 
 
 def run_container(
-    engine: str, wanted: RequestMembers, wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
+    engine: str, request: RequestMembers, wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
     """Take a lease and become `ENGINE run`; raises YunionError if either fails.
 
@@ -227,7 +227,7 @@ def run_container(
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
     if _supports_cdi(engine, program):
-        lease = take({**wanted, "cdi": True}, wait_s)
+        lease = take({**request, "cdi": True}, wait_s)
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
@@ -238,7 +238,7 @@ def run_container(
             )
             raise click.UsageError(f"{what}: omit it.")
         with _binder(program) as (pid, lease_ids):
-            lease = take({**wanted, "holder": {**wanted["holder"], "pid": pid}}, wait_s)
+            lease = take({**request, "holder": {**request["holder"], "pid": pid}}, wait_s)
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())

@@ -116,11 +116,11 @@ class CdiPublisher:
 
     def restore(self, leases: Iterable[Lease]) -> None:
         """Write the files of these leases, and remove all other leases' files."""
-        wanted = {lease_file(lease.id): lease for lease in leases if lease.cdi}
+        published = {lease_file(lease.id): lease for lease in leases if lease.cdi}
         for name in self._files.names():
-            if name != DEVICES_FILE and name not in wanted:
+            if name != DEVICES_FILE and name not in published:
                 self._files.remove(name)
-        for lease in wanted.values():
+        for lease in published.values():
             self.add(lease, warn_only=True)
 
     def add(self, lease: Lease, *, warn_only: bool) -> None:

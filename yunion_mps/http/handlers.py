@@ -165,9 +165,9 @@ class Handlers:
         mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib
         if reserved_for:
             refuse_unprivileged(request.uid, f"request devices that are reserved for {reserved_for}")
-        wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, allow_unlimited)
-        wanted = wanted._replace(reserved_for=reserved_for or "")
-        queued = QueuedRequest(wanted, _holder(request, holder), idempotency_key or "", cdi)
+        names, use = tuple(devices or ()), reserved_for or ""
+        requested = LeaseRequest(count, names, gpu or "", across, placement, mib, allow_unlimited, use)
+        queued = QueuedRequest(requested, _holder(request, holder), idempotency_key or "", cdi)
         if dry_run:
             return self._services.leases.preview(queued)
         lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)

@@ -111,13 +111,13 @@ class ClaimLeases:
                     what = f"{claim.lease} has other devices now, but a process still uses its lease"
                     raise HostError(what, "see: yunion-mps who")
                 await self._call(END_LEASE, lease=lease["id"])
-            wanted: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
+            members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
-                wanted = {"gpu": request.gpu, "memory_mib": request.memory_mib}
+                members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
             # Also devices of GPUs that do not enforce budgets, because the operator has offered them.
             holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
             return await self._call(
-                TAKE_LEASE, **wanted, holder=holder, cdi=True, reserved_for=KUBERNETES, allow_unlimited=True
+                TAKE_LEASE, **members, holder=holder, cdi=True, reserved_for=KUBERNETES, allow_unlimited=True
             )
 
     async def release(self, uid: str) -> None:
@@ -182,7 +182,7 @@ class ClaimLeases:
     async def _end(self, lease: LeaseRecord) -> None:
         try:
             await self._call(END_LEASE, lease=lease["id"])
-        except NotFoundError:  # somebody else has released it
+        except NotFoundError:  # another process has released it
             return
         log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))
 

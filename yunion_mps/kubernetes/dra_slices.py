@@ -60,7 +60,7 @@ NODES = Resource[ApiObject]("/api/v1", "nodes")
 
 
 class Writes(NamedTuple):
-    """What makes the stored slices those that are wanted; a slice with a resource version is replaced."""
+    """What makes the stored slices those that are desired; a slice with a resource version is replaced."""
 
     stored: Sequence[ResourceSlice]
     deleted: Sequence[str]
@@ -99,7 +99,7 @@ def slice_name(node: str, index: int) -> str:
 
 def plan_writes(
     existing: Mapping[str, ResourceSlice],
-    wanted: Sequence[Sequence[SliceDevice]],
+    desired: Sequence[Sequence[SliceDevice]],
     node: str,
     owner: OwnerReference | None,
 ) -> Writes:
@@ -108,12 +108,12 @@ def plan_writes(
     The generation is kept if a single slice changes; otherwise, schedulers ignore the old slices, and wait
     until they have all new ones.
     """
-    names = [slice_name(node, index) for index in range(len(wanted))]
+    names = [slice_name(node, index) for index in range(len(desired))]
     generation = max((one["spec"]["pool"]["generation"] for one in existing.values()), default=0)
-    pool: SlicePool = {"name": node, "generation": generation, "resourceSliceCount": len(wanted)}
+    pool: SlicePool = {"name": node, "generation": generation, "resourceSliceCount": len(desired)}
     changed = [
         name
-        for name, devices in zip(names, wanted)
+        for name, devices in zip(names, desired)
         if name not in existing
         or existing[name]["spec"]["pool"] != pool
         or _without_times(existing[name]["spec"].get("devices", ())) != list(devices)
@@ -122,7 +122,7 @@ def plan_writes(
     if len(changed) + len(deleted) > 1 or (changed and changed[0] not in existing):
         pool, changed = {**pool, "generation": generation + 1}, names
     stored: list[ResourceSlice] = []
-    for name, devices in zip(names, wanted):
+    for name, devices in zip(names, desired):
         if name in changed:
             spec: SliceSpec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": list(devices)}
             made: ResourceSlice = {"apiVersion": API_VERSION, "kind": "ResourceSlice", "spec": spec}
@@ -228,14 +228,14 @@ class SlicePublisher:
     async def _write(self) -> None:
         if self._offered is None or self._existing is None:
             return
-        wanted = slices_of(self._offered, with_taints=self._with_taints)
-        writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
+        desired = slices_of(self._offered, with_taints=self._with_taints)
+        writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         if not (writes.stored or writes.deleted):
-            self._note_published(wanted)
+            self._note_published(desired)
             return
         if self._owner is None:
             await self._find_owner()
-            writes = plan_writes(self._as_sent(), wanted, self._node, self._owner)
+            writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         seen = self._seen
         for one in writes.stored:
             await self._store(one)
@@ -245,7 +245,7 @@ class SlicePublisher:
         if self._seen != seen:
             await self._read()
         self._written_s = time.monotonic()
-        self._note_published(wanted)
+        self._note_published(desired)
 
     async def _store(self, one: ResourceSlice) -> None:
         assert self._existing is not None
@@ -302,8 +302,8 @@ class SlicePublisher:
             "controller": True,
         }  # fmt: skip
 
-    def _note_published(self, wanted: Sequence[Sequence[SliceDevice]]) -> None:
-        status = f"{sum(map(len, wanted))} devices are published in {len(wanted)} slices"
+    def _note_published(self, desired: Sequence[Sequence[SliceDevice]]) -> None:
+        status = f"{sum(map(len, desired))} devices are published in {len(desired)} slices"
         if status != self.status:
             log.info("%s", status)
         self.status = status

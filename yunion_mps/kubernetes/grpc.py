@@ -193,7 +193,7 @@ class _Call:
         self.is_stream = is_stream
         self.inbox = _Inbox()
         self.task: asyncio.Task[None] | None = None
-        #: What the caller is told of the cancellation of the task; None if there is nobody to tell.
+        #: What the caller is told of the cancellation of the task; None if there is no caller left.
         self.refusal: RpcError | None = None
 
     def end(self, refusal: RpcError | None = None) -> None:

@@ -219,8 +219,8 @@ class Domain(StateMachine):
 
     def take_poll_request(self) -> bool:
         """Whether NVML is to be polled at once; true only once for each cause."""
-        wanted, self._wants_poll = self._wants_poll, False
-        return wanted
+        requested, self._wants_poll = self._wants_poll, False
+        return requested
 
     # -- time
 

@@ -319,17 +319,17 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
     """
     for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
         own = [device for device in devices if device.gpu_uuid == uuid]
-        wanted_mib = sum(device.memory_limit_mib for device in own)
+        requested_mib = sum(device.memory_limit_mib for device in own)
         most_mib = domain.memory_limit_of(uuid)
-        if most_mib is not None and wanted_mib > most_mib:
+        if most_mib is not None and requested_mib > most_mib:
             return (
                 f"the control daemon limits each process to {most_mib} MiB of GPU "
-                f"{own[0].gpu_address}, not {wanted_mib} MiB"
+                f"{own[0].gpu_address}, not {requested_mib} MiB"
             )
-        wanted = min(100.0, sum(device.thread_percentage for device in own))
-        if round(wanted, 1) > domain.thread_percentage:
+        requested = min(100.0, sum(device.thread_percentage for device in own))
+        if round(requested, 1) > domain.thread_percentage:
             most = decimal(domain.thread_percentage)
-            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(wanted)} %"
+            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(requested)} %"
             return f"the control daemon limits each process to {instead}"
     return ""
 

@@ -182,11 +182,11 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
 
 def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
     """Find the GPU with this render node, PCI address or UUID."""
-    wanted = path.strip()
-    lower = wanted.lower()
+    name = path.strip()
+    lower = name.lower()
     for gpu in gpus:
         link = f"/dev/dri/by-path/pci-{gpu.pci_address}-render" if gpu.render_node else None
-        if wanted in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
+        if name in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
             return gpu
         if _same_address(lower, gpu.pci_address):
             return gpu

@@ -71,12 +71,12 @@ class EventService(LongPolls):
         self._event_log = event_log
         event_log.listen(self.notify)
 
-    def find(self, wanted: EventFilter) -> answers.EventList:
+    def find(self, event_filter: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
-        if wanted.after is None:
-            records = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
+        if event_filter.after is None:
+            records = self._event_log.newest(event_filter.since_s, event_filter.limit, event_filter.kind)
         else:
-            records = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
+            records = self._event_log.after(event_filter.after, event_filter.limit, event_filter.kind)
         return {
             "events": [
                 {
@@ -95,11 +95,11 @@ class EventService(LongPolls):
             "last": records[-1].id if records else self._event_log.last_id(),
         }
 
-    async def wait(self, wanted: EventFilter, wait_s: float) -> answers.EventList:
+    async def wait(self, event_filter: EventFilter, wait_s: float) -> answers.EventList:
         """The events; if there are none, the first that come within `wait_s`."""
 
         def is_complete(answer: answers.EventList) -> bool:
-            is_beyond = answer["last"] < (wanted.after or 0)  # a new event log may never reach this id
+            is_beyond = answer["last"] < (event_filter.after or 0)  # a new event log may never reach this id
             return bool(answer["events"]) or is_beyond
 
-        return await self.wait_for(lambda: self.find(wanted), is_complete, wait_s)
+        return await self.wait_for(lambda: self.find(event_filter), is_complete, wait_s)

@@ -91,9 +91,9 @@ class Queries:
 
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
         """One page of the devices that match the filters; a `limit` of 0 means all."""
-        wanted = [device for device in self.all_devices() if filters.matches(device)]
-        page = wanted[offset : offset + limit] if limit else wanted[offset:]
-        return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
+        matching = [device for device in self.all_devices() if filters.matches(device)]
+        page = matching[offset : offset + limit] if limit else matching[offset:]
+        return {"isolated_devices": page, "total": len(matching), "limit": limit, "offset": offset}
 
     def device(self, name: str) -> answers.DeviceDetails:
         """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""

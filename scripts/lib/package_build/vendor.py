@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 #: Which of several published files is taken: the one for the oldest Python. PyYAML publishes one for each
 #: architecture; they differ only in its C part, which is left out.
-_WANTED = [
+_PLATFORM = [
     *("--python-version", "3.9", "--implementation", "cp", "--abi", "cp39", "--abi", "abi3", "--abi", "none"),
     *("--platform", "manylinux2014_x86_64", "--platform", "any"),
 ]
@@ -104,7 +104,7 @@ def download(lock: str, cache: str) -> None:
     """Fetch the files that the lock file allows."""
     os.makedirs(cache, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    how = ["--no-deps", "--require-hashes", "--only-binary=:all:", *_WANTED]
+    how = ["--no-deps", "--require-hashes", "--only-binary=:all:", *_PLATFORM]
     subprocess.run([*pip, *how, "--dest", cache, "-r", lock], check=True)
 
 
@@ -131,7 +131,7 @@ def _files_by_hash(cache: str) -> dict[str, str]:
 
 
 def _unpack(component: Component, version: str, sha256: str, found: dict[str, str]) -> Bundled:
-    wanted = re.compile(component.taken)
+    installed = re.compile(component.taken)
     with zipfile.ZipFile(found[sha256]) as wheel:
-        files = {name: wheel.read(name) for name in sorted(wheel.namelist()) if wanted.fullmatch(name)}
+        files = {name: wheel.read(name) for name in sorted(wheel.namelist()) if installed.fullmatch(name)}
     return Bundled(component, version, sha256, files)

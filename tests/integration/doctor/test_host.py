@@ -182,13 +182,13 @@ def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene
         "run/numbers": ("0", "warning", "may serve the same GPUs: its CUDA_VISIBLE_DEVICES"),
         "run/theirs": ("GPU-ffffffff", "ok", "serves other GPUs"),
     }
-    wanted = {}
+    expected = {}
     for place, (gpus, level, what) in places.items():
         pid = ready.control_daemon(root / place, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}))
-        wanted[f"PID {pid} (root, {root}/{place})"] = (level, what)
+        expected[f"PID {pid} (root, {root}/{place})"] = (level, what)
     found = ready.look().checks["other control daemons"]
-    assert len(found) == len(wanted)
-    for other, (level, what) in wanted.items():
+    assert len(found) == len(expected)
+    for other, (level, what) in expected.items():
         (line,) = [one for one in found if other in one["what"]]
         assert line["level"] == level
         assert what in line["what"]

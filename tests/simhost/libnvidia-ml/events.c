@@ -1,4 +1,4 @@
-/* Events of GPUs: Xid errors that somebody waits for. */
+/* Events of GPUs: Xid errors that a program waits for. */
 #include <stdlib.h>
 
 #include "nvml.h"

@@ -47,7 +47,7 @@ uint32_t changes(void); /* how many there have been */
 void changed(void);     /* one more: wake all who wait */
 
 long long now_ms(void);
-/* Wait until somebody changes the state after `seen`, or the time has come. False: it has. */
+/* Wait until another process changes the state after `seen`, or the time has come. False: it has. */
 bool wait_for_change(uint32_t seen, long long until_ms);
 
 /* ---- enter.c: what every call does first ----------------------------------------------------------------- */

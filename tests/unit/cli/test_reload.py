@@ -218,7 +218,7 @@ def test_reload_now_lists_exactly_the_jobs_that_delay_the_change(
 
 
 def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> None:
-    """One on the server that a new control daemon has started meanwhile has what is wanted already."""
+    """One on the server that a new control daemon has started meanwhile has the desired limits already."""
     old, new, unknown = (
         {**by_hand.CLIENT, "pid": pid, "server": server, "domain": "00:06.0"}
         for pid, server in ((4260, 4250), (4270, 4251), (4280, None))

@@ -49,12 +49,12 @@ def as_value(kind: Any) -> Any:
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
 def test_every_attribute_is_a_member_of_the_answer_and_of_its_type(kind: Any) -> None:
     answer = getattr(answers, kind.__name__)
-    wanted = {
+    expected = {
         name: as_value(hint)
         for name, hint in get_type_hints(answer, include_extras=True).items()
         if name not in LEFT_OUT or kind not in (Device, DeviceDetails)
     }
-    assert members(kind) == wanted
+    assert members(kind) == expected
 
 
 @pytest.mark.parametrize("name", SHOWN)

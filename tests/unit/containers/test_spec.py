@@ -29,8 +29,8 @@ def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
     devices, domains = plan_of(reference())
     spec = held(devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"})))
     edits = edits_of(spec, "00:06.0-1")
-    wanted = client_environment([devices[1]], domains[0])
-    assert environment_of(edits) == {**wanted, "YUNION_MPS_LEASE": ""}, "and no lease of an engine's caller"
+    expected = client_environment([devices[1]], domains[0])
+    assert environment_of(edits) == {**expected, "YUNION_MPS_LEASE": ""}, "and no lease of an engine's caller"
     place = "/tmp/nvidia-mps/pipe"
     options = ["rw", "nosuid", "nodev", "noexec", "rbind"]
     assert edits["mounts"] == [{"hostPath": place, "containerPath": place, "options": options}]

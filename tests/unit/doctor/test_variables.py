@@ -143,8 +143,8 @@ def test_commands_that_start_a_container_are_recognised(command: str, starts: bo
 
 def test_a_container_gets_only_the_variables_that_are_given_to_it() -> None:
     command = "docker run -e A=1 --env B=2 --env=C=3 -eD=4 -e E -e NOT image"
-    wanted = {"A": "1", "B": "2", "C": "3", "D": "4", "E": "5"}
-    assert variables_in(command.split(), {"E": "5", "F": "6"}) == wanted
+    expected = {"A": "1", "B": "2", "C": "3", "D": "4", "E": "5"}
+    assert variables_in(command.split(), {"E": "5", "F": "6"}) == expected
 
 
 @pytest.mark.parametrize(

@@ -59,14 +59,14 @@ def test_an_address_in_use_is_logged_once_and_retried(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_it_is_open_while_it_is_wanted(host: str) -> None:
+def test_it_is_open_while_it_is_configured(host: str) -> None:
     address = f"{host}:{free_port()}"
     seen = []
 
     async def open_and_close() -> None:
         listeners = Listeners({"metrics_listen": Nothing()})
-        for wanted in ({"metrics_listen": address}, {"metrics_listen": address}, {}):
-            await listeners.update(wanted)
+        for listening in ({"metrics_listen": address}, {"metrics_listen": address}, {}):
+            await listeners.update(listening)
             seen.append(await asyncio.get_running_loop().run_in_executor(None, answers, address))
             for _ in range(5):  # the turns that asyncio takes to begin a connection, which it forgets else
                 await asyncio.sleep(0)

@@ -91,7 +91,7 @@ def refused(paths: Paths) -> HostError:
     return caught.value
 
 
-def test_the_lock_names_our_pid_in_a_file_that_nobody_else_can_open(paths: Paths) -> None:
+def test_the_lock_names_our_pid_in_a_file_that_no_other_user_can_open(paths: Paths) -> None:
     before = os.umask(0)
     try:
         os.close(take_lock(paths))
@@ -111,7 +111,7 @@ def test_a_lock_that_an_older_daemon_left_open_to_others_is_closed_to_them(paths
 @needs_root
 def test_another_user_cannot_take_the_lock(paths: Paths, tmp_path: Path) -> None:
     os.close(take_lock(paths))
-    directory = os.open(Path(paths.lock).parent, os.O_PATH)  # pytest's own folders let nobody through
+    directory = os.open(Path(paths.lock).parent, os.O_PATH)  # pytest's own folders are closed to other users
     code = f"import os; os.setuid({STRANGER}); os.open('daemon.lock', os.O_RDONLY, dir_fd={directory})"
     result = subprocess.run(
         [sys.executable, "-I", "-c", code], pass_fds=[directory], capture_output=True, text=True, timeout=60

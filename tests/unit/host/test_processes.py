@@ -140,7 +140,7 @@ def test_a_child_that_is_adopted_is_reaped_by_its_new_parent(null: int) -> None:
     assert process is not None
     assert process.is_child
     assert wait(process) == 7
-    assert started.status() == -1000, "somebody else has taken note of its end"
+    assert started.status() == -1000, "another waiter has reaped it"
     process.close()
     started.close()
 

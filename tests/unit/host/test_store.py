@@ -17,7 +17,7 @@ from yunion_mps.paths import Paths
 HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
-#: A statement for as much as is wanted in the file.
+#: A statement for as much as fits into the file.
 EVENT = "INSERT INTO event VALUES (NULL, 1.0, 'info', 'domain', 'host', ?, '', '', '')"
 
 OpenStore = Callable[[], Store]
@@ -250,8 +250,8 @@ def test_a_directory_that_may_not_be_written_is_named(
     state.chmod(mode)
     command = [sys.executable, "-c", OPEN, str(root), "65534"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    wanted = f"the state file {state}/state.db cannot be used: unable to open database file"
-    assert done.stdout.splitlines()[0] == wanted
+    expected = f"the state file {state}/state.db cannot be used: unable to open database file"
+    assert done.stdout.splitlines()[0] == expected
 
 
 def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store: OpenStore) -> None:
@@ -260,8 +260,8 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
         connection.execute("DROP TABLE former_compute_mode")
     with pytest.raises(HostError) as caught:
         opened.remember_modes({"GPU-1": "Default"})
-    wanted = f"the state file {paths.store} cannot be written: no such table: former_compute_mode"
-    assert (caught.value.message, caught.value.hint) == (wanted, HINT)
+    expected = f"the state file {paths.store} cannot be written: no such table: former_compute_mode"
+    assert (caught.value.message, caught.value.hint) == (expected, HINT)
     with pytest.raises(HostError, match="cannot be read: no such table"):
         opened.former_modes()
 

@@ -231,7 +231,7 @@ class ServerHost(Closes):
         self.clients.gate.set()
         self.call(self.server.close())
         self.wait_connections(0)
-        eventually(lambda: not self.events.waiting, "that nobody waits for events")
+        eventually(lambda: not self.events.waiting, "that no request waits for events")
 
     def close(self) -> None:
         self.stop()

@@ -120,7 +120,7 @@ def test_a_daemon_that_does_not_answer_is_given_up(paths: Paths) -> None:
 
 
 def wait_in_line(paths: Paths) -> list[socket.socket]:
-    """Connect until the kernel lets nobody else wait to be accepted."""
+    """Connect until the kernel lets no other client wait to be accepted."""
     clients: list[socket.socket] = []
     while True:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -110,7 +110,7 @@ def test_a_client_that_disconnects_while_it_waits_leaves_nothing_behind(
     for client in clients:
         client.close()
     host.wait_connections(0)
-    eventually(lambda: not host.events.waiting, "that nobody waits")
+    eventually(lambda: not host.events.waiting, "that no request waits")
     host.assert_serves()
 
 
@@ -225,7 +225,7 @@ def test_an_internal_error_is_a_500_and_logged(host: ServerHost, caplog: pytest.
     host.assert_serves()
 
 
-@pytest.mark.parametrize("error", [None, HostError("too late, and nobody is there to be told")])
+@pytest.mark.parametrize("error", [None, HostError("too late: the caller is gone")])
 @pytest.mark.parametrize("target", ["/v1/reload", "/v1/clients/4260/terminate"])
 def test_a_change_is_finished_even_if_its_client_disconnects(
     host: ServerHost, target: str, error: YunionError | None

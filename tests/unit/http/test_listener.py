@@ -1,4 +1,4 @@
-"""The socket is private before it can be reached, and takes nobody else's place."""
+"""The socket is private before it can be reached, and takes no other program's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broken, slow, huge or hostile client costs nobody else anything."""
+"""A broken, slow, huge or hostile client costs the others nothing."""
 
 from __future__ import annotations
 

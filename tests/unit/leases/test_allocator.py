@@ -313,12 +313,12 @@ TestLedger = LedgerMachine.TestCase
 
 
 @given(REQUESTS)
-def test_devices_reserved_for_a_request_are_free_and_match(wanted: LeaseRequest) -> None:
+def test_devices_reserved_for_a_request_are_free_and_match(requested: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = Allocator(ledger).reserve(wanted, candidates(2)).devices
+    kept = Allocator(ledger).reserve(requested, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
-    assert len(kept) <= wanted.number
-    assert all(wanted.matches(found[one]) and one not in ledger.lease_of for one in kept)
+    assert len(kept) <= requested.number
+    assert all(requested.matches(found[one]) and one not in ledger.lease_of for one in kept)
 
 
 def test_all_devices_are_had_together_or_not_at_all() -> None:

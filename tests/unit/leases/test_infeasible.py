@@ -13,16 +13,16 @@ from unit.leases.shares import candidates, device, lease, pool
 
 
 @pytest.mark.parametrize(
-    ("wanted", "there"),
+    ("requested", "there"),
     [
         (LeaseRequest(5), "4 such devices on 1 GPU"),
         (LeaseRequest(2, across=True), "4 such devices on 1 GPU"),
         (LeaseRequest(devices=("nosuch",)), "no such devices"),
     ],
 )
-def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
+def test_an_infeasible_request_is_refused_at_once(requested: LeaseRequest, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
-        refuse_infeasible(wanted, candidates(1))
+        refuse_infeasible(requested, candidates(1))
     refuse_infeasible(LeaseRequest(4), candidates(1, reason=Reason("lost", GPU_LOST)))
 
 
@@ -46,9 +46,9 @@ def test_the_hint_for_infeasible_memory_names_what_would_do(
 
 
 def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
-    wanted, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
+    requested, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
     with pytest.raises(NothingFreeError, match="can never be allocated") as caught:
-        refuse_infeasible(wanted, handed_out)
+        refuse_infeasible(requested, handed_out)
     assert "an amount of memory" in caught.value.hint
 
 
@@ -86,7 +86,7 @@ RESERVED = {"GPU-1": "kubernetes"}
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "requested",
     [
         LeaseRequest(devices=("01:00.0-0",)),
         LeaseRequest(devices=("00:00.0-0", "01:00.0-0")),
@@ -95,13 +95,13 @@ RESERVED = {"GPU-1": "kubernetes"}
         LeaseRequest(2, across=True),
     ],
 )
-def test_a_request_that_needs_reserved_devices_is_told_so(wanted: LeaseRequest) -> None:
+def test_a_request_that_needs_reserved_devices_is_told_so(requested: LeaseRequest) -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError) as caught:
-        refuse_infeasible(wanted, there)
-    assert caught.value.message == f"{wanted} cannot be allocated: reserved for kubernetes"
+        refuse_infeasible(requested, there)
+    assert caught.value.message == f"{requested} cannot be allocated: reserved for kubernetes"
     assert caught.value.code == "reserved"
-    refuse_infeasible(wanted._replace(reserved_for="kubernetes"), there)
+    refuse_infeasible(requested._replace(reserved_for="kubernetes"), there)
 
 
 def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:

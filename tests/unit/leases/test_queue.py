@@ -16,9 +16,11 @@ from yunion_mps.models import Device, Lease
 from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests
 
 
-def queue(record: Ledger | Allocator, *wanted: LeaseRequest) -> Queue:
+def queue(record: Ledger | Allocator, *requests: LeaseRequest) -> Queue:
     made = Queue(record if isinstance(record, Allocator) else Allocator(record))
-    made.requests = [QueuedRequest(request, HOLDER, position=number) for number, request in enumerate(wanted)]
+    made.requests = [
+        QueuedRequest(request, HOLDER, position=number) for number, request in enumerate(requests)
+    ]
     return made
 
 

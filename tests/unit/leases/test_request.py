@@ -105,5 +105,5 @@ def test_host_conf_alone_limits_the_time_to_live(ttl_s: int, asked: str) -> None
     with pytest.raises(NotAllowedError) as caught:
         refuse_over_quota(Holder("name", 0, name="job", ttl_s=ttl_s), [], None, 60)
     assert caught.value.message == f"a time to live of {asked} exceeds the limit of 1m"
-    wanted = "request at most 1m and renew the lease, or raise max_lease_ttl_s in host.conf"
-    assert caught.value.hint == wanted
+    expected = "request at most 1m and renew the lease, or raise max_lease_ttl_s in host.conf"
+    assert caught.value.hint == expected

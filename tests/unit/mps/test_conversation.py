@@ -80,8 +80,10 @@ def test_memory_limits_are_shown_as_the_control_daemon_shows_them(bench: Bench, 
 
 def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(bench: Bench) -> None:
     bench.control()
-    wanted = {thread_percentage(policy, n) for policy in ("equal", "double", "none") for n in range(1, 1001)}
-    ordered = sorted(wanted)
+    expected = {
+        thread_percentage(policy, n) for policy in ("equal", "double", "none") for n in range(1, 1001)
+    }
+    ordered = sorted(expected)
     commands = [f"set_default_active_thread_percentage {decimal(value)}" for value in ordered]
     assert bench.ask(*commands) == [f"{value:.1f}" for value in ordered]
 
@@ -95,9 +97,9 @@ def two_gpus(bench: Bench) -> DomainPlan:
     return bench.planned((5760, 512))
 
 
-def memory(device: int, wanted: int, got: str) -> str:
+def memory(device: int, expected: int, got: str) -> str:
     return (
-        f"the memory limit of device {device} is not in effect: it was set to {wanted}M, "
+        f"the memory limit of device {device} is not in effect: it was set to {expected}M, "
         f"but the control daemon reports {got}"
     )
 

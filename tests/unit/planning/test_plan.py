@@ -64,8 +64,8 @@ def test_the_ids_are_version_5_uuids_and_differ_between_hosts() -> None:
 def test_every_percentage_is_the_exact_share_rounded_down_to_one_decimal(policy: str, numerator: int) -> None:
     for number in range(1, 4097):
         exact = (Decimal(numerator) / number).quantize(Decimal("0.1"), rounding=ROUND_FLOOR)
-        wanted = min(Decimal(100), max(Decimal("0.1"), exact))
-        assert Decimal(decimal(thread_percentage(policy, number))) == wanted, number
+        expected = min(Decimal(100), max(Decimal("0.1"), exact))
+        assert Decimal(decimal(thread_percentage(policy, number))) == expected, number
 
 
 @pytest.mark.parametrize(

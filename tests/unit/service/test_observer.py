@@ -147,7 +147,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_an_observation_begins_after_it_was_asked_for() -> None:
-    """What a job did before somebody asked is in the answer, even if another observation was under way."""
+    """What a job did before the request is in the answer, even if another observation was under way."""
     gate, asked = threading.Event(), threading.Semaphore(0)
 
     def processes() -> Any:

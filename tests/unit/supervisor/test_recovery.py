@@ -191,7 +191,7 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
 
 
 def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(put_to_work: PutToWork) -> None:
-    """As after a reload that waits for the jobs: nothing needs a human, and nobody is refused what he has."""
+    """As after a reload that waits for the jobs: nothing needs a human, and no client loses its device."""
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, cuda_mps_scope="gpu")

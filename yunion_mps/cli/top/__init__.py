@@ -18,7 +18,7 @@ from yunion_mps.cli.options import Duration
 from yunion_mps.cli.output import hint_text, is_utf8, notes, terminal_size, wrapped
 from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
-from yunion_mps.cli.top.terminal import STOP_SIGNALS, Terminal, WakeUp
+from yunion_mps.cli.top.terminal import STOP_SIGNALS, SignalWakeup, Terminal
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
@@ -143,11 +143,11 @@ def live(first: Poll, interval_s: int) -> None:
     """Draw until a key or a signal ends it; the signal takes effect once the terminal is restored."""
     utf8 = is_utf8()
     terminal = Terminal(utf8=utf8, colour=not os.environ.get("NO_COLOR"))
-    with WakeUp() as wake_up:
+    with SignalWakeup() as wakeup:
         view = _View(terminal, first, interval_s, utf8=utf8)
         terminal.enter()
         try:
-            number = _run(view, terminal, wake_up, _Poller(first, interval_s, wake_up.wake))
+            number = _run(view, terminal, wakeup, _Poller(first, interval_s, wakeup.wake))
         finally:
             terminal.leave()
     if number == signal.SIGINT:
@@ -157,15 +157,15 @@ def live(first: Poll, interval_s: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> int:
+def _run(view: _View, terminal: Terminal, wakeup: SignalWakeup, poller: _Poller) -> int:
     """Handle keys, signals and news; return the signal that ends it, 0 for a key."""
     ready = select.poll()
     ready.register(0, select.POLLIN)
-    ready.register(wake_up, select.POLLIN)
+    ready.register(wakeup, select.POLLIN)
     view.draw()
     while True:
         descriptors = {descriptor for descriptor, _ in ready.poll()}
-        numbers = wake_up.signals() if wake_up.fileno() in descriptors else []
+        numbers = wakeup.signals() if wakeup.fileno() in descriptors else []
         for number in numbers:
             if number in STOP_SIGNALS:
                 return number

@@ -33,7 +33,7 @@ _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z]|[0-9]*~)|\x1b[\[O]?[0-9;]*$|\x1b|
 _REST_OF_KEY_S = 0.1
 
 
-class WakeUp:
+class SignalWakeup:
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
@@ -53,7 +53,7 @@ class WakeUp:
             return [number for number in os.read(self._reader, 4096) if number]
         return []
 
-    def __enter__(self) -> WakeUp:  # noqa: PYI034 - typing.Self is not in 3.9
+    def __enter__(self) -> SignalWakeup:  # noqa: PYI034 - typing.Self is not in 3.9
         for number in (*STOP_SIGNALS, *_OTHERS):
             if signal.getsignal(number) != signal.SIG_IGN:  # as set by nohup
                 self._before[number] = signal.signal(number, _only_wake)

@@ -62,8 +62,8 @@ export class Who {
     this.shown = this.pages.of(found);
     this.rows.show(this.shown.map((part) => [[part.gpu, part.lease ?? (part.devices.join() || part.state)].join(" "), part]));
     hide(byId("rows").parentElement, !found.length);
-    hide(byId("nobody"), found.length > 0);
-    text(byId("nobody"), words.length ? "No holders match the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
+    hide(byId("no-holders"), found.length > 0);
+    text(byId("no-holders"), words.length ? "No holders match the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
     text(byId("shown"), words.length ? `${found.length} of ${this.parts.length}` : "");
   }
 
