@@ -76,7 +76,7 @@ def test_a_label_that_names_no_configuration_offers_nothing(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "labels", "is_on"),
+    ("selector", "labels", "is_on"),
     [
         ("a/b=mps", {"a/b": "mps"}, True),
         ("a/b=mps", {"a/b": "share"}, False),
@@ -87,9 +87,9 @@ def test_a_label_that_names_no_configuration_offers_nothing(read: Read) -> None:
     ],
 )
 def test_a_node_without_the_label_offers_nothing(
-    read: Read, wanted: str, labels: dict[str, str], is_on: bool
+    read: Read, selector: str, labels: dict[str, str], is_on: bool
 ) -> None:
-    assert bool(choose(read(f"onlyWithNodeLabel: {wanted}\n"), "", labels, []).options) is is_on
+    assert bool(choose(read(f"onlyWithNodeLabel: {selector}\n"), "", labels, []).options) is is_on
 
 
 def test_labels_are_read_from_lines_with_and_without_quotes() -> None:
