@@ -79,7 +79,9 @@ def test_a_claim_is_one_lease_from_prepare_to_unprepare(
     (lease,) = leases_of(ready_daemon)
     assert (lease["devices"], lease["expires"]) == ([ADDRESSES[1]], None)
     assert (lease["name"], lease["cdi"]) == (f"default/trainer@{claim.uid}", cdi)
-    assert cdi_environment(ready_daemon, cdi)["YUNION_MPS_DEVICE"] == ADDRESSES[1]
+    environment = cdi_environment(ready_daemon, cdi)
+    assert environment["YUNION_MPS_DEVICE"] == ADDRESSES[1]
+    assert (environment["YUNION_MPS_MEMORY_MIB"], environment["YUNION_MPS_SM_PERCENT"]) == ("4096", "25")
     assert dra_kubelet.prepared(claim) == cdi, "prepared twice"
     assert [device["name"] for device in dra_kubelet.wait_published(4)] == NAMES, "ours has no taint"
     for _ in range(2):

@@ -10,9 +10,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, RESERVED, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, FREE, LEASED, RESERVED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.api_server import ApiObject
+from yunion_mps.kubernetes.resources import only_reserved
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -162,18 +163,8 @@ class ClaimRequest(NamedTuple):
 
 def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
     """The devices, GPU by GPU; only reserved ones if there are any."""
-    devices = [one for one in facts.devices if not is_made_for_a_lease(one)]
-    is_reserved = any(one["reserved_for"] == KUBERNETES for one in (*devices, *facts.pools))
-    offered = [_share(one, facts) for one in devices if not is_reserved or one["reserved_for"] == KUBERNETES]
-    offered += [
-        _pool(one, facts) for one in facts.pools if not is_reserved or one["reserved_for"] == KUBERNETES
-    ]
-    return offered
-
-
-def is_made_for_a_lease(device: answers.Device) -> bool:
-    """Whether the device is part of a pool; it ends with its lease, so nothing can be promised of it."""
-    return device["addr"].rpartition("-")[2].startswith("m")
+    devices, pools = only_reserved(facts.devices, facts.pools)
+    return [*(_share(one, facts) for one in devices), *(_pool(one, facts) for one in pools)]
 
 
 def device_name(address: str) -> str:

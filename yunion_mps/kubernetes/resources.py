@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from yunion_mps.containers import MEMORY_VARIABLE, SM_VARIABLE
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -24,9 +25,6 @@ from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord, Pool
-
-#: The container's budget, in its environment; CUDA does not read it.
-MEMORY_VARIABLE, SM_VARIABLE = "YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"
 
 #: The beginning of the names of our leases; the rest is a hash of the kubelet's ids.
 PREFIX = "k8s-"

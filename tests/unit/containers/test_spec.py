@@ -150,7 +150,8 @@ def test_a_lease_is_a_device_by_its_id_with_its_own_environment() -> None:
     spec = held(lease_spec(lease, {device.id for device in devices}, HOST))
     assert [device["name"] for device in spec["devices"]] == [LEASE_ID]
     edits = edits_of(spec, LEASE_ID)
-    assert environment_of(edits) == environment
+    budget = {"YUNION_MPS_MEMORY_MIB": "11520", "YUNION_MPS_SM_PERCENT": "50"}
+    assert environment_of(edits) == {**environment, **budget}
     assert edits["hooks"][0]["args"][-1] == LEASE_ID
     assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p"]
 
