@@ -10,6 +10,13 @@ from packages.versions import Packages
 
 PACKAGE = "yunion-mps-kubelet-plugin"
 PLUGIN = f"{PACKAGE}.service"
+#: Of an API server that is away.
+_KUBECONFIG = """\
+current-context: here
+contexts: [{name: here, context: {cluster: here, user: node}}]
+clusters: [{name: here, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: node, user: {token: secret}}]
+"""
 #: One of each format; the rest of an operator's life is the same as with the daemon's package.
 on_both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
 
@@ -25,9 +32,11 @@ def test_the_plugin_is_installed_upgraded_and_removed(
     states = [machine.show(name, PLUGIN) for name in ("UnitFileState", "ActiveState")]
     assert states == ["disabled", "inactive"]
     operator.start()
+    machine.write("/etc/kubernetes/kubelet.conf", _KUBECONFIG)
+    machine.write("/etc/yunion/kubelet-plugin.yml", "kubeconfig: /etc/kubernetes/kubelet.conf\n")
     machine.run("systemctl", "enable", "--now", PLUGIN)
-    waits = "device-plugins/kubelet.sock"
-    machine.wait_until("it waits for the kubelet", lambda: waits in machine.journal(PLUGIN))
+    for awaited in ("device-plugins/kubelet.sock", "cannot be reached: Connect call failed"):
+        machine.wait_until(awaited, lambda awaited=awaited: awaited in machine.journal(PLUGIN))  # type: ignore[misc]
     pid, daemon = machine.show("MainPID", PLUGIN), operator.daemon()
 
     family.install(current, plugin=True)
@@ -43,11 +52,9 @@ def test_the_plugin_is_installed_upgraded_and_removed(
     assert family.version(PACKAGE) == ""
     assert family.version() == current.version
     machine.wait_until("the unit is gone", lambda: machine.show("LoadState", PLUGIN) == "not-found")
-    left = machine.shell(
-        f"find / -xdev -name '*kubelet-plugin*' ! -path '/var/*' ! -path '/root/*'; ls {library}"
-    )
-    assert "kubelet-plugin" not in left
-    assert "kubernetes" not in left
+    find = "find / -xdev -name '*kubelet-plugin*' ! -path '/var/*' ! -path '/root/*'"
+    assert machine.shell(find).split() == ["/etc/yunion/kubelet-plugin.yml"], "only what the operator wrote"
+    assert machine.run("test", "-e", f"{library}/kubernetes", check=False).returncode == 1
     operator.see_it_serves()
     family.remove()
     operator.see_it_rests()
