@@ -123,6 +123,10 @@ class ResourceClaim(ApiObject, total=False):
     status: ClaimStatus
 
 
+#: The attributes that all devices of a GPU have, by its UUID.
+GpuAttributes = dict[str, dict[str, DeviceAttribute]]
+
+
 class OfferedDevice(NamedTuple):
     """A device that can be allocated: an address, or a GPU whose memory is leased in units.
 
@@ -164,7 +168,11 @@ class ClaimRequest(NamedTuple):
 def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
     """The devices, GPU by GPU; only reserved ones if there are any."""
     devices, pools = only_reserved(facts.devices, facts.pools)
-    return [*(_share(one, facts) for one in devices), *(_pool(one, facts) for one in pools)]
+    common: GpuAttributes = {}
+    for gpu in (*devices, *pools):
+        if gpu["gpu_uuid"] not in common:  # they are shared by its devices: a host may have thousands
+            common[gpu["gpu_uuid"]] = _attributes(gpu["gpu_uuid"], gpu["model"], gpu["numa_node"], facts)
+    return [*(_share(one, facts, common) for one in devices), *(_pool(one, common) for one in pools)]
 
 
 def device_name(address: str) -> str:
@@ -202,9 +210,9 @@ def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
 # -- devices
 
 
-def _share(one: answers.Device, facts: HostFacts) -> OfferedDevice:
+def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
     name = device_name(one["addr"])
-    attributes = _attributes(one["gpu_uuid"], one["model"], one["numa_node"], facts)
+    attributes = dict(common[one["gpu_uuid"]])
     attributes["address"] = {"string": one["addr"]}
     attributes["type"] = {"string": "share"}
     attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
@@ -223,14 +231,14 @@ def _share(one: answers.Device, facts: HostFacts) -> OfferedDevice:
     )  # fmt: skip
 
 
-def _pool(one: answers.Pool, facts: HostFacts) -> OfferedDevice:
+def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion.
 
     What is consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
     name = device_name(one["addr"])
-    attributes = _attributes(one["gpu_uuid"], one["model"], one["numa_node"], facts)
+    attributes = dict(common[one["gpu_uuid"]])
     attributes["address"] = {"string": one["addr"]}
     attributes["type"] = {"string": "pool"}
     attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
