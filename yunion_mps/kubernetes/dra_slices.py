@@ -235,7 +235,8 @@ class SlicePublisher:
             return
         if self._owner is None:
             await self._find_owner()
-            writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
+        await self._read()  # the watch may not have told yet what was written last
+        writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         seen = self._seen
         for one in writes.stored:
             await self._store(one)
