@@ -41,7 +41,9 @@ from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
     ExtendedResource,
+    KnownDevice,
     MemoryResource,
+    known_device,
     lease_name,
     only_reserved,
     preferred,
@@ -50,7 +52,7 @@ from yunion_mps.models import CDI_KIND
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, DeviceList, LeaseRecord, Pool, PoolList
+    from yunion_mps.answers import DeviceList, LeaseRecord, Pool, PoolList
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +83,14 @@ class OfferWatch:
         self._resources = devices, memory
         self._leases = leases
         #: What the daemon has answered last; None while it does not.
-        self._devices: list[Device] | None = None
+        self._devices: list[KnownDevice] | None = None
         self._pools: list[Pool] | None = None
 
     async def run(self) -> None:
         """Follow the daemon, without end. While it is unreachable, nothing is healthy."""
 
         def accept_devices(answer: DeviceList | None) -> None:
-            self._devices = answer and answer["isolated_devices"]
+            self._devices = answer and [known_device(one) for one in answer["isolated_devices"]]
 
         def accept_pools(answer: PoolList | None) -> None:
             self._pools = answer and answer["pools"]
@@ -105,6 +107,7 @@ class OfferWatch:
                 answer, etag = await self._daemon.call_if_changed(operation, **query, **condition)
                 if answer is not None:
                     accept(answer)
+                    answer = None  # thousands of devices, while the next answer is awaited
                     await self._update()
                 condition, failing_since_s = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}, 0.0
             except YunionError as error:

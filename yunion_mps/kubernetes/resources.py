@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import MEMORY_VARIABLE, SM_VARIABLE
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
@@ -48,6 +48,39 @@ class Offer(NamedTuple):
     gpu: str
     numa_node: int | None
     cause: str = ""
+
+
+class KnownDevice(TypedDict):
+    """What is kept of a `Device`: hosts have thousands, and all of the answer would take 10 MiB."""
+
+    addr: str
+    gpu_uuid: str
+    numa_node: int | None
+    memory_mib: int
+    thread_percentage: float
+    state: str
+    reason: str
+    lease: str | None
+    holder: str | None
+    reserved_for: str | None
+
+
+DeviceT = TypeVar("DeviceT", bound=KnownDevice)
+
+
+def known_device(device: Device) -> KnownDevice:
+    return {
+        "addr": device["addr"],
+        "gpu_uuid": device["gpu_uuid"],
+        "numa_node": device["numa_node"],
+        "memory_mib": device["memory_mib"],
+        "thread_percentage": device["thread_percentage"],
+        "state": device["state"],
+        "reason": device["reason"],
+        "lease": device["lease"],
+        "holder": device["holder"],
+        "reserved_for": device["reserved_for"],
+    }
 
 
 def lease_name(ids: Iterable[str]) -> str:
@@ -144,9 +177,9 @@ class DeviceResource(ExtendedResource):
     def __init__(self, options: PluginOptions) -> None:
         super().__init__(options.resource_name, "yunion-mps.sock", "devices")
         self._options = options
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, KnownDevice] = {}
 
-    def update(self, devices: Iterable[Device], leases: Iterable[LeaseRecord]) -> None:
+    def update(self, devices: Iterable[KnownDevice], leases: Iterable[LeaseRecord]) -> None:
         """Offer these devices; `leases` are those of containers of the kubelet."""
         ours = {lease["id"] for lease in leases}
         self._devices = {one["addr"]: one for one in devices}
@@ -239,7 +272,7 @@ class MemoryResource(ExtendedResource):
         return sources.pop()
 
 
-def only_reserved(devices: Iterable[Device], pools: Iterable[Pool]) -> tuple[list[Device], list[Pool]]:
+def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[list[DeviceT], list[Pool]]:
     """What is offered: what is reserved for Kubernetes if anything is, otherwise everything."""
     offered = [one for one in devices if not _is_made_for_a_lease(one)]
     reserved = [one for one in offered if one["reserved_for"] == KUBERNETES]
@@ -247,12 +280,12 @@ def only_reserved(devices: Iterable[Device], pools: Iterable[Pool]) -> tuple[lis
     return (reserved, reserved_pools) if reserved or reserved_pools else (offered, list(pools))
 
 
-def _is_made_for_a_lease(device: Device) -> bool:
+def _is_made_for_a_lease(device: KnownDevice) -> bool:
     """Whether the device is part of a pool, whose memory is offered instead."""
     return device["addr"].rpartition("-")[2].startswith("m")
 
 
-def _unhealthy_cause(device: Device, our_leases: Collection[str]) -> str:
+def _unhealthy_cause(device: KnownDevice, our_leases: Collection[str]) -> str:
     """Why no container may get the device, empty if one may, or has it."""
     if device["state"] in (FREE, RESERVED) or (device["state"] == LEASED and device["lease"] in our_leases):
         return ""
