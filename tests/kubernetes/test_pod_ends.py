@@ -202,7 +202,7 @@ def delete(cluster: Cluster, name: str, grace_s: int) -> None:
 
 def wait_terminated(plugin: KubeletPlugin, ending: Container) -> None:
     """Wait until the plugin reports that the server has disconnected the client."""
-    report = f"pod default/ending: PID {ending.client.pid} is terminated, before the kubelet kills it: "
+    report = f"pod default/ending: terminated PID {ending.client.pid} before the kubelet kills it: "
     how = "its MPS server disconnected it"
     eventually(lambda: report + how in plugin.log, "the end of the client")
 

@@ -201,7 +201,7 @@ class PodEnds:
     async def _terminate_client(self, end: PodEnd, client: MpsClient) -> None:
         try:
             ended = await self._daemon.call(TERMINATE_CLIENT, pid=client["pid"])
-            what = f"PID {client['pid']} is terminated, before the kubelet kills it: {ended['how']}"
+            what = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"
             log.info("pod %s: %s", end.name, what)
         except NotFoundError:
             pass  # it has ended by itself
