@@ -358,7 +358,7 @@ DAEMON_UNREACHABLE = _code(
 )
 API_SERVER_ERROR = _code(
     "api_server_error",
-    "The Kubernetes API server is away, or refuses the kubelet plugin's request; running pods go on.",
+    "The Kubernetes API server is unreachable or refused a request of the kubelet plugin; pods keep running.",
     "see: journalctl -u yunion-mps-kubelet-plugin; check the plugin's kubeconfig or service account",
 )
 NOT_ALLOWED = _code("not_allowed", "The caller is not permitted to do this.", "retry as root or as the owner")

@@ -22,7 +22,7 @@ def seconds(text: str) -> float:
     found = re.fullmatch(_FORM, text, re.ASCII)
     if not found:
         raise ValueError(f"{text!r} is not an RFC 3339 time")
-    from datetime import datetime  # 2 ms, which commands that show no times need not pay
+    from datetime import datetime  # takes 2 ms, which commands that show no times save
 
     date, clock, fraction, zone = found.groups()
     zone = "+00:00" if zone in "Zz" else zone

@@ -257,4 +257,4 @@ def test_dra_without_a_way_to_the_api_server_is_refused(ready_daemon: Daemon) ->
     (host.root / "etc/yunion/kubelet-plugin.yml").write_text("dra: true\n")
     done = host.run(["yunion-mps-kubelet-plugin"])
     assert done.returncode == 6
-    assert "dra is set, but there is no way to the API server: kubeconfig is not set" in done.stderr
+    assert "dra is set, but there are no credentials for the API server: kubeconfig is not set" in done.stderr

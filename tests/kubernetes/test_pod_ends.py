@@ -259,4 +259,4 @@ def test_devices_are_served_and_ends_noticed_later_without_an_api_server(
         assert len(kubelet.wait_healthy(4)) == 4
         cluster.start()
         wait_terminated(plugin, ending)
-        eventually(lambda: f"the pods of node {NODE} are followed again" in plugin.log, "the report")
+        eventually(lambda: f"watching the pods of node {NODE} again" in plugin.log, "the report")

@@ -47,7 +47,7 @@ Read = Callable[[str], PluginOptions]
     [
         ("large", {CONFIG_LABEL: "default"}, ["Tesla T4"], "configuration large"),
         ("", {CONFIG_LABEL: "large"}, ["Tesla T4"], "configuration large"),
-        ("", {}, ["NVIDIA A100-SXM4"], "configuration inference, because a GPU is a NVIDIA A100-SXM4"),
+        ("", {}, ["NVIDIA A100-SXM4"], "configuration inference, because of GPU model NVIDIA A100-SXM4"),
         ("", {}, ["Tesla V100"], "configuration default"),
     ],
 )
@@ -202,7 +202,7 @@ def test_what_the_command_line_lacks_or_names_wrongly_is_refused(node: Node) -> 
     for text, arguments, status, told in (
         (NAMED, ["--config", "small"], 2, "there is no configuration small: the configurations are large"),
         ("", ["--config", "small"], 2, "there is no configuration small: configs is not set"),
-        (SWITCHED, [], 6, "onlyWithNodeLabel is set, but there is no way to the node's labels"),
+        (SWITCHED, [], 6, "onlyWithNodeLabel is set, but the node's labels cannot be read"),
     ):
         plugin = node.start(text, *arguments)
         assert plugin.process.wait(60) == status

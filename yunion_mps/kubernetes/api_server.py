@@ -1,7 +1,7 @@
-"""A client of the Kubernetes API server: read, list, follow, create, replace and delete objects.
+"""A client of the Kubernetes API server: get, list, follow, create, replace and delete objects.
 
 The requests and answers are those of kubernetes.io/docs/reference/using-api/api-concepts. Every request has a
-connection of its own, with credentials that are read again for it, because they are replaced regularly.
+connection of its own, for which the credentials are read again, because they are replaced regularly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 #: How long the API server has for an answer, in s.
 TIMEOUT_S = 30.0
-#: After how long the API server ends a watch, so that one whose connection is dead is noticed, in s.
+#: After how long the API server ends a watch, so that a dead connection is noticed, in s.
 _WATCH_S = 300
 #: The first and the longest delay after failures, in s.
 _DELAYS_S = (1.0, 60.0)
 _MAX_ANSWER_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 18
-#: How many objects are asked for at once.
+#: How many objects are requested at once.
 _PAGE = "500"
 _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
-#: The kinds of a watch's events but ADDED and MODIFIED.
+#: The types of a watch's events except ADDED and MODIFIED.
 _DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
 
 
@@ -73,7 +73,7 @@ ObjectT = TypeVar("ObjectT", bound=ApiObject)
 
 @dataclass(frozen=True)
 class Resource(Generic[ObjectT]):
-    """A type of objects and where they are: `Resource[Pod]("/api/v1", "pods")`."""
+    """A type of object and its path: `Resource[Pod]("/api/v1", "pods")`."""
 
     prefix: str
     plural: str
@@ -107,7 +107,7 @@ class Backoff:
 
 
 class ApiServer:
-    """Its methods raise ApiServerError. Every wait has a deadline; nothing is retried but by `follow`."""
+    """Its methods raise ApiServerError. Every wait has a deadline; only `follow` retries."""
 
     def __init__(self, credentials: ApiCredentials, timeout_s: float = TIMEOUT_S) -> None:
         self._credentials = credentials
@@ -131,7 +131,7 @@ class ApiServer:
                 return items, page.get("metadata", {}).get("resourceVersion", "")
 
     async def create(self, resource: Resource[ObjectT], made: ObjectT, namespace: str = "") -> ObjectT:
-        """Create the object, and return it as it is stored."""
+        """Create the object; return it as stored."""
         return await self._call("POST", resource.path("", namespace), {}, made)  # type: ignore[no-any-return]
 
     async def replace(self, resource: Resource[ObjectT], changed: ObjectT) -> ObjectT:
@@ -143,7 +143,7 @@ class ApiServer:
     async def delete(
         self, resource: Resource[ObjectT], name: str, namespace: str = "", uid: str = ""
     ) -> None:
-        """Delete the object if there is one; with `uid`, only the one that has it."""
+        """Delete the object if there is one; with `uid`, only if it is that object's."""
         body = {"preconditions": {"uid": uid}} if uid else None
         try:
             await self._call("DELETE", resource.path(name, namespace), {}, body)
@@ -161,10 +161,10 @@ class ApiServer:
         on_failure: Callable[[ApiServerError], None] = lambda _: None,
         backoff: Backoff | None = None,
     ) -> AsyncGenerator[dict[str, ObjectT], None]:
-        """Yield all objects that the selectors match, by uid, now and after each change, without end.
+        """List and watch: yield all objects that the selectors match, by uid, now and after each change.
 
-        Nothing is yielded while the API server is away: what was known stays valid, and `on_failure` is
-        called for each failed attempt.
+        It never ends. While the API server is unreachable, nothing is yielded, because what was known stays
+        valid, and `on_failure` is called for each failed attempt.
         """
         backoff = backoff or Backoff()
         while True:
@@ -190,7 +190,7 @@ class ApiServer:
                     await backoff.wait()
                     backoff.reset()
             except ApiServerError as error:
-                if error.status != HTTPStatus.GONE:  # which only says that all must be listed again
+                if error.status != HTTPStatus.GONE:  # which only means that the objects must be listed again
                     on_failure(error)
                 await backoff.wait()
 
@@ -212,7 +212,7 @@ class ApiServer:
                 if not piece:
                     return
         except (KeyError, TypeError, AttributeError):
-            raise ApiServerError("the API server's answer is not a watch's") from None
+            raise ApiServerError("the API server's answer to a watch is not valid") from None
         finally:
             exchange.close()
 
@@ -266,7 +266,9 @@ class _Exchange:
                 access.host, access.port, ssl=access.tls, server_hostname=access.server_name
             )
             self._writer.write(self._request)
-            with contextlib.suppress(ConnectionError):  # one that is turned away can still read why
+            with contextlib.suppress(
+                ConnectionError
+            ):  # the answer of a server that has closed already can be read
                 await self._writer.drain()
             event = await self._next()
             assert isinstance(event, h11.Response)
@@ -339,5 +341,5 @@ def _decoded(data: bytes) -> Any:
 def _refusal(status: int, answer: Mapping[str, Any]) -> ApiServerError:
     """The error for an answer of kind Status."""
     return ApiServerError(
-        f"the API server refuses: {answer.get('message') or f'HTTP status {status}'}", status
+        f"the API server refused the request: {answer.get('message') or f'HTTP status {status}'}", status
     )

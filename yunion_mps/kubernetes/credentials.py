@@ -1,7 +1,7 @@
-"""Where the API server is and how to prove who asks: a pod's service account, or a kubeconfig file.
+"""The API server's address and our credentials for it: a pod's service account, or a kubeconfig file.
 
 A pod finds both as kubernetes.io/docs/tasks/run-application/access-api-from-pod says; the file's format is in
-kubernetes.io/docs/reference/config-api/kubeconfig.v1. Programs that a kubeconfig names are not run.
+kubernetes.io/docs/reference/config-api/kubeconfig.v1. Credential plugins that a kubeconfig names are not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
 class ApiServerError(YunionError):
-    """The API server cannot be reached (`status` 0), or has refused a request with an HTTP status."""
+    """The API server cannot be reached (`status` 0), or refused a request with an HTTP status."""
 
     code = API_SERVER_ERROR
 
@@ -123,14 +123,16 @@ class Kubeconfig:
 
 
 def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials:
-    """Those of the kubeconfig file if one is named, or else of the pod; raises ApiServerError outside one."""
+    """Those of the kubeconfig file if one is named, otherwise the pod's; raises ApiServerError."""
     kubeconfig = kubeconfig or environment.get("KUBECONFIG", "")
     if kubeconfig:
         return Kubeconfig(kubeconfig)
     host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
     if host and port.isdigit():
         return ServiceAccount(host, int(port), paths)
-    raise ApiServerError("there is no way to the API server: kubeconfig is not set, and this is not a pod")
+    raise ApiServerError(
+        "there are no credentials for the API server: kubeconfig is not set, and this is not a pod"
+    )
 
 
 def _named(entries: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -150,7 +152,7 @@ def _tls_context(authority: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cadata=authority or None)
     except ssl.SSLError as error:
-        raise ApiServerError(f"the certificate authority is unusable: {error}") from None
+        raise ApiServerError(f"the certificate authority is invalid: {error}") from None
 
 
 def _load_certificate(tls: ssl.SSLContext, certificate: str, key: str) -> None:
@@ -161,4 +163,4 @@ def _load_certificate(tls: ssl.SSLContext, certificate: str, key: str) -> None:
             file.flush()
             tls.load_cert_chain(file.name)
     except OSError as error:  # or ssl.SSLError
-        raise ApiServerError(f"the client certificate is unusable: {error}") from None
+        raise ApiServerError(f"the client certificate is invalid: {error}") from None

@@ -72,7 +72,7 @@ class _PreparedEntry(Message):
 
 @dataclass(frozen=True)
 class NodePrepareResourcesResponse(Message):
-    """What has become of each claim, by uid."""
+    """The result for each claim, by uid."""
 
     claims: Mapping[str, NodePrepareResourceResponse] = _map(1, _PreparedEntry)
 
@@ -95,7 +95,7 @@ class _UnpreparedEntry(Message):
 
 @dataclass(frozen=True)
 class NodeUnprepareResourcesResponse(Message):
-    """What has become of each claim, by uid."""
+    """The result for each claim, by uid."""
 
     claims: Mapping[str, NodeUnprepareResourceResponse] = _map(1, _UnpreparedEntry)
 

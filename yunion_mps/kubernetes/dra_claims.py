@@ -1,7 +1,7 @@
-"""Prepares resource claims: each has a lease of its own, which its containers share until it is unprepared.
+"""Prepares resource claims: each gets a lease of its own, which its containers share until it is unprepared.
 
 The lease is named after the claim and does not expire. The kubelet unprepares a claim after the last pod that
-uses it; leases that it has forgotten, as after the loss of its state, are released by `reconcile`.
+uses it; `reconcile` releases the leases of claims that it has forgotten, as after the loss of its state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CLAIMS = Resource[ResourceClaim](f"/apis/{API_VERSION}", "resourceclaims")
 #: How long a request waits for a daemon that restarts, and for the kubelet's list of pods, in s.
 _RESTART_S = 10.0
 _KUBELET_S = 10.0
-#: For how long nothing may need a lease before `reconcile` releases it, in s.
+#: How long a lease has to be unneeded before `reconcile` releases it, in s.
 GONE_S = 120.0
 _MAX_NAME = 100
 _LEASE_NAME = re.compile(r"(?:claim|(?P<namespace>[^/@]+)/(?P<name>[^/@]+))@(?P<uid>[^/@]+)")
@@ -81,16 +81,16 @@ class ClaimLeases:
         self._pod_resources = paths.pod_resources
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
-        #: One lease is changed at a time, so that none is released while it is taken.
+        #: Only one lease is changed at a time, so that none is released while it is being taken.
         self._changing = asyncio.Lock()
-        #: Since when nothing needs a lease (monotonic), by its id.
+        #: Since when a lease has been unneeded (monotonic), by its id.
         self._gone_since_s: dict[str, float] = {}
 
     async def allocated(self, claim: ClaimName) -> Sequence[AllocatedDevice]:
         """The devices of this driver that are allocated to the claim; raises YunionError."""
         stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
         if stored["metadata"]["uid"] != claim.uid:
-            what = f"{claim.namespace}/{claim.name}: this claim has been replaced by another of its name"
+            what = f"{claim.namespace}/{claim.name}: replaced by another claim of the same name"
             raise NotFoundError(what, "delete the pod")
         results = stored.get("status", {}).get("allocation", {}).get("devices", {}).get("results", [])
         ours = [one for one in results if one["driver"] == DRIVER]
@@ -102,13 +102,13 @@ class ClaimLeases:
         return ours
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
-        """The claim's lease, the same one each time; raises YunionError."""
+        """Take the claim's lease, or return the one that it has; raises YunionError."""
         async with self._changing:
             for lease in await self._leases_of(claim.uid):
                 if _satisfies(lease, request):
                     return lease
                 if lease["state"] in (IN_USE, OVER_BUDGET):
-                    what = f"{claim.lease} has other devices now, but a process still uses its lease"
+                    what = f"{claim.lease} is now allocated other devices, but a process still uses its lease"
                     raise HostError(what, "see: yunion-mps who")
                 await self._call(END_LEASE, lease=lease["id"])
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
@@ -127,10 +127,10 @@ class ClaimLeases:
                 await self._end(lease)
 
     async def reconcile(self) -> None:
-        """Release the leases that no claim and no pod has needed for a while; raises YunionError, RpcError.
+        """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
 
         One is kept if a process uses its devices, if the kubelet lists a container with its claim, or if the
-        API server has the claim and it is reserved for a pod, or cannot say.
+        API server has the claim and it is reserved for a pod, or cannot be asked.
         """
         leases = [(lease, claim) for lease in await self._leases() if (claim := ClaimName.of(lease))]
         if not leases:
@@ -146,7 +146,7 @@ class ClaimLeases:
         for lease, claim in leases:
             if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
                 async with self._changing:
-                    log.warning("%s: released, because no pod has this claim", claim.lease)
+                    log.warning("%s: released, because no pod uses this claim", claim.lease)
                     await self._end(lease)
 
     async def _is_reserved(self, claim: ClaimName) -> bool:
@@ -182,7 +182,7 @@ class ClaimLeases:
     async def _end(self, lease: LeaseRecord) -> None:
         try:
             await self._call(END_LEASE, lease=lease["id"])
-        except NotFoundError:  # another process has released it
+        except NotFoundError:  # another process released it
             return
         log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))
 
@@ -192,7 +192,7 @@ class ClaimLeases:
 
 
 def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
-    """Whether it is the lease for this request; that is not decided by the daemon's text of the request."""
+    """Whether it is a lease of what is requested."""
     if request.devices:
         return set(lease["devices"]) == set(request.devices)
     memory_mib = sum(budget["memory_mib"] for budget in lease["budgets"])

@@ -1,4 +1,4 @@
-"""What the host offers as devices of ResourceSlices, and which lease an allocation of them asks for.
+"""What the host offers as devices of ResourceSlices, and which lease an allocation of them needs.
 
 All names, members and limits are those of the API group resource.k8s.io/v1 (k8s.io/api/resource/v1/types.go).
 Nothing here does I/O.
@@ -130,8 +130,8 @@ GpuAttributes = dict[str, dict[str, DeviceAttribute]]
 class OfferedDevice(NamedTuple):
     """A device that can be allocated: an address, or a GPU whose memory is leased in units.
 
-    `taint` is why no other pod should get it, a reason code or a state; empty if one should. `reason` says
-    it in words. `reserve_mib` is the part of a pool's allocation that its lease does not get.
+    `taint` is why no other pod should get it, as a reason code or a state; empty if one may. `reason` says so
+    in words. `reserve_mib` is the part of a pool's allocation that its lease does not get.
     """
 
     name: str
@@ -146,7 +146,7 @@ class OfferedDevice(NamedTuple):
 
 
 class HostFacts(NamedTuple):
-    """What the daemon says of the host; `gpus`, `domains` and `pcie_roots` are by GPU UUID."""
+    """What the daemon says about the host; `gpus`, `domains` and `pcie_roots` are by GPU UUID."""
 
     devices: Sequence[answers.Device]
     pools: Sequence[answers.Pool]
@@ -158,7 +158,7 @@ class HostFacts(NamedTuple):
 
 
 class ClaimRequest(NamedTuple):
-    """What a claim has to be leased: these devices, or this memory of one GPU."""
+    """What to lease for a claim: these devices, or this much memory of one GPU."""
 
     devices: tuple[str, ...] = ()
     gpu: str = ""
@@ -170,7 +170,7 @@ def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
     devices, pools = only_reserved(facts.devices, facts.pools)
     common: GpuAttributes = {}
     for gpu in (*devices, *pools):
-        if gpu["gpu_uuid"] not in common:  # they are shared by its devices: a host may have thousands
+        if gpu["gpu_uuid"] not in common:  # shared by its devices: a host may have thousands
             common[gpu["gpu_uuid"]] = _attributes(gpu["gpu_uuid"], gpu["model"], gpu["numa_node"], facts)
     return [*(_share(one, facts, common) for one in devices), *(_pool(one, common) for one in pools)]
 
@@ -195,7 +195,7 @@ def requested_by(
         return ClaimRequest(tuple(sorted({one.address for one in found})))
     if len(pools) > 1 or not all(one.is_pool for one in found):
         what = "a claim can have memory of one GPU only, or whole devices, but not both"
-        raise InfeasibleError(what, "write a claim for each, used by containers of their own")
+        raise InfeasibleError(what, "request each in a claim of its own, for a container of its own")
     mib = sum(_consumed_mib(result, one) for result, one in zip(results, found)) - found[0].reserve_mib
     return ClaimRequest((), found[0].address, max(1, mib))
 
@@ -337,7 +337,7 @@ def quantity(text: str) -> float:
     """The value of a quantity (k8s.io/apimachinery, pkg/api/resource); raises InfeasibleError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
     if not match:
-        raise InfeasibleError(f"{text[:_MAX_VALUE]!r} is not an amount", "see the claim's consumedCapacity")
+        raise InfeasibleError(f"{text[:_MAX_VALUE]!r} is not a quantity", "see the claim's consumedCapacity")
     number, exponent, suffix = match.groups()
     if suffix == "m":
         return float(number) / 1000

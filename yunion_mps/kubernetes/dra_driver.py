@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 #: How long the API server has for a claim, in s: the kubelet waits for 45 s.
 _CLAIM_S = 10.0
-#: How often the kubelet is told the health again, which it forgets after 30 s, in s.
+#: How often the health is sent to the kubelet again, which forgets it after 30 s, in s.
 _HEALTH_S = 10.0
 _RECONCILE_S = 60.0
 _POLL_S = 1.0
@@ -88,7 +88,7 @@ class DraDriver:
             log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
             if isinstance(error, (ApiServerError, UnreachableError)):
                 self._counts.errors[API_SERVER if isinstance(error, ApiServerError) else DAEMON] += 1
-            return NodePrepareResourceResponse(error=_text(error))
+            return NodePrepareResourceResponse(error=_error_text(error))
         finally:
             self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
         log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
@@ -106,7 +106,7 @@ class DraDriver:
         try:
             await self._claims.release(reference.uid)
         except YunionError as error:
-            return NodeUnprepareResourceResponse(_text(error))
+            return NodeUnprepareResourceResponse(_error_text(error))
         return NodeUnprepareResourceResponse()
 
     async def _watch_health(self, _: bytes) -> AsyncIterator[bytes]:
@@ -128,7 +128,7 @@ class DraDriver:
 
 
 class DraService:
-    """Serves the driver's sockets, publishes the devices and releases leases that are left over."""
+    """Serves the driver's sockets, publishes the devices and releases leftover leases."""
 
     def __init__(
         self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier, counts: Counts
@@ -172,7 +172,7 @@ class DraService:
                 while self._sockets() == sockets:
                     self._notifier.status(f"{DRIVER}: {self._host.status}; {self._slices.status}")
                     await asyncio.sleep(_POLL_S)
-                log.warning("%s: a socket was removed, and is created again", DRIVER)
+                log.warning("%s: a socket was removed; creating it again", DRIVER)
             except OSError as error:
                 failure = f"{error.filename or self._endpoint}: {error.strerror or error}"
                 if failure != self._failure:
@@ -198,7 +198,7 @@ class DraService:
             try:
                 await self._claims.reconcile()
             except (YunionError, grpc.RpcError, DecodeError) as error:
-                log.debug("leases are not compared with the claims now: %s", error)
+                log.debug("cannot compare leases with claims now: %s", error)
             await backoff.wait()
 
     async def _get_info(self, _: Empty) -> dra_api.PluginInfo:
@@ -207,9 +207,9 @@ class DraService:
     async def _notify(self, status: dra_api.RegistrationStatus) -> Empty:
         self._counts.registrations[DRIVER, DONE if status.plugin_registered else REFUSED] += 1
         if status.plugin_registered:
-            log.info("the kubelet has registered %s", DRIVER)
+            log.info("the kubelet registered %s", DRIVER)
         else:
-            log.warning("the kubelet does not register %s: %s", DRIVER, status.error)
+            log.warning("the kubelet refused to register %s: %s", DRIVER, status.error)
         return Empty()
 
 
@@ -229,7 +229,7 @@ def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDev
     )
 
 
-def _text(error: YunionError) -> str:
+def _error_text(error: YunionError) -> str:
     return f"{error.message}{f' ({error.hint})' if error.hint else ''} [{error.code}]"
 
 

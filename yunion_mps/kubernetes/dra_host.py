@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: How long each request for a change waits, in s.
 _CHANGE_WAIT_S = 60
 _RETRY_S = 0.2
-#: The daemon may be unreachable for this long, as during an upgrade, before its devices have taints, in s.
+#: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
 OUTAGE_S = 5.0
 #: The root of a PCI hierarchy in sysfs' path of a device.
 _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
@@ -68,7 +68,7 @@ class DraHost:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def known(self) -> dict[str, OfferedDevice]:
-        """The devices by name, as soon as the daemon has answered once."""
+        """The devices by name, once the daemon has answered."""
         while self.offered is None:
             await self.changed.wait()
         return {one.name: one for one in self.offered}
@@ -101,7 +101,7 @@ class DraHost:
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, ours)
 
     def _pcie_root(self, address: str) -> str:
-        """As /sys/devices/pci0000:00/… has it; empty if that cannot be seen from here."""
+        """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""
         path = os.path.realpath(os.path.join(self._paths.pci_devices, address.lower()))
         found = _PCIE_ROOT.search(path)
         return found[1] if found else ""

@@ -27,12 +27,12 @@ from yunion_mps.kubernetes.dra_devices import (
 log = logging.getLogger(__name__)
 
 
-#: A slice may have 128 devices, but 64 if any of them has a taint, which each may get.
+#: A slice may have 128 devices, but only 64 if any has a taint, and any device may get one.
 MAX_DEVICES = 64
 #: The least time between writes, unless a device's health has changed, in s.
 INTERVAL_S = 5.0
-#: Taints that say what others do with a device, not how it is.
-_USES = ("leased", "no_memory", "pending", "reserved")
+#: Taints that say how a device is used, not whether it is healthy.
+_USE_TAINTS = ("leased", "no_memory", "pending", "reserved")
 _TAINT_PREFIX = f"{DRIVER}/"
 _MAX_NAME = 253
 _HASH_LENGTH = 8
@@ -164,7 +164,7 @@ class SlicePublisher:
         self._sleep = sleep
         self._offered: Sequence[OfferedDevice] | None = None
         self._existing: dict[str, ResourceSlice] | None = None
-        #: How often other states have arrived: an answer to a write that overlaps may be older than those.
+        #: The number of states that the watch has delivered: the answer to an overlapping write may be older.
         self._seen = 0
         #: The devices as they were sent, by resource version: a cluster drops what it does not support.
         self._sent: dict[str, list[SliceDevice]] = {}
@@ -235,7 +235,7 @@ class SlicePublisher:
             return
         if self._owner is None:
             await self._find_owner()
-        await self._read()  # the watch may not have told yet what was written last
+        await self._read()  # the watch may not have delivered the last write yet
         writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         seen = self._seen
         for one in writes.stored:
@@ -255,7 +255,7 @@ class SlicePublisher:
             stored = await (self._server.create(SLICES, one) if is_new else self._server.replace(SLICES, one))
         except ApiServerError as error:
             if error.status in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
-                await self._read()  # another writer, or a kubelet that has removed the slices
+                await self._read()  # another writer, or a kubelet that removed the slices
             raise
         self._existing[name] = stored
         sent = one["spec"]["devices"]
@@ -267,7 +267,9 @@ class SlicePublisher:
         self._sent[stored["metadata"]["resourceVersion"]] = sent
         kept = stored["spec"].get("devices", ())
         if any("taints" in device for device in sent) and not any("taints" in device for device in kept):
-            log.warning("the cluster drops taints: devices that cannot serve are left out of the slices")
+            log.warning(
+                "the cluster drops device taints: devices that cannot serve are left out of the slices"
+            )
             self._with_taints = False
             self._changed.set()
             self._urgent.set()
@@ -296,7 +298,7 @@ class SlicePublisher:
         except ApiServerError as error:
             if error.status not in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
                 raise
-            log.warning("the slices are not deleted with the node: %s", error.message)
+            log.warning("the slices will not be deleted with the node: %s", error.message)
             return
         self._owner = {
             "apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node["metadata"]["uid"],
@@ -317,4 +319,4 @@ class SlicePublisher:
 
 def _health(offered: Iterable[OfferedDevice]) -> dict[str, str]:
     """The taints of devices that cannot serve, by name."""
-    return {one.name: one.taint for one in offered if one.taint and one.taint not in _USES}
+    return {one.name: one.taint for one in offered if one.taint and one.taint not in _USE_TAINTS}

@@ -1,7 +1,7 @@
-"""Labels of the node without an API server: a feature file that Node Feature Discovery reads.
+"""Node labels without the API server: a feature file that Node Feature Discovery reads.
 
 The format is `NAME=VALUE` on each line (kubernetes-sigs.github.io/node-feature-discovery, local features).
-The names of nvidia.com are those of NVIDIA's GPU Feature Discovery: what selects its nodes also selects ours.
+The names of nvidia.com are those of NVIDIA's GPU Feature Discovery, so its node selectors also match ours.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class FeatureFile:
     def _write(self, labels: dict[str, str], written: dict[str, str]) -> None:
         if labels and labels != written:
             text = "".join(f"{name}={value}\n" for name, value in labels.items())
-            write_atomically(self._path, text, hidden=True)  # it reads all files of the directory
-            log.info("%s: %s labels of the node", self._path, len(labels))
+            write_atomically(
+                self._path, text, hidden=True
+            )  # NFD reads every file in the directory that is not hidden
+            log.info("%s: wrote %s node labels", self._path, len(labels))
         elif not labels:
             self._remove()
 

@@ -1,6 +1,6 @@
 """The leases of the kubelet's containers: taken before a container starts, released if it never does.
 
-The kubelet allocates devices to containers; a lease makes that known to the daemon. It is taken under a name
+The kubelet allocates devices to containers; a lease tells the daemon. It is taken under a name
 made of the kubelet's ids, the container's hook binds it (containers/hook), and it ends with the container.
 """
 
@@ -35,7 +35,7 @@ _KUBELET_S = 10.0
 _START_S = 120.0
 
 
-#: What CUDA needs of the driver beside the GPUs.
+#: The driver's device nodes that CUDA needs in addition to the GPUs'.
 _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 
 
@@ -46,15 +46,15 @@ class ContainerLeases:
         self._daemon = daemon
         self._paths = paths
         self._resources = resources
-        #: Whether a container may be awaited; so that idle hosts are not asked.
+        #: Whether a lease may be waiting for its container; otherwise, the kubelet is not asked.
         self._awaits_containers = True
         #: When the start of a container was last permitted (monotonic), by the name of its lease.
         self._permitted_s: dict[str, float] = {}
-        #: The kubelet's ids of the leases that were taken since our start, by name.
+        #: The kubelet's device ids of the leases taken since the plugin started, by lease name.
         self._ids: dict[str, frozenset[str]] = {}
 
     async def ours(self) -> Sequence[LeaseRecord]:
-        """All leases that the kubelet's containers have, or are awaited with; raises YunionError."""
+        """All leases of the kubelet's containers, started or not; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
         found = [
             lease
@@ -87,11 +87,11 @@ class ContainerLeases:
         return lease
 
     def permit(self, ids: Sequence[str]) -> None:
-        """Keep the lease for a while, because the container starts now."""
+        """Keep the lease for a while, because the container is about to start."""
         self._permitted_s[lease_name(ids)] = time.monotonic()
 
     async def reconcile(self) -> None:
-        """Release the leases of containers that have not started and, as the kubelet says, never will.
+        """Release the leases of containers that have not started and, according to the kubelet, never will.
 
         Raises YunionError, RpcError and DecodeError.
         """
@@ -135,7 +135,7 @@ def _ids_of(container: kubelet_api.ContainerResources, resource: str) -> list[st
 
 
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:
-    """As the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
+    """Like the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
     holder = {"kind": "container", "name": lease_name(ids)}
     which = {**resource.lease_source(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
     return {**which, "cdi": True, "holder": holder}

@@ -1,4 +1,4 @@
-"""The plugin's metrics: what is counted, each declared once, and the local address where they are served."""
+"""The plugin's metrics: each is declared once, and served at a local address."""
 
 from __future__ import annotations
 

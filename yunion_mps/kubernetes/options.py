@@ -83,7 +83,7 @@ def _resource(key: str, node: Node) -> str:
     value = value_of(node)
     match = isinstance(value, str) and re.fullmatch(f"(?P<domain>{_DOMAIN})/(?P<name>{_NAME})", value)
     if not match or "kubernetes.io" in match["domain"] or len(match["name"] + _SHARED) > _MAX_NAME:
-        hint = "write a domain of yours and a name, for example yunion.io/mps"
+        hint = "write a domain and a name, for example yunion.io/mps"
         raise InvalidValueError(key, node, "not the name of an extended resource", hint)
     return match[0]
 
@@ -149,7 +149,7 @@ KEYS = {
         None,
         "A unit of memoryResource; if not set, the largest memory_unit of the GPUs.",
     ),
-    "dra": Key(boolean, default=False, help="Whether to offer the devices by DRA instead, to claims."),
+    "dra": Key(boolean, default=False, help="Whether to offer the devices to resource claims (DRA) instead."),
     "kubeconfig": Key(absolute_path, None, "The file with the address and credentials of the API server."),
     "nodeName": Key(_node_name, None, "The node's name, if it is not the host's."),
     "metricsAddress": Key(
@@ -162,7 +162,7 @@ KEYS = {
     "onlyWithNodeLabel": Key(_label, None, "A label without which the node offers nothing."),
     "configs": Key(_mapping, None, "Several configurations by name, of which one is chosen for the node."),
 }
-#: Those of a configuration in `configs`: it has its own values of all keys that do not choose one.
+#: The keys of a configuration in `configs`: all except those that choose one.
 _MODELS = "models"
 _CHOOSING = ("kubeconfig", "nodeName", "onlyWithNodeLabel", "configs")
 _NAMED_KEYS = {

@@ -1,7 +1,7 @@
-"""Ends of pods: the MPS clients of a pod that is being deleted are terminated before the kubelet kills them.
+"""Deleted pods: their MPS clients are terminated before the kubelet kills them.
 
 A client that gets SIGKILL while it uses the GPU may take its MPS server and all of that server's clients with
-it; one that the server has disconnected does not. The API server knows when the kubelet will do that: a pod's
+it; one that the server has disconnected cannot. The API server knows when the kubelet will do that: a pod's
 `deletionTimestamp` is the end of its grace period (kubernetes.io/docs/reference/kubernetes-api, ObjectMeta).
 """
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 _MARGIN_S = 3.0
 #: Kubernetes' own default.
 _GRACE_S = 30
-#: How often and how long after the end of the grace period it is tried again, in s.
+#: How often, and until how long after the end of the grace period, a termination is retried, in s.
 _RETRY_S, _LATE_S = 0.5, 60.0
-#: A pod of a file on the node: it goes on when its object is deleted.
+#: A static pod's mirror: the pod continues when this object is deleted.
 _MIRROR = "kubernetes.io/config.mirror"
 _ENDED = ("Succeeded", "Failed")
 
@@ -71,7 +71,7 @@ class PodEnd(NamedTuple):
 
 
 class Deletions:
-    """When the clients of which pods have to be terminated."""
+    """The pods that are being deleted, and when to terminate the clients of each."""
 
     def __init__(self) -> None:
         #: The pods that are not being deleted: their names and containers.
@@ -124,7 +124,7 @@ class Deletions:
 
 
 class PodEnds:
-    """Follows the pods of the node. While the API server is away, known deletions are still served."""
+    """Watches the node's pods. While the API server is unreachable, known deletions are still handled."""
 
     def __init__(self, server: ApiServer, node: str, daemon: AsyncDaemonClient, counts: Counts) -> None:
         self._server = server
@@ -151,7 +151,7 @@ class PodEnds:
         fields = f"spec.nodeName={self._node}"
         async for pods in self._server.follow(PODS, fields=fields, on_failure=self._report):
             if self._failure:
-                log.info("the pods of node %s are followed again", self._node)
+                log.info("watching the pods of node %s again", self._node)
                 self._failure = ""
             self._deletions.update(pods, time.monotonic(), time.time())
             self._changed.set()
@@ -184,7 +184,7 @@ class PodEnds:
         self._changed.clear()
 
     async def _terminate(self, end: PodEnd) -> None:
-        """Terminate the clients; if the daemon is away, try again until the kubelet has killed them."""
+        """Terminate the clients; while the daemon is unreachable, retry until the kubelet has killed them."""
         while True:
             try:
                 clients = (await self._daemon.call(GET_CLIENTS))["clients"]
@@ -204,7 +204,7 @@ class PodEnds:
             what = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"
             log.info("pod %s: %s", end.name, what)
         except NotFoundError:
-            pass  # it has ended by itself
+            pass  # it has exited
         except YunionError as error:
             log.warning("pod %s: PID %d was not terminated: %s", end.name, client["pid"], error)
 
@@ -212,7 +212,7 @@ class PodEnds:
         """Count a failure, and log it once."""
         self._counts.errors[API_SERVER] += 1
         if error.message != self._failure:
-            what = "the ends of pods are not awaited, so a pod that is killed may end other pods' GPU work"
+            what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
             log.warning("%s: %s; trying again", what, error.message)
         self._failure = error.message
 

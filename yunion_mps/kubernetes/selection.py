@@ -1,4 +1,4 @@
-"""Which configuration the node has: chosen by the command line, its label, its GPUs, or the name `default`.
+"""Which configuration the node gets: by the command line, its label, its GPUs, or the name `default`.
 
 The label has the name that NVIDIA's device plugin uses. The node's labels come from a file, which something
 else keeps current, or from the API server.
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 CONFIG_LABEL = "nvidia.com/device-plugin.config"
 _DEFAULT = "default"
 _POLL_S = 1.0
-#: How often the models are asked for while they are not known.
+#: How often the daemon is asked for the GPU models until it knows them, in s.
 _RETRY_S = 1.0
 
 
@@ -58,10 +58,10 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
     for one in options.configs:
         found = [model for model in sorted(models) if any(fnmatchcase(model, each) for each in one.models)]
         if found:
-            return Choice(one.options, f"configuration {one.name}, because a GPU is a {found[0]}")
+            return Choice(one.options, f"configuration {one.name}, because of GPU model {found[0]}")
     if _DEFAULT in configs:
         return Choice(configs[_DEFAULT].options, f"configuration {_DEFAULT}")
-    return Choice(options, "no configuration of configs, because none matches the node")
+    return Choice(options, "no configuration in configs matches the node")
 
 
 def parse_labels(text: str) -> dict[str, str]:
@@ -81,7 +81,7 @@ class Selector:
         labels_file: str,
         api: tuple[ApiServer, str] | None,
     ) -> None:
-        """`api` is the API server and the node's name, None if it cannot be asked."""
+        """`api` is the API server and the node's name, None without access to it."""
         self._options = options
         self._name = name
         self._daemon = daemon
@@ -93,7 +93,7 @@ class Selector:
         self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
         self._models: Collection[str] | None = None if self._follows_models else ()
         self.choice: Choice | None = None
-        #: What is waited for while there is no choice.
+        #: What it is waiting for while there is no choice.
         self.waiting = ""
         #: Set when the choice changes, and then replaced.
         self.changed = asyncio.Event()
@@ -116,7 +116,7 @@ class Selector:
             def report(error: ApiServerError) -> None:
                 nonlocal failure
                 if failure != error.message:
-                    log.warning("the labels of the node are not known now: %s", error.message)
+                    log.warning("cannot read the labels of the node: %s", error.message)
                 failure = error.message
 
             async for found in server.follow(nodes, fields=f"metadata.name={node}", on_failure=report):

@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 PROGRAM = "yunion-mps-kubelet-plugin"
 #: The node's name, which a DaemonSet sets from `spec.nodeName`.
 NODE_VARIABLE = "NODE_NAME"
-#: Where the API server is found, unless a file in the options says it.
+#: One of these says where the API server is, unless the option `kubeconfig` does.
 _CLUSTER_VARIABLES = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
 _HELP = """\
-Offer the MPS devices of this host to Kubernetes, as a device plugin of the kubelet.
+Offer the MPS devices of this host to Kubernetes, as a device plugin or a DRA driver.
 
 The plugin runs in the foreground, and is normally started by systemd:
 systemctl enable --now yunion-mps-kubelet-plugin
@@ -52,7 +52,7 @@ Exit status:
   0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
 """
 _KUBELET = "kubelet.sock"
-#: How often the sockets are looked at, and leases are compared with the kubelet's pods, in s.
+#: How often the sockets are checked, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
 _RECONCILE_S = 10.0
 #: How long the kubelet has to answer a registration, in s.
@@ -83,12 +83,12 @@ class KubeletService:
             except grpc.RpcError as error:
                 self._counts.registrations[self.resource.name, REFUSED] += 1
                 self._counts.errors[KUBELET] += 1
-                await self._report(f"the kubelet does not register {self.resource.name}: {error.message}")
+                await self._report(f"cannot register {self.resource.name} with the kubelet: {error.message}")
             finally:
                 await self._server.close()
 
     async def follow_once_offered(self) -> None:
-        """Like `follow`, but begin when there is anything to offer, so that other nodes do not show it."""
+        """Like `follow`, once there is anything to offer, so that other nodes do not show the resource."""
         while not self.resource.offers:
             await self.resource.changed.wait()
         await self.follow()
@@ -103,12 +103,12 @@ class KubeletService:
         self.failure = ""
         self._counts.registrations[name, DONE] += 1
         self._registered.set()
-        while self._sockets() == sockets:  # noqa: ASYNC110 - nothing tells of the kubelet's start
+        while self._sockets() == sockets:  # noqa: ASYNC110 - nothing announces the kubelet's start
             await asyncio.sleep(_POLL_S)
         log.info("the kubelet has restarted")
 
     def _sockets(self) -> list[tuple[int, int, int] | None]:
-        """What tells our socket and the kubelet's from later ones of the same names."""
+        """What distinguishes our socket and the kubelet's from later ones of the same names."""
         found: list[tuple[int, int, int] | None] = []
         for path in (self._endpoint, self._kubelet):
             with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ async def _reconcile(leases: ContainerLeases, registered: asyncio.Event, counts:
             await leases.reconcile()
         except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
             counts.errors[DAEMON if isinstance(error, YunionError) else KUBELET] += 1
-            log.warning("leases are not compared with the kubelet's pods now: %s", error)
+            log.warning("cannot compare leases with the kubelet's pods now: %s", error)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(registered.wait(), _RECONCILE_S)
 
@@ -216,7 +216,7 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         loop.add_signal_handler(number, stop.set)
     api = _api_server(options, paths)
     if options.only_with_node_label and not labels_file and api is None:
-        what = "onlyWithNodeLabel is set, but there is no way to the node's labels"
+        what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
         hint = "set kubeconfig, or start the plugin with --node-labels FILE"
         raise ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
     selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
@@ -261,7 +261,7 @@ async def _run_until(
 
 
 def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
-    """The API server and the node's name, None if there is no way to it."""
+    """The API server and the node's name, None without access to it."""
     if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
         return None
     from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
@@ -273,7 +273,7 @@ def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] |
 async def _follow_cluster(
     selector: Selector, api: tuple[ApiServer, str] | None, paths: Paths, counts: Counts
 ) -> None:
-    """Follow what the configuration depends on, and the ends of pods, without end."""
+    """Follow what the configuration depends on, and the deletion of pods, without end."""
     work: list[Coroutine[object, object, object]] = [selector.run()]
     if api:
         from yunion_mps.kubernetes.pod_ends import PodEnds

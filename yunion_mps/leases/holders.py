@@ -1,4 +1,4 @@
-"""The holders of leases: each is watched until it ends, and named in answers, logs and events.
+"""The holders of leases: each is watched until it ends, and described in answers, logs and events.
 
 A lease taken by name expires one TTL after its last renewal, across restarts of the daemon. Times are
 monotonic: that clock cannot be set, and stops while the host is suspended and no holder can renew.

@@ -1,4 +1,4 @@
-"""The health of a serving domain: the control daemon answers, with our limits, and its logs stay small."""
+"""The health of a serving domain: its control daemon answers, its limits are ours, its logs stay small."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LimitsChangedError(ControlError):
 
 
 class HealthMonitor(ControlTask):
-    """Checks, while it serves, that it answers, that its limits are still ours, and the size of its log."""
+    """Checks that a control daemon answers and still has our limits, and bounds its logs."""
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)

@@ -1,4 +1,4 @@
-"""The facts about the host and the daemon at one moment, of which the metrics are made."""
+"""The facts about the host and the daemon at one moment, from which the metrics are made."""
 
 from __future__ import annotations
 
