@@ -107,7 +107,7 @@ def test_selected_objects_are_followed(cluster: Cluster, follower: Follower) -> 
     assert follower.next() == ["b"]
 
 
-def test_a_follower_lists_again_when_changes_are_forgotten(cluster: Cluster, follower: Follower) -> None:
+def test_a_follower_lists_again_when_its_version_has_expired(cluster: Cluster, follower: Follower) -> None:
     cluster.add(COLLECTION, pod("a"))
     assert follower.next() == ["a"]
     cluster.add(COLLECTION, pod("b"))
@@ -119,7 +119,7 @@ def test_a_follower_lists_again_when_changes_are_forgotten(cluster: Cluster, fol
     assert follower.failures == []
 
 
-def test_a_follower_survives_an_api_server_that_is_away(cluster: Cluster, follower: Follower) -> None:
+def test_a_follower_survives_an_unreachable_api_server(cluster: Cluster, follower: Follower) -> None:
     cluster.add(COLLECTION, pod("a"))
     assert follower.next() == ["a"]
     cluster.stop()
@@ -130,7 +130,7 @@ def test_a_follower_survives_an_api_server_that_is_away(cluster: Cluster, follow
     assert set(follower.failures) == {0}
 
 
-def test_a_silent_api_server_is_given_up_at_the_deadline(
+def test_a_request_to_a_silent_api_server_ends_at_the_deadline(
     cluster: Cluster, loop: Loop, tmp_path: Path
 ) -> None:
     cluster.is_silent = True
@@ -139,7 +139,7 @@ def test_a_silent_api_server_is_given_up_at_the_deadline(
         loop.run(ApiServer(credentials, timeout_s=0.1).get(PODS, "a", "default"))
 
 
-def test_what_no_api_server_answers_is_an_error(loop: Loop, tmp_path: Path) -> None:
+def test_an_answer_that_no_api_server_gives_is_an_error(loop: Loop, tmp_path: Path) -> None:
     answers = [b"", b"rubbish\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n{"]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -183,10 +183,10 @@ users: [{{name: u, user: {{{user}}}}}]
         (KUBECONFIG.format(server="http://a", user="exec: {}"), "exec is not supported"),
         (KUBECONFIG.format(server="http://a", user="tokenFile: missing"), "missing cannot be read"),
         (KUBECONFIG.format(server="https://a", user="client-certificate-data: '*'"), "is not base64"),
-        (KUBECONFIG.format(server="https://a", user="client-certificate-data: YQ=="), "is unusable"),
+        (KUBECONFIG.format(server="https://a", user="client-certificate-data: YQ=="), "is invalid"),
     ],
 )
-def test_an_unusable_kubeconfig_is_explained(tmp_path: Path, text: str, reason: str) -> None:
+def test_an_invalid_kubeconfig_is_explained(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     with pytest.raises(ApiServerError, match=reason):
@@ -203,7 +203,7 @@ def test_a_token_is_read_again_for_each_request(tmp_path: Path) -> None:
         assert (access.token, access.server_name) == (text, "api.example")
 
 
-def test_credentials_are_a_named_file_s_or_the_pod_s(tmp_path: Path) -> None:
+def test_credentials_come_from_a_kubeconfig_or_the_service_account(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     assert isinstance(find_credentials("/a", paths, pod), Kubeconfig)
@@ -217,7 +217,7 @@ def test_credentials_are_a_named_file_s_or_the_pod_s(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
-def test_a_service_account_is_trusted_by_its_authority_only(loop: Loop, tmp_path: Path) -> None:
+def test_only_the_service_account_s_authority_is_trusted(loop: Loop, tmp_path: Path) -> None:
     """A pod's token is sent to the API server that its certificate authority vouches for, over TLS."""
     directory = tmp_path / "var/run/secrets/kubernetes.io/serviceaccount"
     directory.mkdir(parents=True)

@@ -46,7 +46,7 @@ def start_another(kubelet: Kubelet, containerd: Containerd) -> Container:
     return containerd.run(kubelet.run_pod(f"another-{len(kubelet.pods)}", 1))
 
 
-def test_a_kubelet_that_restarts_finds_its_containers_as_they_were(
+def test_a_kubelet_restart_changes_no_container(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -119,7 +119,7 @@ def test_a_plugin_that_is_killed_within_a_call_leases_nothing_twice(
     assert_leased_to(ready_daemon, containerd.run(pod))
 
 
-def test_a_killed_daemon_costs_containers_nothing(
+def test_killing_the_daemon_does_not_affect_containers(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -136,7 +136,7 @@ def test_a_killed_daemon_costs_containers_nothing(
     assert_leased_to(ready_daemon, container, second, start_another(kubelet, containerd))
 
 
-def test_a_daemon_that_reexecutes_costs_containers_nothing(
+def test_reexecuting_the_daemon_does_not_affect_containers(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -168,7 +168,7 @@ def test_no_container_starts_while_the_daemon_is_stopped(
     assert_leased_to(ready_daemon, container, containerd.run(pod))
 
 
-def test_a_control_daemon_that_is_killed_costs_no_container(
+def test_killing_the_control_daemon_ends_no_container(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -184,7 +184,7 @@ def _is_recovered(daemon: Daemon) -> bool:
     return bool(domain["state"] == "ready" and domain["restarts"] == 1)
 
 
-def test_a_lost_gpu_costs_no_container_and_no_new_one_starts(
+def test_a_lost_gpu_ends_no_container_and_refuses_new_ones(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -206,7 +206,7 @@ def test_a_lost_gpu_costs_no_container_and_no_new_one_starts(
     assert_leased_to(ready_daemon, container, containerd.run(pod), containerd.run(starting))
 
 
-def test_a_containerd_that_is_killed_costs_no_container(
+def test_killing_containerd_ends_no_container(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -254,7 +254,7 @@ def test_of_containers_that_race_for_a_device_one_starts(
     assert_leased_to(ready_daemon, *others, *started)
 
 
-def test_pods_that_are_deleted_while_the_plugin_is_down_leave_nothing(
+def test_pods_deleted_while_the_plugin_is_down_leave_no_lease(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     kubelet.wait_healthy(4)
@@ -277,7 +277,7 @@ def test_pods_that_are_deleted_while_the_plugin_is_down_leave_nothing(
     assert kubelet.preferred(3) == tuple(sorted(set(ADDRESSES) - {*kubelet.pods["stays"].devices}))
 
 
-def test_removed_sockets_come_back_and_cost_no_container(
+def test_removed_sockets_are_created_again_and_end_no_container(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     ready_daemon.kill()

@@ -110,7 +110,7 @@ def test_claims_are_prepared_and_refused_one_by_one(
     assert [lease["name"] for lease in leases_of(ready_daemon)] == ["job"]
 
 
-def test_a_claim_that_is_not_what_the_kubelet_means_is_refused(
+def test_a_claim_that_cannot_be_prepared_is_refused(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
@@ -123,7 +123,7 @@ def test_a_claim_that_is_not_what_the_kubelet_means_is_refused(
     assert leases_of(ready_daemon) == []
 
 
-def test_what_others_lease_and_lost_gpus_get_a_taint(
+def test_lost_gpus_and_devices_that_others_lease_get_a_taint(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
 ) -> None:
     take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[3]}")

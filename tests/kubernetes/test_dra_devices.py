@@ -46,7 +46,7 @@ def test_a_share_has_its_attributes_and_budget() -> None:
     }
 
 
-def test_a_pool_is_one_device_whose_memory_is_consumed_by_the_unit() -> None:
+def test_a_pool_is_one_device_whose_memory_is_consumed_in_units() -> None:
     (one,) = offered_devices(facts(pools=[pool(6)]))
     assert one.device["allowMultipleAllocations"]
     assert "numaNode" not in one.device["attributes"], "the host has no NUMA nodes"
@@ -75,7 +75,9 @@ def test_a_reserve_beside_each_lease_is_part_of_what_is_consumed() -> None:
         ({"state": "unavailable", "reason_code": "gpu_lost"}, "gpu_lost", False),
     ],
 )
-def test_what_no_pod_should_get_has_a_taint(changed: dict[str, str], taint: str, is_healthy: bool) -> None:
+def test_a_device_that_no_pod_should_get_has_a_taint(
+    changed: dict[str, str], taint: str, is_healthy: bool
+) -> None:
     (one,) = offered_devices(facts([share(6, 0, **changed)], our_leases={"ours"}))
     assert (one.taint, one.is_healthy) == (taint, is_healthy)
     assert bool(one.reason) == bool(taint)
@@ -142,7 +144,7 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
         ([result("08-00-0", "lots")], "is not a quantity"),
     ],
 )
-def test_what_cannot_be_one_lease_is_refused(results: list[AllocatedDevice], reason: str) -> None:
+def test_a_claim_that_cannot_be_one_lease_is_refused(results: list[AllocatedDevice], reason: str) -> None:
     with pytest.raises(InfeasibleError, match=reason):
         requested_by(results, OFFERED, "node")
 
@@ -160,12 +162,12 @@ def test_quantities_are_written_as_the_api_server_stores_them() -> None:
         ("128974848", 128974848), ("1500m", 1.5), ("2E", 2e18), ("1Ei", 1 << 60), (".5Ki", 512),
     ],
 )  # fmt: skip
-def test_quantities_are_read_in_every_form(text: str, value: float) -> None:
+def test_every_form_of_quantity_is_parsed(text: str, value: float) -> None:
     assert quantity(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1Xi", "-1", "1 Gi", "one", "1e100"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
+def test_what_is_not_a_quantity_is_refused(text: str) -> None:
     with pytest.raises(InfeasibleError):
         quantity(text)
 
@@ -180,7 +182,7 @@ def test_architectures_are_known_by_the_compute_capability(capability: str | Non
     assert architecture_of(capability) == name
 
 
-def test_versions_and_addresses_have_kubernetes_form() -> None:
+def test_versions_and_addresses_are_in_kubernetes_form() -> None:
     assert [version_of(text) for text in ("535.104.05", "8.6", "570", "")] == [
         "535.104.5",
         "8.6.0",

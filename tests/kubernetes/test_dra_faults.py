@@ -107,7 +107,7 @@ def test_memory_of_a_pool_is_leased_by_the_amount(daemon: Daemon, cluster: Clust
         assert kubelet.prepared(claims[2])
 
 
-def test_a_driver_that_is_killed_between_the_steps_loses_nothing(
+def test_a_driver_killed_between_steps_loses_nothing(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
@@ -252,7 +252,7 @@ def test_prepared_claims_and_errors_are_counted(
     assert values["errors_total", "api_server"] >= 1
 
 
-def test_dra_without_a_way_to_the_api_server_is_refused(ready_daemon: Daemon) -> None:
+def test_dra_without_credentials_for_the_api_server_is_refused(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     (host.root / "etc/yunion/kubelet-plugin.yml").write_text("dra: true\n")
     done = host.run(["yunion-mps-kubelet-plugin"])

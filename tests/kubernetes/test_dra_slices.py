@@ -60,14 +60,14 @@ def test_a_slice_has_whole_gpus_and_at_most_64_devices(gpus: int, each: int, siz
     assert [len(one) for one in slices_of(offered)] == sizes
 
 
-def test_every_slice_keeps_to_the_api_s_rules() -> None:
+def test_every_slice_obeys_the_api_s_rules() -> None:
     pools = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300), pool(7)]))
     for offered in (shares(64, 48, **LOST), pools):
         writes = plan_writes({}, slices_of(offered), NODE, None)
         assert [wrong_with(cast("dict[str, Any]", one)) for one in writes.stored] == [""] * len(writes.stored)
 
 
-def test_slices_that_are_as_they_should_be_are_not_written() -> None:
+def test_slices_that_are_up_to_date_are_not_written() -> None:
     offered = shares(20, 8, **LOST)
     assert plan_writes(stored(offered), slices_of(offered), NODE, None) == ([], [])
 
@@ -90,7 +90,7 @@ def test_a_change_of_several_slices_is_a_new_generation_of_all() -> None:
         assert len(writes.deleted) == deleted
 
 
-def test_half_of_a_generation_is_completed_by_the_next() -> None:
+def test_a_half_written_generation_is_replaced_by_the_next() -> None:
     offered = shares(20, 8)
     existing = stored(offered, generation=5)
     existing[slice_name(NODE, 1)]["spec"]["pool"]["generation"] = 6
@@ -207,7 +207,7 @@ def test_slices_that_are_deleted_or_changed_by_others_are_restored(cluster: Clus
     node.eventually(lambda: node.devices() == 8, "its devices again")
 
 
-def test_what_the_api_server_refuses_is_tried_again(cluster: Cluster, node: Node) -> None:
+def test_a_write_that_the_api_server_refuses_is_retried(cluster: Cluster, node: Node) -> None:
     cluster.refusals = {"POST": [500, 403, 429], "PUT": [409, 404, 500]}
     node.offer(shares(2, 4))
     eventually(lambda: node.devices() == 8, "the slices")
@@ -216,7 +216,7 @@ def test_what_the_api_server_refuses_is_tried_again(cluster: Cluster, node: Node
     assert cluster.refusals == {"POST": [], "PUT": []}
 
 
-def test_an_outage_of_the_api_server_delays_the_slices_only(cluster: Cluster, node: Node) -> None:
+def test_an_outage_of_the_api_server_delays_only_the_slices(cluster: Cluster, node: Node) -> None:
     node.offer(shares(2, 4))
     eventually(lambda: node.devices() == 8, "the slices")
     cluster.stop()
@@ -225,7 +225,7 @@ def test_an_outage_of_the_api_server_delays_the_slices_only(cluster: Cluster, no
     eventually(lambda: node.taints() == 1, "the taint")
 
 
-def test_without_support_for_taints_devices_are_left_out_once(cluster: Cluster, node: Node) -> None:
+def test_without_taints_unusable_devices_are_left_out_once(cluster: Cluster, node: Node) -> None:
     """The API server drops members of features that are not enabled."""
     cluster.dropped = {"taints"}
     node.offer(shares(2, 4, **LOST))
@@ -237,7 +237,7 @@ def test_without_support_for_taints_devices_are_left_out_once(cluster: Cluster, 
     assert cluster.requests["PUT"] == writes + 1, "what was dropped is not sent again"
 
 
-def test_a_node_that_does_not_exist_yet_is_no_reason_not_to_publish(
+def test_slices_are_published_before_the_node_object_exists(
     loop: Loop, cluster: Cluster, tmp_path: Path
 ) -> None:
     node = Node(loop, cluster, cluster.write_kubeconfig(tmp_path / "kubeconfig"))

@@ -40,7 +40,7 @@ def test_the_answer_has_all_that_the_container_needs(configured: Daemon) -> None
         assert pod.answer.cdi_devices == ()
 
 
-def test_memory_is_given_without_the_name_of_a_device_to_come(configured: Daemon) -> None:
+def test_memory_is_allocated_without_a_device_name(configured: Daemon) -> None:
     configured.host.divide(IN_UNITS)
     host = configured.start().wait_ready().host
     with Kubelet(host, MEMORY, RESOURCE) as kubelet, KubeletPlugin(host):
@@ -65,7 +65,7 @@ def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> 
         eventually(lambda: not leases_of(configured), "the end of the lease")
 
 
-def test_what_is_not_free_now_is_refused_without_a_hook(configured: Daemon) -> None:
+def test_without_a_hook_a_device_that_is_not_free_is_refused(configured: Daemon) -> None:
     host = configured.start().wait_ready().host
     with Kubelet(host) as kubelet, KubeletPlugin(host):
         device = kubelet.wait_healthy(4)[0]

@@ -53,7 +53,7 @@ def resources(*numbers: int) -> tuple[DeviceResource, MemoryResource]:
     return devices, MemoryResource(options)
 
 
-def test_the_number_for_each_gpu_is_a_label_only_if_it_is_the_same() -> None:
+def test_replicas_are_a_label_only_if_all_gpus_have_the_same_number() -> None:
     assert labels_of(*resources(4, 4))["nvidia.com/gpu.replicas"] == "4"
     assert "nvidia.com/gpu.replicas" not in labels_of(*resources(4, 2))
     assert labels_of(*resources()) == {}

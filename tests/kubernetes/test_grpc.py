@@ -131,7 +131,9 @@ def test_an_unknown_method_is_unimplemented(client: grpc.Channel) -> None:
     assert refusal(client, "Nothing").code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_an_error_of_ours_is_told_and_logged(client: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_answered_and_logged(
+    client: grpc.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = refusal(client, "Break")
     assert (refused.code(), refused.details()) == (
         grpc.StatusCode.INTERNAL,
@@ -147,7 +149,7 @@ def test_a_call_ends_at_its_deadline(loop: Loop, path: Path, methods: Methods) -
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
 
 
-def test_a_call_that_the_client_gives_up_is_cancelled(client: grpc.Channel, methods: Methods) -> None:
+def test_a_call_that_the_client_abandons_is_cancelled(client: grpc.Channel, methods: Methods) -> None:
     answers = client.unary_stream("/test.Test/Watch")(b"")
     assert next(answers) == b"first"
     answers.cancel()
@@ -192,7 +194,7 @@ def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods
     assert not path.exists()
 
 
-def test_a_peer_that_does_not_read_delays_nobody(client: grpc.Channel, path: Path) -> None:
+def test_a_peer_that_does_not_read_does_not_delay_others(client: grpc.Channel, path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(path))
         for stream in range(1, 40, 2):
@@ -326,7 +328,7 @@ def test_our_calls_are_answered(theirs: None, path: Path) -> None:
     assert 0 < int(asked(path, "Left")) <= PATIENCE_S
 
 
-def test_our_calls_hear_refusals(theirs: None, path: Path) -> None:
+def test_our_calls_raise_the_server_s_refusal(theirs: None, path: Path) -> None:
     refused = failure(path, "Refuse")
     assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
     assert failure(path, "Nothing").status == Status.UNIMPLEMENTED

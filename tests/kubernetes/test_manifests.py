@@ -255,7 +255,7 @@ def test_the_plugin_has_the_least_rights_and_no_capabilities(built: list[Object]
 
 
 @pytest.mark.processes
-def test_the_roles_are_the_service_account_s(built: list[Object]) -> None:
+def test_the_roles_are_bound_to_the_service_account(built: list[Object]) -> None:
     objects = [*built, *kustomized(MANIFESTS / "dra")]
     account = one(objects, "ServiceAccount")["metadata"]
     pod = one(built, "DaemonSet")["spec"]["template"]["spec"]
@@ -271,7 +271,7 @@ def test_the_roles_are_the_service_account_s(built: list[Object]) -> None:
     assert policy["matchConditions"][0]["expression"] == f'request.userInfo.username == "{name}"'
 
 
-def test_the_image_is_made_of_both_packages() -> None:
+def test_the_image_contains_both_packages() -> None:
     text = (MANIFESTS / "Containerfile").read_text()
     (copied,) = re.findall(r"^COPY (.+) /tmp/$", text, re.MULTILINE)
     assert copied.split() == ["yunion-mps-daemon_*_all.deb", f"{NAME}_*_all.deb"]

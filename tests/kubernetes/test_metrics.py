@@ -98,7 +98,7 @@ def test_a_failed_request_to_the_api_server_is_counted(ready_daemon: Daemon, add
             eventually(lambda: scrape(address)["errors_total", "api_server"] == 1, "the failed request")
 
 
-def test_the_metrics_are_for_names_of_this_host_only(ready_daemon: Daemon, address: str) -> None:
+def test_the_metrics_are_only_served_under_local_names(ready_daemon: Daemon, address: str) -> None:
     with KubeletPlugin(ready_daemon.host):
         scrape(address)
         for host, path, status in (("evil.example", "metrics", 421), ("localhost", "", 404)):
@@ -109,7 +109,7 @@ def test_the_metrics_are_for_names_of_this_host_only(ready_daemon: Daemon, addre
             caught.value.close()
 
 
-def test_the_plugin_works_while_another_program_has_the_port(ready_daemon: Daemon, address: str) -> None:
+def test_the_plugin_works_while_its_metrics_port_is_in_use(ready_daemon: Daemon, address: str) -> None:
     options = ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml"
     with KubeletPlugin(ready_daemon.host):
         scrape(address)

@@ -86,7 +86,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
     "text",
     ["- 1\n", "a: [\n", "resource: {}\n", "resource: kubernetes.io/x\n", "metricsAddress: 0.0.0.0:9436\n"],
 )
-def test_what_cannot_be_used_is_reported_with_its_line(read: Read, text: str) -> None:
+def test_an_invalid_value_is_reported_with_its_line(read: Read, text: str) -> None:
     with pytest.raises(ConfigError, match=r"kubelet-plugin.yml:\d: "):
         read(text)
 
@@ -109,7 +109,7 @@ OURS = "yunion-mps-kubelet-plugin: "
 
 
 @pytest.mark.processes
-def test_a_file_that_can_be_used_passes_the_check(run: Run, read: Read) -> None:
+def test_a_valid_file_passes_the_check(run: Run, read: Read) -> None:
     assert run("--check") == (0, [])
     read("preferred: spread\n")
     assert run("--check") == (0, [])
@@ -130,7 +130,7 @@ def test_a_problem_has_its_line_its_code_and_the_command_that_checks(
 
 
 @pytest.mark.processes
-def test_wrong_usage_of_the_plugin_is_worded_as_that_of_the_command(run: Run) -> None:
+def test_wrong_usage_of_the_plugin_is_worded_as_for_yunion_mps(run: Run) -> None:
     see = f"{OURS}see: yunion-mps-kubelet-plugin --help"
     assert run("--chekc") == (2, [f"{OURS}no such option: --chekc (did you mean --check?)", see])
     assert run("now") == (2, [f"{OURS}got unexpected extra argument (now)", see])

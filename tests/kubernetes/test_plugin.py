@@ -69,7 +69,7 @@ def test_health_follows_the_daemon(kubelet: Kubelet, plugin: KubeletPlugin, read
         kubelet.wait_healthy(4)
 
 
-def test_a_reexecution_of_the_daemon_is_not_noticed(
+def test_the_kubelet_does_not_notice_a_reexecution_of_the_daemon(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
 ) -> None:
     kubelet.wait_healthy(4)
@@ -78,7 +78,7 @@ def test_a_reexecution_of_the_daemon_is_not_noticed(
     assert start_container(pod).environment["YUNION_MPS_DEVICE"] == pod.devices[0]
 
 
-def test_what_others_lease_is_not_healthy(
+def test_devices_that_others_lease_are_not_healthy(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
 ) -> None:
     lease = take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[2]}")
@@ -164,7 +164,7 @@ def test_a_container_is_refused_while_its_gpu_is_lost(
     assert "1 unavailable" in reason
 
 
-def test_what_cannot_be_allocated_is_refused_with_the_reason(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+def test_an_impossible_allocation_is_refused_with_the_reason(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
     kubelet.wait_healthy(4)
     for devices, reason in (((), "no such devices"), (("00:99.0-1",), "no such devices: 00:99.0-1")):
         with pytest.raises(grpc.RpcError) as caught:
@@ -182,7 +182,7 @@ def test_a_request_that_is_malformed_is_refused(kubelet: Kubelet, plugin: Kubele
     assert kubelet.healthy == ADDRESSES
 
 
-def test_a_plugin_that_is_killed_between_the_steps_loses_nothing(
+def test_a_plugin_killed_between_steps_loses_nothing(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
 ) -> None:
     def kill(times: int) -> None:
@@ -206,7 +206,7 @@ def test_a_plugin_that_is_killed_between_the_steps_loses_nothing(
     eventually(lambda: not leases_of(ready_daemon), "the end of the lease, without the plugin")
 
 
-def test_a_lease_of_a_pod_that_is_gone_is_released_by_the_next_plugin(
+def test_the_next_plugin_releases_the_lease_of_a_deleted_pod(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
 ) -> None:
     kubelet.wait_healthy(4)

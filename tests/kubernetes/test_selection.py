@@ -198,7 +198,7 @@ def test_the_command_line_chooses_without_labels(node: Node) -> None:
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_what_the_command_line_lacks_or_names_wrongly_is_refused(node: Node) -> None:
+def test_missing_or_unknown_names_on_the_command_line_are_refused(node: Node) -> None:
     for text, arguments, status, told in (
         (NAMED, ["--config", "small"], 2, "there is no configuration small: the configurations are large"),
         ("", ["--config", "small"], 2, "there is no configuration small: configs is not set"),

@@ -71,7 +71,7 @@ class ClaimName(NamedTuple):
         return cls(match["namespace"] or "", match["name"] or "", match["uid"])
 
 
-def is_claims_lease(lease: LeaseRecord) -> bool:
+def is_claim_lease(lease: LeaseRecord) -> bool:
     return ClaimName.of(lease) is not None
 
 

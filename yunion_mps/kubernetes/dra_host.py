@@ -14,7 +14,7 @@ from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
 from yunion_mps.http.parameters import Value
-from yunion_mps.kubernetes.dra_claims import is_claims_lease
+from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
@@ -96,7 +96,7 @@ class DraHost:
         domains = {uuid: domain["name"] for domain in status["domains"] for uuid in domain["gpus"]}
         roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
         leases = (await call(GET_LEASES))["leases"]
-        ours = {lease["id"] for lease in leases if is_claims_lease(lease)}
+        ours = {lease["id"] for lease in leases if is_claim_lease(lease)}
         driver_version = status["driver"]["version"] or ""
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, ours)
 

@@ -276,9 +276,9 @@ async def _follow_cluster(
     """Follow what the configuration depends on, and the deletion of pods, without end."""
     work: list[Coroutine[object, object, object]] = [selector.run()]
     if api:
-        from yunion_mps.kubernetes.pod_ends import PodEnds
+        from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 
-        work.append(PodEnds(*api, AsyncDaemonClient(paths), counts).run())
+        work.append(PodDeletionWatch(*api, AsyncDaemonClient(paths), counts).run())
     await asyncio.gather(*work)
 
 

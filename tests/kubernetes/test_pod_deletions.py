@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.kubernetes.pod_ends import Deletions, Pod
+from yunion_mps.kubernetes.pod_deletions import Deletions, Pod
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
@@ -85,7 +85,7 @@ def test_a_pod_that_was_deleted_before_the_start_is_due_in_time(clock: Clock) ->
     assert clock.next_s() == 27
 
 
-def test_a_clock_that_is_behind_gives_no_more_than_the_grace_period(clock: Clock) -> None:
+def test_a_slow_clock_does_not_extend_the_grace_period(clock: Clock) -> None:
     clock.update(0, p=pod(A, deleted=500))
     assert clock.next_s() == 27
 
@@ -97,7 +97,7 @@ def test_a_shorter_period_counts_when_a_pod_is_deleted_again(clock: Clock) -> No
 
 
 def test_a_pod_that_is_gone_is_due_at_once(clock: Clock) -> None:
-    """Its deletion was forced, or missed while the API server was away."""
+    """Its deletion was forced, or missed while the API server was unreachable."""
     clock.update(0, p=pod(A), q=pod(B, deleted=0))
     clock.update(1)
     assert sorted(map(sorted, clock.due(1))) == [[A], [B]]
@@ -106,7 +106,7 @@ def test_a_pod_that_is_gone_is_due_at_once(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-def test_an_ended_pod_is_not_due_when_it_is_deleted(clock: Clock, phase: str) -> None:
+def test_a_finished_pod_is_not_due_when_it_is_deleted(clock: Clock, phase: str) -> None:
     ended = pod(A)
     ended["status"]["phase"] = phase
     clock.update(0, p=ended)
@@ -114,7 +114,7 @@ def test_an_ended_pod_is_not_due_when_it_is_deleted(clock: Clock, phase: str) ->
     assert clock.next_s() is None
 
 
-def test_a_static_pod_goes_on_when_its_mirror_is_deleted(clock: Clock) -> None:
+def test_deleting_a_mirror_pod_does_not_end_its_static_pod(clock: Clock) -> None:
     mirror: Any = {"annotations": {"kubernetes.io/config.mirror": "hash"}}
     clock.update(0, p=pod(A, **mirror))
     clock.update(1, p=pod(A, deleted=1, **mirror))
@@ -220,7 +220,7 @@ def test_only_the_clients_of_a_deleted_pod_are_terminated(
     cluster.add(PODS, api_pod("ending", ending.id))
     cluster.add(PODS, api_pod("neighbour", neighbour.id))
     with KubeletPlugin(ready_daemon.host) as plugin:
-        eventually(lambda: is_followed(cluster), "the pods' being followed")
+        eventually(lambda: is_followed(cluster), "the watch of the pods")
         delete(cluster, "ending", 2)
         wait_terminated(plugin, ending)
         listed = ready_daemon.get("/v1/clients")[1]["clients"]
@@ -229,13 +229,13 @@ def test_only_the_clients_of_a_deleted_pod_are_terminated(
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_clients_are_terminated_as_soon_as_the_daemon_is_back(
+def test_clients_are_terminated_once_the_daemon_is_back(
     containers: list[Container], ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     ending, _ = containers
     cluster.add(PODS, api_pod("ending", ending.id))
     with KubeletPlugin(ready_daemon.host) as plugin:
-        eventually(lambda: is_followed(cluster), "the pods' being followed")
+        eventually(lambda: is_followed(cluster), "the watch of the pods")
         ready_daemon.kill()
         delete(cluster, "ending", 0)
         ready_daemon.start().wait_ready()
@@ -244,14 +244,14 @@ def test_clients_are_terminated_as_soon_as_the_daemon_is_back(
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_devices_are_served_and_ends_noticed_later_without_an_api_server(
+def test_deletions_during_an_api_server_outage_are_noticed_later(
     containers: list[Container], ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     ending, _ = containers
     cluster.add(PODS, api_pod("ending", ending.id))
     cluster.refusals["GET"] = [403]  # the rights are missing at first
     with KubeletPlugin(ready_daemon.host) as plugin, Kubelet(ready_daemon.host) as kubelet:
-        eventually(lambda: cluster.requests["GET"] >= 3, "the pods' being followed")
+        eventually(lambda: cluster.requests["GET"] >= 3, "the watch of the pods")
         assert "refused by the test; trying again" in plugin.log
         cluster.stop()
         delete(cluster, "ending", 0)

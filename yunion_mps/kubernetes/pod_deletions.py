@@ -57,7 +57,7 @@ class Pod(ApiObject, total=False):
 PODS = Resource[Pod]("/api/v1", "pods")
 
 
-class PodEnd(NamedTuple):
+class TerminatingPod(NamedTuple):
     """A pod that is ending: its containers, its grace period, and when that ends (monotonic), in s."""
 
     name: str
@@ -76,7 +76,7 @@ class Deletions:
     def __init__(self) -> None:
         #: The pods that are not being deleted: their names and containers.
         self._running: dict[str, tuple[str, frozenset[str]]] = {}
-        self._ending: dict[str, PodEnd] = {}
+        self._ending: dict[str, TerminatingPod] = {}
         self._done: set[str] = set()
 
     def update(self, pods: Mapping[str, Pod], now_s: float, utc_s: float) -> None:
@@ -88,7 +88,7 @@ class Deletions:
             self._ending[uid] = self._ending[uid]._replace(ends_s=now_s)
         for uid in self._running.keys() - pods.keys():
             name, containers = self._running[uid]
-            self._ending[uid] = PodEnd(name, containers, 0.0, now_s)
+            self._ending[uid] = TerminatingPod(name, containers, 0.0, now_s)
         self._running.clear()
         for uid, pod in pods.items():
             metadata = pod["metadata"]
@@ -110,9 +110,9 @@ class Deletions:
         before = self._ending.get(uid)
         if before:  # deleted again with a shorter period
             ends_s = min(ends_s, before.ends_s)
-        self._ending[uid] = PodEnd(name, _containers(pod), grace_s, ends_s)
+        self._ending[uid] = TerminatingPod(name, _containers(pod), grace_s, ends_s)
 
-    def take_due(self, now_s: float) -> list[PodEnd]:
+    def take_due(self, now_s: float) -> list[TerminatingPod]:
         """Return the pods whose time has come; each is returned once."""
         due = {uid for uid, end in self._ending.items() if uid not in self._done and end.due_s <= now_s}
         self._done |= due
@@ -123,7 +123,7 @@ class Deletions:
         return min((end.due_s for uid, end in self._ending.items() if uid not in self._done), default=None)
 
 
-class PodEnds:
+class PodDeletionWatch:
     """Watches the node's pods. While the API server is unreachable, known deletions are still handled."""
 
     def __init__(self, server: ApiServer, node: str, daemon: AsyncDaemonClient, counts: Counts) -> None:
@@ -160,8 +160,8 @@ class PodEnds:
         terminating: set[asyncio.Future[None]] = set()
         try:
             while True:
-                for end in self._deletions.take_due(time.monotonic()):
-                    terminating.add(asyncio.ensure_future(self._terminate(end)))
+                for pod in self._deletions.take_due(time.monotonic()):
+                    terminating.add(asyncio.ensure_future(self._terminate(pod)))
                 terminating = {task for task in terminating if not task.done()}
                 await self._wait()
         finally:
@@ -183,30 +183,30 @@ class PodEnds:
                 timer.cancel()
         self._changed.clear()
 
-    async def _terminate(self, end: PodEnd) -> None:
+    async def _terminate(self, pod: TerminatingPod) -> None:
         """Terminate the clients; while the daemon is unreachable, retry until the kubelet has killed them."""
         while True:
             try:
                 clients = (await self._daemon.call(GET_CLIENTS))["clients"]
             except YunionError as error:
-                if time.monotonic() > end.ends_s + _LATE_S:
-                    log.warning("pod %s: its MPS clients were not terminated: %s", end.name, error)
+                if time.monotonic() > pod.ends_s + _LATE_S:
+                    log.warning("pod %s: its MPS clients were not terminated: %s", pod.name, error)
                     return
                 await asyncio.sleep(_RETRY_S)
             else:
-                ours = (one for one in clients if one["server"] and one["container_id"] in end.containers)
-                await asyncio.gather(*(self._terminate_client(end, one) for one in ours))
+                ours = (one for one in clients if one["server"] and one["container_id"] in pod.containers)
+                await asyncio.gather(*(self._terminate_client(pod, one) for one in ours))
                 return
 
-    async def _terminate_client(self, end: PodEnd, client: MpsClient) -> None:
+    async def _terminate_client(self, pod: TerminatingPod, client: MpsClient) -> None:
         try:
             ended = await self._daemon.call(TERMINATE_CLIENT, pid=client["pid"])
             what = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"
-            log.info("pod %s: %s", end.name, what)
+            log.info("pod %s: %s", pod.name, what)
         except NotFoundError:
             pass  # it has exited
         except YunionError as error:
-            log.warning("pod %s: PID %d was not terminated: %s", end.name, client["pid"], error)
+            log.warning("pod %s: PID %d was not terminated: %s", pod.name, client["pid"], error)
 
     def _report(self, error: ApiServerError) -> None:
         """Count a failure, and log it once."""
