@@ -23,6 +23,8 @@ from kubernetes.kubelet import Kubelet, KubeletPlugin, Pod
 _CALL_FLOOR = "a call of GetDevicePluginOptions"
 _CONTAINER_FLOOR = "a container without a device"
 _SIZES = ((1, 4), (64, 48))
+#: Each changes a device, so that the plugin gets the whole list again.
+_PODS = 10
 
 
 def lines(settings: Settings) -> Iterator[Line]:
@@ -97,8 +99,11 @@ def _plugin_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterato
         before_s = processor_s(plugin.process.pid)
         time.sleep(wait_s)
         share = Samples(((processor_s(plugin.process.pid) - before_s) / wait_s * 100,), "%")
+        pods = min(_PODS, number)
+        for one in range(pods):
+            kubelet.run_pod(f"pod-{one}", 1)
         rss = Samples((memory_mib(plugin.process.pid, "Rss"),), "MiB")
-    yield Line(f"plugin's RSS, {number:,} devices", rss, None, "one process", Aim(40, "MiB"))
+    yield Line(f"plugin's RSS, {number:,} devices, {pods} pods", rss, None, "one process", Aim(40, "MiB"))
     yield Line(f"plugin, idle for {wait_s} s, {number:,} devices", share, None, "one core", Aim(0.1, "%"))
 
 

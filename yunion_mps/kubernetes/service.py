@@ -16,6 +16,7 @@ import click
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
 from yunion_mps.host.log import set_up_log
+from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
@@ -293,6 +294,7 @@ def command() -> click.Command:
             which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
             raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
         if not check:
+            tune_malloc()
             set_up_log("info")
             asyncio.run(run(options, paths, config, node_labels))
 

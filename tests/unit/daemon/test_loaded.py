@@ -20,6 +20,7 @@ ELSEWHERE = (
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",
     "yunion_mps.gateway.server",
+    "yunion_mps.host.malloc",
     "yunion_mps.overview",
     "yunion_mps.service.offline",
     "yunion_mps.program",

@@ -31,7 +31,7 @@ print(resident_mib() - before)
 
 @pytest.mark.parametrize(
     ("prepare", "is_given_back"),
-    [("", False), ("from yunion_mps.daemon import tune_malloc; tune_malloc()", True)],
+    [("", False), ("from yunion_mps.host.malloc import tune_malloc; tune_malloc()", True)],
 )
 def test_large_memory_is_given_back_although_small_pieces_lie_behind_it(
     prepare: str, is_given_back: bool
