@@ -99,6 +99,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     assert files_of(host) == [f"yunion-mps-lease-{lease['id']}.json", "yunion-mps.json"]
     refused = podman.run(*mps(lease["id"]), IMAGE, "true")
     assert "already belongs to a container" in refused.stderr
+    assert "take another lease" in refused.stderr
     podman.good("rm", "--force", "--time", "0", "trainer")
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
     assert files_of(host) == ["yunion-mps.json"]

@@ -25,6 +25,7 @@ def test_the_hook_binds_it_once_to_the_container_of_its_name(ready_daemon: Daemo
     assert take(ready_daemon, REQUEST)["pid"] == bound["pid"]
     second = podman.run(*mps("k8s-17"), IMAGE, "true")
     assert "already belongs to a container" in second.stderr
+    assert "kubectl describe pod" in second.stderr, "the pod's owner cannot take another lease"
     podman.good("kill", "trainer")
     eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
     assert f"yunion-mps-lease-{lease['id']}.json" not in files_of(ready_daemon.host)

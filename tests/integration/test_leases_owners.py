@@ -202,9 +202,10 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     status, again = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, again["id"]) == (200, lease["id"]), "as a hook asks whose first answer was lost"
     status, refused = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={os.getpid()}")
-    assert (status, refused["detail"]) == (
+    assert (status, refused["detail"], refused["hint"]) == (
         409,
         f"the lease of {lease['devices'][0]} already belongs to a container (PID {inside.pid})",
+        "take another lease: yunion-mps run --podman",
     )
     inside.kill()
     inside.wait()

@@ -174,6 +174,13 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
     return list(dict.fromkeys(device.gpu_address for device in devices))
 
 
+def hint_for_another(holder: Holder) -> str:
+    """What to do about a second container that is to have this container's lease."""
+    if holder.name:  # one that was awaited, as the kubelet's plugin does
+        return "it can start once that one has ended; the kubelet tries again: kubectl describe pod POD"
+    return "take another lease: yunion-mps run --podman"
+
+
 def describe_holder(holder: Holder, containers: Containers) -> str:
     who = user_name(holder.uid)
     if holder.pid is None:

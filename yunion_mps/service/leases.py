@@ -18,6 +18,7 @@ from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_in
 from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
+    hint_for_another,
     holder_label,
     lease_json,
     queued_json,
@@ -215,7 +216,7 @@ class LeaseService:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
             what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
-            raise HostError(what, "take another lease: yunion-mps run --podman")
+            raise HostError(what, hint_for_another(lease.holder))
         bound = lease._replace(holder=holder)
         if not self._holders.watch(bound):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
