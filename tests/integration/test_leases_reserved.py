@@ -6,6 +6,7 @@ import pytest
 
 from integration.daemon_host import Daemon
 from integration.lease_host import given, needs_root, run, stranger, take
+from simhost.host import IN_UNITS
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
 
@@ -66,6 +67,20 @@ def test_a_reload_shows_and_changes_the_reservation_at_once(reserving: Daemon) -
     }  # fmt: skip
     assert reserving.ask("POST", "/v1/reload")[0] == 200
     assert take(reserving, f"devices={SECOND}")["devices"] == [SECOND]
+
+
+def test_the_memory_of_a_reserved_pool_is_shown_as_reserved(daemon: Daemon) -> None:
+    host = daemon.host
+    host.divide(IN_UNITS, f"{IN_UNITS}\n  reserved_for: kubernetes")
+    daemon.start().wait_ready()
+    assert [one["reserved_for"] for one in daemon.get("/v1/gpus")[1]["gpus"]] == [None, "kubernetes"]
+    for command in ("gpus", "list", "status"):
+        shown = host.run(["yunion-mps", command]).stdout
+        assert "00:07.0: reserved for kubernetes; 16384 of 16384 MiB are free\n" in shown
+        assert ("00:06.0: 16384 of 16384 MiB can be leased" in shown, shown.count("can be leased")) == (
+            True,
+            1,
+        )
 
 
 @needs_root

@@ -125,6 +125,7 @@ class Gpu(TypedDict):
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
+    reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
 
 
 class GpuList(TypedDict):

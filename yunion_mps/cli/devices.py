@@ -83,9 +83,9 @@ _PAGE = 20
 
 _GPU_FIELDS = (
     "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "state", "reason",
-    "reason_code", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id", "numa_node",
-    "render_node", "index", "device_minor", "utilization", "memory_used_mib", "temperature_c", "power_w",
-    "power_limit_w",
+    "reason_code", "reserved_for", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id",
+    "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib", "temperature_c",
+    "power_w", "power_limit_w",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),
@@ -319,12 +319,16 @@ def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
 
 def pools(gpus: Iterable[Gpu]) -> str:
     """Format the free memory of GPUs that are leased in units."""
-    command = "yunion-mps run --gpu-mem SIZE COMMAND"
     return "".join(
-        hint_text(
-            f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB can be leased; to lease some: {command}",
-            f"{gpu['addr']}: ",
-        )
+        hint_text(_pool(gpu), f"{gpu['addr']}: ")
         for gpu in gpus
         if gpu["memory_free_mib"] is not None and not gpu["reason"]
     )
+
+
+def _pool(gpu: Gpu) -> str:
+    """Return how much memory is free, and who can lease it."""
+    of_all = f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB"
+    if gpu["reserved_for"]:
+        return f"reserved for {gpu['reserved_for']}; {of_all} are free"
+    return f"{of_all} can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"

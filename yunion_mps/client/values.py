@@ -144,6 +144,28 @@ class Gpu(AnswerValue["answers.Gpu"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    reserved_for: Optional[str]
+
+
+@dataclass(frozen=True)
+class Pool(AnswerValue["answers.Pool"]):
+    """A GPU whose memory is leased in units; another lease can get at most `memory_free_mib` now."""
+
+    gpu_uuid: str
+    addr: str
+    model: Optional[str]
+    numa_node: Optional[int]
+    memory_unit_mib: int
+    memory_reserve_mib: int
+    memory_mib: int
+    memory_free_mib: int
+    gpu_memory_mib: int
+    thread_overcommit: Optional[float]
+    state: str
+    reason: str
+    reason_code: str
+    budget_enforced: bool
+    reserved_for: Optional[str]
 
 
 @dataclass(frozen=True)

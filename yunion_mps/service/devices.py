@@ -193,6 +193,7 @@ def gpu_json(
         "reason": reason,
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu),
+        "reserved_for": snapshot.plan.reserved.get(gpu.uuid or ""),
         "memory_free_mib": memory_free_mib,
         "memory_used_mib": load.memory_used_mib,
         "utilization": load.utilization,

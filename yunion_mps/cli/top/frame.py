@@ -150,7 +150,11 @@ def _counts(scene: Scene) -> Line:
     waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
     total = sum(len(holding.devices) for holding in scene.host.holdings if holding.gpu in listed)
-    pools = [gpu["memory_free_mib"] for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
+    pools = [
+        0 if gpu["reserved_for"] else gpu["memory_free_mib"]
+        for gpu in answers.gpus
+        if gpu["memory_free_mib"] is not None
+    ]
     parts = [
         count(len(scene.gpus), "GPU"),
         f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, UNAVAILABLE
+from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
 from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
 from yunion_mps.service.holdings import Holding, filled, is_memory_unknown
 from yunion_mps.units import seconds
@@ -127,7 +127,8 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
 def _pool_row(gpu: Gpu) -> Row:
     """Return a row for the free memory of a pool, which becomes a device once it is leased."""
     left_mib = gpu["memory_free_mib"]
-    user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
+    free = RESERVED if gpu["reserved_for"] else FREE
+    user = free if left_mib else UNAVAILABLE if gpu["reason"] else "none"
     return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "pool", in_use=False)
 
 
