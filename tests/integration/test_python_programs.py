@@ -22,6 +22,7 @@ from yunion_mps.client import AsyncLease, Device, Gpu, QueuedRequest, Status
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import ADDRESSES, given
 from simhost import SimHost
+from simhost.host import IN_UNITS
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -60,6 +61,17 @@ def test_both_clients_answer_the_same(ready_daemon: Daemon) -> None:
     devices, gpus, status, queue = asyncio.run(answers())
     assert (devices, len(gpus), status.state, queue) == (blocking.devices(), 1, "ready", [])
     assert given(ready_daemon) == []
+
+
+def test_both_clients_tell_the_free_memory_of_pools(daemon: Daemon) -> None:
+    daemon.host.divide(IN_UNITS)
+    daemon.start().wait_ready()
+    with Client().lease(memory="6GiB"):
+        (pool,) = Client().pools()
+        assert asyncio.run(AsyncClient().pools()) == [pool]
+    assert (pool.addr, pool.memory_unit_mib, pool.memory_free_mib, pool.state) == (
+        ("00:06.0", 1024, 10240, "available")
+    )
 
 
 def test_a_task_that_is_cancelled_while_it_waits_leaves_the_queue(ready_daemon: Daemon) -> None:

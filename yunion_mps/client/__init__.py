@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LeaseDetails,
         LeaseRecord,
         PcieLink,
+        Pool,
         QueuedRequest,
         Status,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "NotFoundError",
     "NothingFreeError",
     "PcieLink",
+    "Pool",
     "QueuedRequest",
     "Status",
     "UnreachableError",

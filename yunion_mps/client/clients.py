@@ -16,7 +16,16 @@ from yunion_mps.client.transport import (
     run_blocking,
     watch,
 )
-from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseDetails, QueuedRequest, Status
+from yunion_mps.client.values import (
+    Device,
+    DeviceDetails,
+    Event,
+    Gpu,
+    LeaseDetails,
+    Pool,
+    QueuedRequest,
+    Status,
+)
 from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient, DaemonClient
 from yunion_mps.http.operations import (
@@ -25,6 +34,7 @@ from yunion_mps.http.operations import (
     GET_EVENTS,
     GET_GPUS,
     GET_LEASES,
+    GET_POOLS,
     GET_STATUS,
     MAX_EVENTS,
 )
@@ -54,6 +64,9 @@ class ClientQueries:
 
     async def gpus(self) -> list[Gpu]:
         return [Gpu.of(gpu) for gpu in (await self._call(GET_GPUS))["gpus"]]
+
+    async def pools(self) -> list[Pool]:
+        return [Pool.of(pool) for pool in (await self._call(GET_POOLS))["pools"]]
 
     async def status(self) -> Status:
         return Status.of(await self._call(GET_STATUS))
@@ -128,6 +141,10 @@ class Client(LeaseMethod[Lease]):
     def gpus(self) -> list[Gpu]:
         """All GPUs of the host in PCI order; an unusable one has a reason."""
         return run_blocking(self._queries.gpus())
+
+    def pools(self) -> list[Pool]:
+        """The GPUs whose memory is leased in units, in PCI order; an unusable one has a reason."""
+        return run_blocking(self._queries.pools())
 
     def status(self) -> Status:
         """The state of the daemon, the control daemons and the devices."""
