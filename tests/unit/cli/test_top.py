@@ -149,6 +149,15 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
     assert [(row.address + row.mark).removeprefix("00:06.0") for row in rows] == slots
 
 
+def test_the_memory_of_a_reserved_pool_is_not_shown_as_free() -> None:
+    polled = poll(snapshots.reference())
+    pool: Any = {**polled.answers.gpus[0], "memory_free_mib": 16384, "reserved_for": "kubernetes"}
+    reserved = scene(polled._replace(answers=polled.answers._replace(gpus=[pool])))
+    lines = lines_of(reserved, 120, 40)
+    assert [line.split()[2:4] for line in lines if "-m*" in line] == [["16.0", "reserved"]]
+    assert any("0.0 GiB free in pools" in line for line in lines)
+
+
 def test_devices_of_a_pool_are_shown_while_they_are_leased() -> None:
     lease = {**LEASE, **lease_of({"00:06.0-m0": 2048, "00:06.0-m1": 1024})}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu_mib": [2500]}
