@@ -13,7 +13,7 @@ from .test_scriptlets import REFUSED
 @pytest.fixture
 def cloudpods(host: Host) -> Host:
     """Cloudpods' service was enabled and ran, and its control daemon serves; another's serves a container."""
-    (host.root / "run/cloudpods").write_text("enabled\nwanted\nnoted\n")
+    (host.root / "run/cloudpods").write_text("enabled\nstarted\nnoted\n")
     host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "echo cuda_mps_pipe_directory,/tmp/nvidia-mps/pipe,default")
     host.program("nvidia-cuda-mps-control", "cat")
@@ -33,7 +33,7 @@ def test_our_daemon_is_enabled_and_started_if_cloudpods_was(cloudpods: Host) -> 
     cloudpods.program("yunion-mps-daemon", f'case "$1" in --adopt) {take} ;; esac')
     before = "R " + "0 " * 18
     (cloudpods.root / "proc/5/stat").write_text(f"5 (nvidia-cuda-mps) {before}77 0\n")
-    with subprocess.Popen(["sleep", "1000"]) as daemon:
+    with subprocess.Popen(["sleep", "60"]) as daemon:
         cloudpods.program("systemctl", f'case "$1" in show) echo {daemon.pid} ;; esac')
         assert cloudpods.good("go_on") == [
             "yunion-mps-daemon: Cloudpods' control daemon (PID 5) was adopted with its jobs"
