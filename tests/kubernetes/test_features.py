@@ -68,3 +68,28 @@ def test_a_feature_file_that_cannot_be_written_is_reported(daemon: Daemon) -> No
     with KubeletPlugin(daemon.host) as plugin:
         eventually(lambda: "yunion-mps cannot be written: " in plugin.log, "the report")
         assert plugin.process.poll() is None
+
+
+@pytest.mark.processes
+def test_a_file_of_another_program_is_neither_replaced_nor_removed(daemon: Daemon) -> None:
+    options = daemon.host.root / "etc/yunion/kubelet-plugin.yml"
+    file = daemon.host.root / FILE
+    options.write_text(f"configs: {{default: {{featureFile: /{FILE}}}}}\n")
+    file.parent.mkdir(parents=True)
+    file.write_text("another=label\n")
+    daemon.start().wait_ready()
+    with KubeletPlugin(daemon.host) as plugin:
+        eventually(lambda: "cannot be written: the file there is not this plugin's" in plugin.log, "a report")
+        assert plugin.end(signal.SIGTERM) == 0
+    assert file.read_text() == "another=label\n"
+
+
+@pytest.mark.processes
+def test_a_feature_file_that_would_replace_a_file_is_refused(daemon: Daemon) -> None:
+    options = daemon.host.root / "etc/yunion/kubelet-plugin.yml"
+    options.write_text("featureFile: /etc/yunion/kubelet-plugin.yml\n")
+    for arguments in (["--check"], []):
+        with KubeletPlugin(daemon.host, *arguments) as plugin:
+            assert plugin.process.wait(60) == 6
+            assert "a file that is not this plugin's" in plugin.log
+    assert options.exists()

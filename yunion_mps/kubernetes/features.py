@@ -2,23 +2,34 @@
 
 The format is `NAME=VALUE` on each line (kubernetes-sigs.github.io/node-feature-discovery, local features).
 The names of nvidia.com are those of NVIDIA's GPU Feature Discovery, so its node selectors also match ours.
+A file whose first line is not our own label belongs to another program: it is neither replaced nor removed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
 
-from yunion_mps.host.files import write_atomically
+from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.kubernetes.resources import ExtendedResource
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 60.0
+#: The first label of the file, which shows that it is ours.
+_FIRST = "yunion.io/mps.gpus"
+
+
+def is_foreign(path: str) -> bool:
+    """Whether something exists at `path` that is not a feature file of this plugin."""
+    if not os.path.isfile(path):
+        return os.path.lexists(path)
+    return not read_text(path).startswith(f"{_FIRST}=")
 
 
 def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, str]:
@@ -28,9 +39,9 @@ def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, 
     by_gpu = Counter(one.gpu for one in devices.offers.values())
     pools = {one.gpu for one in memory.offers.values()}
     labels = {
+        _FIRST: str(len(by_gpu.keys() | pools)),
         "nvidia.com/mps.capable": "true",
         "nvidia.com/gpu.sharing-strategy": "mps",
-        "yunion.io/mps.gpus": str(len(by_gpu.keys() | pools)),
         "yunion.io/mps.devices": str(len(devices.offers)),
         "yunion.io/mps.memory-units": str(len(memory.offers)),
     }
@@ -66,18 +77,20 @@ class FeatureFile:
             self._remove()
 
     def _write(self, labels: dict[str, str], written: dict[str, str]) -> None:
-        if labels and labels != written:
-            text = "".join(f"{name}={value}\n" for name, value in labels.items())
-            write_atomically(
-                self._path, text, hidden=True
-            )  # NFD reads every file in the directory that is not hidden
-            log.info("%s: wrote %s node labels", self._path, len(labels))
-        elif not labels:
+        if not labels:
             self._remove()
+        elif labels != written:
+            if is_foreign(self._path):
+                raise FileExistsError(errno.EEXIST, "the file there is not this plugin's")
+            text = "".join(f"{name}={value}\n" for name, value in labels.items())
+            # NFD reads every file in the directory that is not hidden
+            write_atomically(self._path, text, hidden=True)
+            log.info("%s: wrote %s node labels", self._path, len(labels))
 
     def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        if not is_foreign(self._path):
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
 
 async def _first_of(events: Sequence[asyncio.Event], timeout_s: float | None) -> None:

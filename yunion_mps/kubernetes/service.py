@@ -20,7 +20,7 @@ from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.features import FeatureFile
+from yunion_mps.kubernetes.features import FeatureFile, is_foreign
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions, read_options
@@ -173,8 +173,7 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
         credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
     except YunionError as error:
         what = f"dra is set, but {error.message}"
-        problem = Problem(paths.kubelet_plugin, None, what, "set kubeconfig, or remove dra")
-        raise ConfigError([problem], check=f"{PROGRAM} --check") from None
+        raise _config_error(paths, what, "set kubeconfig, or remove dra") from None
     counts = Counts()
     return (
         DraService(credentials, _node(options), paths, notifier, counts).run(),
@@ -219,7 +218,7 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
     if options.only_with_node_label and not labels_file and api is None:
         what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
         hint = "set kubeconfig, or start the plugin with --node-labels FILE"
-        raise ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
+        raise _config_error(paths, what, hint)
     selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
     counts = Counts()
     notifier.ready("waiting for the kubelet")
@@ -238,6 +237,18 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         await asyncio.gather(selecting, return_exceptions=True)
     if not selecting.cancelled():
         selecting.result()
+
+
+def _check(options: PluginOptions, paths: Paths) -> None:
+    """Raise ConfigError for what the host does not allow, before anything is offered."""
+    file = options.feature_file
+    if file and is_foreign(paths.under(file)):
+        what = f"featureFile is {file}, where there is a file that is not this plugin's"
+        raise _config_error(paths, what, "remove that file, or write another path")
+
+
+def _config_error(paths: Paths, what: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
 
 
 def _work(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
@@ -293,6 +304,7 @@ def command() -> click.Command:
         if config and config not in names:
             which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
             raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
+        _check(options, paths)
         if not check:
             tune_malloc()
             set_up_log("info")
