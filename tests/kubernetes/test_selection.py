@@ -207,3 +207,31 @@ def test_missing_or_unknown_names_on_the_command_line_are_refused(node: Node) ->
         plugin = node.start(text, *arguments)
         assert plugin.process.wait(60) == status
         eventually(lambda plugin=plugin, told=told: told in plugin.log, "the reason")  # type: ignore[misc]
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_a_label_that_chooses_what_the_host_lacks_does_not_end_it(node: Node) -> None:
+    node.labels.write_text(f"{CONFIG_LABEL}=claims\n")
+    plugin = node.start("configs: {default: {}, claims: {dra: true}}\n", "--node-labels", str(node.labels))
+    eventually(lambda: "nothing is offered: " in plugin.log, "the reason")
+    assert "dra is set, but there are no credentials for the API server" in plugin.log
+    node.labels.write_text("")
+    node.kubelet.wait_healthy(4)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_check_refuses_what_the_start_refuses(node: Node) -> None:
+    for text, arguments in (
+        (SWITCHED, []),
+        ("dra: true\n", []),
+        ("configs: {claims: {dra: true}}\n", ["--config", "claims"]),
+    ):
+        told = []
+        for more in ([], ["--check"]):
+            plugin = node.start(text, *arguments, *more)
+            assert plugin.process.wait(60) == 6
+            told.append(plugin.log)
+            (node.host.root / "var/log/kubelet-plugin").write_text("")
+        assert told[0] == told[1] != ""

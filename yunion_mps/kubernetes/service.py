@@ -32,6 +32,7 @@ from yunion_mps.program import print_error, program_command, run_command
 
 if TYPE_CHECKING:
     from yunion_mps.kubernetes.api_server import ApiServer
+    from yunion_mps.kubernetes.credentials import ApiCredentials
 
 log = logging.getLogger(__name__)
 
@@ -164,21 +165,25 @@ async def _notify(services: Sequence[KubeletService], notifier: Notifier) -> Non
 Work = Sequence[Coroutine[object, object, object]]
 
 
-def _dra(options: PluginOptions, paths: Paths, notifier: Notifier) -> Work:
+def _dra(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
     """The DRA driver, which takes the place of the device plugins: both would offer the same devices."""
-    from yunion_mps.kubernetes.credentials import find_credentials  # the device plugins need no TLS
     from yunion_mps.kubernetes.dra_driver import DraService
 
-    try:
-        credentials = find_credentials(options.kubeconfig or "", paths, os.environ)
-    except YunionError as error:
-        what = f"dra is set, but {error.message}"
-        raise _config_error(paths, what, "set kubeconfig, or remove dra") from None
-    counts = Counts()
+    credentials = _dra_credentials(options, paths)
     return (
         DraService(credentials, _node(options), paths, notifier, counts).run(),
         serve(options.metrics_address, MetricsPage(counts, ())),
     )
+
+
+def _dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
+    from yunion_mps.kubernetes.credentials import find_credentials  # the device plugins need no TLS
+
+    try:
+        return find_credentials(options.kubeconfig or "", paths, os.environ)
+    except YunionError as error:
+        what = f"dra is set, but {error.message}"
+        raise _config_error(paths, what, "set kubeconfig, or remove dra") from None
 
 
 def _node(options: PluginOptions) -> str:
@@ -215,10 +220,6 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     api = _api_server(options, paths)
-    if options.only_with_node_label and not labels_file and api is None:
-        what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
-        hint = "set kubeconfig, or start the plugin with --node-labels FILE"
-        raise _config_error(paths, what, hint)
     selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
     counts = Counts()
     notifier.ready("waiting for the kubelet")
@@ -226,11 +227,15 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
     try:
         while not stop.is_set() and not selecting.done():
             changed, choice = selector.changed, selector.choice
-            if choice and choice.options:
-                work = _work(choice.options, paths, notifier, counts)
-            else:
-                work = ()
-                notifier.status(choice.cause if choice else selector.waiting)
+            work: Work = ()
+            try:
+                if choice and choice.options:
+                    work = _work(choice.options, paths, notifier, counts)
+                else:
+                    notifier.status(choice.cause if choice else selector.waiting)
+            except ConfigError as error:  # of a choice that can change, unlike what `_check` refuses
+                log.warning("nothing is offered: %s", error.message)
+                notifier.status(f"nothing is offered: {error.message}")
             await _run_until(work, selecting, changed.wait(), stop.wait())
     finally:
         selecting.cancel()
@@ -239,8 +244,16 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         selecting.result()
 
 
-def _check(options: PluginOptions, paths: Paths) -> None:
-    """Raise ConfigError for what the host does not allow, before anything is offered."""
+def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) -> None:
+    """Raise ConfigError for what this host does not allow, unless the node's label or GPUs choose it."""
+    if options.only_with_node_label and not labels_file and _api_server(options, paths) is None:
+        what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
+        raise _config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
+    if options.configs and not name:
+        return
+    options = next((one.options for one in options.configs if one.name == name), options)
+    if options.dra:
+        _dra_credentials(options, paths)
     file = options.feature_file
     if file and is_foreign(paths.under(file)):
         what = f"featureFile is {file}, where there is a file that is not this plugin's"
@@ -253,7 +266,7 @@ def _config_error(paths: Paths, what: str, hint: str) -> ConfigError:
 
 def _work(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
     if options.dra:
-        return _dra(options, paths, notifier)
+        return _dra(options, paths, notifier, counts)
     return _device_plugins(options, paths, notifier, counts)
 
 
@@ -304,7 +317,7 @@ def command() -> click.Command:
         if config and config not in names:
             which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
             raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
-        _check(options, paths)
+        _check(options, paths, config, node_labels)
         if not check:
             tune_malloc()
             set_up_log("info")
