@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import shutil
 import subprocess
 import threading
@@ -241,3 +242,44 @@ def _certificate(directory: Path) -> Path:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
     return directory
+
+
+SERVER = "server: 'http://127.0.0.1:1'"
+CONFIGURATION = """\
+current-context: {context}
+contexts: [{{name: a, context: {{cluster: c, user: u}}}}]
+clusters: [{{name: c, cluster: {{{cluster}}}}}]
+users: [{{name: u, user: {user}}}]
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CONFIGURATION.format(context="another", cluster=SERVER, user="{}"),
+        CONFIGURATION.format(context="a", cluster=SERVER, user="text"),
+        CONFIGURATION.format(context="a", cluster=SERVER, user=r'{token: "a\nb"}'),
+        CONFIGURATION.format(context="a", cluster=SERVER, user="{token: ü}"),
+        CONFIGURATION.format(context="a", cluster="server: ''", user="{}"),
+        CONFIGURATION.format(context="a", cluster="server: 'http://127.0.0.1:1/ü'", user="{}"),
+        CONFIGURATION.format(context="a", cluster="server: 'https://ü..x:1'", user="{}"),
+        CONFIGURATION.format(context="a", cluster=f"server: 'https://{'a' * 64}:1'", user="{}"),
+        CONFIGURATION.format(
+            context="a",
+            cluster="server: 'https://a', certificate-authority-data: "
+            + base64.b64encode("ü".encode()).decode(),
+            user="{}",
+        ),
+        CONFIGURATION.format(context="a", cluster=SERVER, user=r'{tokenFile: "a\0b"}'),
+        "- 1\n",
+        "",
+        "current-context: a\ncontexts: [{}]\n",
+        "[" * 3000,
+        "current-context: 9999-99-99\n",
+    ],
+)
+def test_an_invalid_kubeconfig_is_an_error_of_the_api_server(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    with pytest.raises(ApiServerError):
+        Kubeconfig(str(path)).access()

@@ -21,6 +21,8 @@ from yunion_mps.errors import YunionError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import API_SERVER_ERROR, hint_of
 
+#: The longest part of a host's name between dots (RFC 1035).
+_MAX_LABEL = 63
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
@@ -44,6 +46,22 @@ class Access(NamedTuple):
     token: str
     prefix: str
 
+    def checked(self, path: str) -> Access:
+        """Itself; raises ApiServerError if a value cannot be in a request or a connection."""
+        for what, value in (
+            ("host", self.host),
+            ("path", self.prefix),
+            ("token", self.token),
+            ("tls-server-name", self.server_name or ""),
+        ):
+            if not value.isascii() or not value.isprintable() or " " in value:
+                raise ApiServerError(f"{path}: the {what} has characters that are not valid")
+        for host in (self.host, self.server_name or "name"):
+            labels = host.rstrip(".").split(".")
+            if not all(0 < len(label) <= _MAX_LABEL for label in labels):
+                raise ApiServerError(f"{path}: {host[:_MAX_LABEL]} is not the name of a host")
+        return self
+
     @property
     def authority(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -64,7 +82,7 @@ class ServiceAccount:
     def access(self) -> Access:
         token = _read(os.path.join(self._directory, "token")).strip()
         tls = _tls_context(_read(os.path.join(self._directory, "ca.crt")))
-        return Access(self._host, self._port, tls, self._host, token, "")
+        return Access(self._host, self._port, tls, self._host, token, "").checked(self._directory)
 
 
 class Kubeconfig:
@@ -76,27 +94,27 @@ class Kubeconfig:
     def access(self) -> Access:
         try:
             document = yaml.safe_load(_read(self._path))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ApiServerError(f"{self._path} is not YAML: {error}") from None
         try:
             context = _named(document["contexts"], document["current-context"])["context"]
             cluster = _named(document["clusters"], context["cluster"])["cluster"]
-            user = _named(document["users"], context["user"])["user"] or {}
+            user = {**(_named(document["users"], context["user"])["user"] or {})}
             url = urlsplit(cluster["server"])
             host, port = url.hostname or "", url.port
             is_tls = url.scheme == "https"
+            unsupported = [key for key in ("exec", "auth-provider") if key in user]
         except (KeyError, TypeError, ValueError, AttributeError):
             what = f"{self._path} has no current context with a cluster, its server and a user"
             raise ApiServerError(what) from None
-        for key in ("exec", "auth-provider"):
-            if key in user:
-                what = f"{self._path}: {key} is not supported: use a token or a client certificate"
-                raise ApiServerError(what)
+        if unsupported:
+            what = f"{self._path}: {unsupported[0]} is not supported: use a token or a client certificate"
+            raise ApiServerError(what)
         tls = self._tls(cluster, user) if is_tls else None
         name = (cluster.get("tls-server-name") or host) if is_tls else None
         token = self._text(user, "token", "tokenFile").strip()
         port = port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
-        return Access(host, port, tls, name, token, url.path.rstrip("/"))
+        return Access(host, port, tls, name and str(name), token, url.path.rstrip("/")).checked(self._path)
 
     def _tls(self, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
         authority = self._text(cluster, "certificate-authority-data", "certificate-authority")
@@ -136,7 +154,7 @@ def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, st
 
 
 def _named(entries: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    return next(one for one in entries if one["name"] == name) if entries else {}
+    return {one["name"]: one for one in entries}[name]
 
 
 def _read(path: str) -> str:
@@ -151,7 +169,7 @@ def _tls_context(authority: str) -> ssl.SSLContext:
     """A context that trusts this certificate authority, or the host's if it is empty."""
     try:
         return ssl.create_default_context(cadata=authority or None)
-    except ssl.SSLError as error:
+    except (ssl.SSLError, ValueError, TypeError) as error:
         raise ApiServerError(f"the certificate authority is invalid: {error}") from None
 
 
@@ -162,5 +180,5 @@ def _load_certificate(tls: ssl.SSLContext, certificate: str, key: str) -> None:
             file.write(f"{certificate}\n{key}")
             file.flush()
             tls.load_cert_chain(file.name)
-    except OSError as error:  # or ssl.SSLError
+    except (OSError, ValueError) as error:  # or ssl.SSLError
         raise ApiServerError(f"the client certificate is invalid: {error}") from None
