@@ -8,6 +8,7 @@ with Kubelet(host) as kubelet, KubeletPlugin(host) as plugin:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
+from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually, state_of
 from kubernetes.peers import PATIENCE_S, channel, their_server
@@ -237,6 +241,24 @@ class KubeletPlugin(Closes):
     def close(self) -> None:
         if self.process.poll() is None:
             self.end(signal.SIGTERM)
+
+
+class Reconciler:
+    """A plugin that only compares the leases with the kubelet's pods, by a clock of the test."""
+
+    def __init__(self, host: SimHost) -> None:
+        self.now_s = 0.0
+        paths = Paths(str(host.root))
+        self._leases = ContainerLeases(AsyncDaemonClient(paths), paths, lambda: self.now_s)
+
+    def run(self, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        asyncio.run(self._leases.reconcile())
+
+    def release_missing(self) -> None:
+        """Release what the kubelet does not list now, as if it had not for two minutes."""
+        self.run()
+        self.run(after_s=120.0)
 
 
 class Container(Closes):

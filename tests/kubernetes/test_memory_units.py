@@ -17,7 +17,7 @@ from yunion_mps.paths import Paths
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, restart, take
 from kubernetes.conftest import StartContainer
-from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
+from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin, Reconciler
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
@@ -213,10 +213,8 @@ def test_memory_of_a_pod_that_is_gone_is_released(node: Node) -> None:
         lease_name(pod.devices),
         lease_name(there.devices),
     }
-    node.plugin.end()
     del kubelet.pods["next"]
-    node.plugin.start()
-    eventually(lambda: len(leases_of(node.daemon)) == 1, "the release", trouble=lambda: node.plugin.log)
+    Reconciler(node.daemon.host).release_missing()
     assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(there.devices)]
 
 

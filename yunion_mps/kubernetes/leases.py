@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import KUBERNETES
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
@@ -31,8 +31,9 @@ T = TypeVar("T")
 #: How long a container's start waits for a daemon that restarts, and for the kubelet's answers, in s.
 _RESTART_S = 10.0
 _KUBELET_S = 10.0
-#: How long a lease is kept for a container that the kubelet does not list, such as an init container, in s.
-_START_S = 120.0
+#: How long the kubelet must not list a container before its lease is released, in s: a kubelet that has just
+#: started lists no pods, and it never lists init containers.
+_MISSING_S = 120.0
 
 
 #: The driver's device nodes that CUDA needs in addition to the GPUs'.
@@ -40,16 +41,18 @@ _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 
 
 class ContainerLeases:
-    """The leases of containers; `resources` are the names of the resources that they are of."""
+    """The leases of containers, of whatever resources; `clock` is monotonic, in s."""
 
-    def __init__(self, daemon: AsyncDaemonClient, paths: Paths, resources: Sequence[str]) -> None:
+    def __init__(
+        self, daemon: AsyncDaemonClient, paths: Paths, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._daemon = daemon
         self._paths = paths
-        self._resources = resources
+        self._clock = clock
         #: Whether a lease may be waiting for its container; otherwise, the kubelet is not asked.
         self._awaits_containers = True
-        #: When the start of a container was last permitted (monotonic), by the name of its lease.
-        self._permitted_s: dict[str, float] = {}
+        #: Since when the kubelet has not listed a lease's container, by the name of the lease.
+        self._missing_s: dict[str | None, float] = {}
         #: The kubelet's device ids of the leases taken since the plugin started, by lease name.
         self._ids: dict[str, frozenset[str]] = {}
 
@@ -88,31 +91,39 @@ class ContainerLeases:
 
     def permit(self, ids: Sequence[str]) -> None:
         """Keep the lease for a while, because the container is about to start."""
-        self._permitted_s[lease_name(ids)] = time.monotonic()
+        self._missing_s.pop(lease_name(ids), None)
 
     async def reconcile(self) -> None:
-        """Release the leases of containers that have not started and, according to the kubelet, never will.
+        """Release the leases of containers that have not started, and that the kubelet no longer lists.
 
-        Raises YunionError, RpcError and DecodeError.
+        Raises YunionError, RpcError and DecodeError; the time without an answer does not count.
         """
         if not self._awaits_containers:
             return
-        before = {lease["name"] for lease in await self.ours()}  # before the kubelet is asked
+        try:
+            before = {lease["name"] for lease in await self.ours()}  # before the kubelet is asked
+            names = await self._listed()
+        except (YunionError, grpc.RpcError, kubelet_api.DecodeError):
+            self._missing_s.clear()
+            raise
+        self._ids = {name: ids for name, ids in self._ids.items() if name in before}
+        now_s = self._clock()
+        self._missing_s = {name: self._missing_s.get(name, now_s) for name in before - names}
+        await self._release_awaited(
+            lambda lease: self._missing_s.get(lease["name"], now_s) <= now_s - _MISSING_S
+        )
+
+    async def _listed(self) -> set[str]:
+        """The names that the leases of the kubelet's containers have; raises RpcError and DecodeError."""
         data = await grpc.call(
             self._paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S
         )
-        listed = kubelet_api.LIST_POD_RESOURCES.answer.decode(data)
-        names = {
-            lease_name(_ids_of(container, name))
-            for pod in listed.pod_resources
+        return {
+            lease_name(ids)
+            for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
             for container in pod.containers
-            for name in self._resources
+            for ids in _ids_by_resource(container).values()
         }
-        earliest_s = time.monotonic() - _START_S
-        self._permitted_s = {name: at_s for name, at_s in self._permitted_s.items() if at_s > earliest_s}
-        self._ids = {name: ids for name, ids in self._ids.items() if name in before}
-        gone = before - names - self._permitted_s.keys()
-        await self._release_awaited(lambda lease: lease["name"] in gone)
 
     def _held(self, lease: LeaseRecord) -> frozenset[str]:
         """The kubelet's ids of a lease; of memory, they are known only if the lease was taken by us."""
@@ -121,7 +132,7 @@ class ContainerLeases:
     async def _release_awaited(self, is_stale: Callable[[LeaseRecord], bool]) -> None:
         for lease in await self.ours():
             if lease["pid"] is None and is_stale(lease):
-                log.info("%s: released, because its container has not started", ", ".join(lease["devices"]))
+                log.info("%s: released, because its pod is gone", ", ".join(lease["devices"]))
                 await self._call(END_LEASE, lease=lease["id"])
 
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
@@ -129,9 +140,12 @@ class ContainerLeases:
         return await Retrier(self._daemon, _RESTART_S, log.info).call(operation, None, **arguments)
 
 
-def _ids_of(container: kubelet_api.ContainerResources, resource: str) -> list[str]:
-    listed = (devices for devices in container.devices if devices.resource_name == resource)
-    return [one for devices in listed for one in devices.device_ids]
+def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, list[str]]:
+    """Of all resources, because a pod keeps its devices when its resource is renamed."""
+    found: dict[str, list[str]] = {}
+    for devices in container.devices:
+        found.setdefault(devices.resource_name, []).extend(devices.device_ids)
+    return found
 
 
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:

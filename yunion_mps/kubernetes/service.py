@@ -193,7 +193,7 @@ def _node(options: PluginOptions) -> str:
 def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Counts) -> Work:
     daemon, registered = AsyncDaemonClient(paths), asyncio.Event()
     devices, memory = DeviceResource(options), MemoryResource(options)
-    leases = ContainerLeases(daemon, paths, (devices.name, memory.name))
+    leases = ContainerLeases(daemon, paths)
     first, second = (
         KubeletService(DevicePlugin(one, leases, options, counts), paths, registered)
         for one in (devices, memory)
