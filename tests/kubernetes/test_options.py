@@ -78,7 +78,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
         '3: preferred is "spraed", but must be binpack or spread: did you mean spread?',
         f"4: unknown key replicas: remove it{valid}",
         f"5: {name} is 1, not true or false: write {name}: true or {name}: false",
-        f"6: duplicate key {name}: keep one of the two lines (the other is line 5)",
+        f"6: duplicate key {name}: keep one of the two (the other is line 5)",
     ]
 
 
@@ -88,6 +88,23 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
 )
 def test_an_invalid_value_is_reported_with_its_line(read: Read, text: str) -> None:
     with pytest.raises(ConfigError, match=r"kubelet-plugin.yml:\d: "):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{preferred: spread, preferred: binpack}\n", "duplicate key preferred"),
+        ("configs: {a: {}, a: {}}\n", "duplicate configuration a"),
+        ("configs: {}\n", "configs is a mapping, not a mapping with configurations"),
+        ("configs: {a: {models: [1]}}\n", "models is a list, not a list of the names of models"),
+        ("? [a]\n: 1\n", "unknown key a list"),
+        (f"resource: {'a' * 60}.{'.'.join(['b' * 60] * 4)}/x\n", "not the name of an extended resource"),
+        ("resource: requests.io/x\n", "not the name of an extended resource"),
+    ],
+)
+def test_what_looks_right_but_is_not_is_explained(read: Read, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
         read(text)
 
 

@@ -38,7 +38,8 @@ from yunion_mps.paths import Paths
 _SHARED = ".shared"
 #: The longest name after the domain in Kubernetes' qualified names.
 _MAX_NAME = 63
-_MAX_NODE_NAME = 253
+#: The longest domain and the longest name of a node, which are DNS subdomains.
+_MAX_DOMAIN = 253
 #: How containers get their devices: by a CDI device, or by environment, mounts and device nodes.
 CDI, ENVIRONMENT = "cdi", "environment"
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
@@ -82,7 +83,14 @@ class NamedConfiguration(NamedTuple):
 def _resource(key: str, node: Node) -> str:
     value = value_of(node)
     match = isinstance(value, str) and re.fullmatch(f"(?P<domain>{_DOMAIN})/(?P<name>{_NAME})", value)
-    if not match or "kubernetes.io" in match["domain"] or len(match["name"] + _SHARED) > _MAX_NAME:
+    domain = match["domain"] if match else ""
+    if (
+        not match
+        or "kubernetes.io" in domain
+        or domain.startswith("requests.")  # the quota's name for another resource
+        or len(domain) > _MAX_DOMAIN
+        or len(match["name"] + _SHARED) > _MAX_NAME
+    ):
         hint = "write a domain and a name, for example yunion.io/mps"
         raise InvalidValueError(key, node, "not the name of an extended resource", hint)
     return match[0]
@@ -102,7 +110,7 @@ def _memory_unit(key: str, node: Node) -> int:
 
 def _node_name(key: str, node: Node) -> str:
     value = text(key, node)
-    if not re.fullmatch(_DOMAIN, value) or len(value) > _MAX_NODE_NAME:
+    if not re.fullmatch(_DOMAIN, value) or len(value) > _MAX_DOMAIN:
         raise InvalidValueError(key, node, "not the name of a node", "write it as kubectl get nodes shows it")
     return value
 
@@ -118,14 +126,14 @@ def _models(key: str, node: Node) -> tuple[str, ...]:
     models = [value_of(one) for one in node.value] if isinstance(node, SequenceNode) else []
     if not models or not all(isinstance(one, str) and one for one in models):
         hint = 'write a list of names, where * is any text: ["Tesla T4", "NVIDIA A100*"]'
-        raise InvalidValueError(key, node, "not a list of models", hint)
+        raise InvalidValueError(key, node, "not a list of the names of models", hint)
     return tuple(models)
 
 
 def _mapping(key: str, node: Node) -> MappingNode:
     if not isinstance(node, MappingNode) or not node.value:
         hint = "write the name of each configuration, and its keys indented below"
-        raise InvalidValueError(key, node, "not a mapping", hint)
+        raise InvalidValueError(key, node, "not a mapping with configurations", hint)
     return node
 
 
@@ -213,13 +221,13 @@ class _OptionsReader:
         return PluginOptions(*{**base, "configs": tuple(configs)}.values())
 
     def _configs(self, root: MappingNode, base: dict[str, Any]) -> Iterator[NamedConfiguration]:
-        names: dict[str, int] = {}
+        names: dict[str, Node] = {}
         for name, key, node in pairs_of(root):
             if not re.fullmatch(_NAME, name) or len(name) > _MAX_NAME:
                 hint = "write letters, digits, -, _ and ., as in the value of a label"
                 self._report(key, f"{written(key)} is not the name of a configuration", hint)
-            elif names.setdefault(name, line_of(key)) != line_of(key):
-                hint = f"keep one of the two (the other is line {names[name]})"
+            elif names.setdefault(name, key) is not key:
+                hint = f"keep one of the two (the other is line {line_of(names[name])})"
                 self._report(key, f"duplicate configuration {name}", hint)
             elif not isinstance(node, MappingNode):
                 what = f"configuration {name} is {written(node)}, not a mapping"
@@ -234,15 +242,18 @@ class _OptionsReader:
     def _values(self, root: MappingNode, keys: Mapping[str, Key]) -> dict[str, Any]:
         """The values that are written, of valid keys."""
         values: dict[str, Any] = {}
-        seen: dict[str, int] = {}
+        seen: dict[str, Node] = {}
         for name, key, node in pairs_of(root):
-            line = line_of(key)
             if name not in keys:
                 near = nearest_key(name, keys)
                 hint = "" if near else f"remove it; the valid keys are {', '.join(keys)}"
-                self._report(key, f"unknown key {name}" + (f" (did you mean {near}?)" if near else ""), hint)
-            elif seen.setdefault(name, line) != line:
-                hint = f"keep one of the two lines (the other is line {seen[name]})"
+                self._report(
+                    key,
+                    f"unknown key {name or written(key)}" + (f" (did you mean {near}?)" if near else ""),
+                    hint,
+                )
+            elif seen.setdefault(name, key) is not key:
+                hint = f"keep one of the two (the other is line {line_of(seen[name])})"
                 self._report(key, f"duplicate key {name}", hint)
             else:
                 try:
