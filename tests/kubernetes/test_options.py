@@ -133,6 +133,13 @@ def test_a_valid_file_passes_the_check(run: Run, read: Read) -> None:
 
 
 @pytest.mark.processes
+def test_the_check_refuses_a_kubeconfig_that_cannot_be_read(run: Run, read: Read) -> None:
+    read("kubeconfig: /nonexistent\n")
+    status, told = run("--check")
+    assert (status, "kubeconfig: /nonexistent cannot be read: " in told[0]) == (6, True)
+
+
+@pytest.mark.processes
 def test_a_problem_has_its_line_its_code_and_the_command_that_checks(
     tmp_path: Path, run: Run, read: Read
 ) -> None:

@@ -260,6 +260,17 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
         raise _config_error(paths, what, "remove that file, or write another path")
 
 
+def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
+    """Raise ConfigError if the file cannot be used; the start only waits, because it may come later."""
+    if options.kubeconfig:
+        from yunion_mps.kubernetes.credentials import Kubeconfig
+
+        try:
+            Kubeconfig(options.kubeconfig).access()
+        except YunionError as error:
+            raise _config_error(paths, f"kubeconfig: {error.message}", "correct it") from None
+
+
 def _config_error(paths: Paths, what: str, hint: str) -> ConfigError:
     return ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
 
@@ -318,7 +329,9 @@ def command() -> click.Command:
             which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
             raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
         _check(options, paths, config, node_labels)
-        if not check:
+        if check:
+            _check_kubeconfig(options, paths)
+        else:
             tune_malloc()
             set_up_log("info")
             asyncio.run(run(options, paths, config, node_labels))
