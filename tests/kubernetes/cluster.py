@@ -173,7 +173,7 @@ class Cluster(Closes):
     def listing(self, collection: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         with self.changed:
             items = [one for one in self.of(collection) if fits(one)]
-            return {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+            return {"kind": "List", "metadata": {"resourceVersion": str(self._version)}, "items": items}
 
     def changes_after(self, version: int, collection: str) -> list[Change]:
         """Wait for changes; raises RefusalError if some have been forgotten."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, Resource
+from yunion_mps.kubernetes.api_objects import ApiObject, Resource
+from yunion_mps.kubernetes.api_server import ApiServer, Backoff, MissingObjectError
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
+from yunion_mps.kubernetes.dra_slices import SLICES
 from yunion_mps.paths import Paths
 
-from kubernetes.cluster import Cluster
+from kubernetes.cluster import Cluster, RefusalError
 from kubernetes.peers import Loop
 
-PODS = Resource[ApiObject]("/api/v1", "pods")
+PODS = Resource("/api/v1", "pods", ApiObject)
 COLLECTION = PODS.path()
 
 
@@ -141,22 +144,112 @@ def test_a_request_to_a_silent_api_server_ends_at_the_deadline(
 
 
 def test_an_answer_that_no_api_server_gives_is_an_error(loop: Loop, tmp_path: Path) -> None:
-    answers = [b"", b"rubbish\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n{"]
+    answers = [b"", b"rubbish\r\n\r\n", answer_of("[1]"), answer_of("{")]
+    with contextlib.closing(Answering(loop, tmp_path / "kubeconfig", answers)) as answering:
+        while answers:
+            assert answering.refusal().status == 0
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+class Answering:
+    """A client of a server that answers each request with the next of these."""
+
+    def __init__(self, loop: Loop, path: Path, answers: list[bytes]) -> None:
+        self._loop, self._answers = loop, answers
+        self._listener = loop.run(asyncio.start_server(self._serve, "127.0.0.1"))
+        port = self._listener.sockets[0].getsockname()[1]
+        path.write_text(KUBECONFIG.format(server=f"http://127.0.0.1:{port}", user="token: x"))
+        self.server = ApiServer(Kubeconfig(str(path)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(answers.pop(0))
+        writer.write(self._answers.pop(0))
         writer.close()
 
-    listener = loop.run(asyncio.start_server(serve, "127.0.0.1"))
-    port = listener.sockets[0].getsockname()[1]
-    path = tmp_path / "kubeconfig"
-    path.write_text(KUBECONFIG.format(server=f"http://127.0.0.1:{port}", user="token: x"))
-    while answers:
+    def refusal(self) -> ApiServerError:
+        """The error of the next list."""
         with pytest.raises(ApiServerError) as caught:
-            loop.run(ApiServer(Kubeconfig(str(path))).get(PODS, "a"))
-        assert caught.value.status == 0
-    listener.close()
+            self._loop.run(self.server.list(SLICES))
+        return caught.value
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def answer_of(body: str, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\n\r\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "{}",
+        '{"kind": "PodList", "metadata": {"resourceVersion": "1"}}',
+        '{"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": 5}',
+        '{"kind": "Pod", "metadata": {"resourceVersion": "1"}, "items": []}',
+        '{"kind": "PodList", "metadata": null, "items": []}',
+        '{"kind": "PodList", "metadata": {}, "items": []}',
+        "[" * 100_000,
+    ],
+)
+def test_an_answer_that_is_no_list_is_not_an_empty_one(loop: Loop, tmp_path: Path, page: str) -> None:
+    with contextlib.closing(Answering(loop, tmp_path / "kubeconfig", [answer_of(page)])) as answering:
+        assert answering.refusal().code == "api_server_error"
+
+
+def test_a_version_that_is_not_served_is_said_with_the_first_release(loop: Loop, tmp_path: Path) -> None:
+    answers = [answer_of("404 page not found\n", "404 Not Found"), answer_of("busy", "503 Unavailable")]
+    with contextlib.closing(Answering(loop, tmp_path / "kubeconfig", answers)) as answering:
+        missing = answering.refusal()
+        assert (missing.status, isinstance(missing, MissingObjectError)) == (404, False)
+        what = "does not serve /apis/resource.k8s.io/v1/resourceslices (Kubernetes 1.34 or later does)"
+        assert missing.message.endswith(what)
+        assert answering.refusal().status == 503
+
+
+def test_malformed_objects_are_left_out_of_what_is_followed(cluster: Cluster, follower: Follower) -> None:
+    cluster.add(COLLECTION, pod("a"))
+    cluster.add(COLLECTION, {**pod("wrong"), "kind": 5})
+    assert follower.next() == ["a"]
+    cluster.add(COLLECTION, {**pod("wrong-2"), "kind": 5})
+    cluster.add(COLLECTION, pod("b"))
+    assert follower.next() == ["a", "b"]
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_an_object_missing_in_a_list_is_gone_only_if_confirmed(
+    cluster: Cluster, server: ApiServer, loop: Loop, status: int
+) -> None:
+    for name in ("a", "b", "c"):
+        cluster.add(COLLECTION, pod(name))
+    pods = server.follow(PODS, confirm=True, backoff=Backoff(0.01, 0.02))
+
+    def step() -> list[str]:
+        async def step() -> dict[str, ApiObject]:
+            return await pods.__anext__()
+
+        return names(loop.run(step()))
+
+    try:
+        assert step() == ["a", "b", "c"]
+        listing, get, refusals = cluster.listing, cluster.get, [status]
+
+        def get_some(collection: str, name: str, namespace: str = "") -> dict[str, Any]:
+            if name == "a" and refusals:
+                raise RefusalError(refusals.pop(), "refused by the test")
+            return get(collection, name, namespace)
+
+        cluster.get = get_some  # type: ignore[method-assign]
+        cluster.listing = lambda *asked: {**listing(*asked), "items": []}  # type: ignore[method-assign]
+        cluster.stop()
+        cluster.remove(COLLECTION, "b", "default")
+        cluster.remove(COLLECTION, "c", "default")
+        cluster.add(COLLECTION, pod("c"))
+        cluster.forget_changes()
+        cluster.start()
+        assert step() == ["a"]
+        assert refusals == []
+    finally:
+        loop.run(pods.aclose())
 
 
 def test_delays_double_up_to_the_longest() -> None:

@@ -110,6 +110,34 @@ def test_claims_are_prepared_and_refused_one_by_one(
     assert [lease["name"] for lease in leases_of(ready_daemon)] == ["job"]
 
 
+def test_a_malformed_claim_does_not_hinder_the_others(
+    dra_kubelet: DraKubelet, driver: DraPlugin, cluster: Cluster
+) -> None:
+    good, wrong = dra_kubelet.allocate("good", [NAMES[0]]), dra_kubelet.allocate("wrong", [NAMES[1]])
+    stored = cluster.get(CLAIMS, "wrong", NAMESPACE)
+    stored["status"]["allocation"]["devices"]["results"] = [{"driver": "mps.yunion.io"}]
+    cluster.replace(CLAIMS, stored)
+    answers = dra_kubelet.prepare(good, wrong)
+    assert answers["good"].error == ""
+    assert "results[0].device is missing" in answers["wrong"].error
+
+
+def test_parameters_for_the_driver_are_refused_rather_than_ignored(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+    stored = cluster.get(CLAIMS, "trainer", NAMESPACE)
+    opaque = {"driver": "mps.yunion.io", "parameters": {"memory": "1Mi"}}
+    stored["status"]["allocation"]["devices"]["config"] = [{"source": "FromClaim", "opaque": opaque}]
+    stored = cluster.replace(CLAIMS, stored)
+    assert "mps.yunion.io takes no parameters" in dra_kubelet.refused(claim)
+    assert leases_of(ready_daemon) == []
+    opaque = {**opaque, "driver": "gpu.example.com"}
+    stored["status"]["allocation"]["devices"]["config"] = [{"source": "FromClaim", "opaque": opaque}]
+    cluster.replace(CLAIMS, stored)
+    assert dra_kubelet.prepared(claim), "they are for another driver"
+
+
 def test_a_claim_that_cannot_be_prepared_is_refused(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:

@@ -229,6 +229,28 @@ def test_only_the_clients_of_a_deleted_pod_are_terminated(
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
+def test_pods_that_a_list_wrongly_lacks_keep_their_clients(
+    containers: list[Container], ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    ending, neighbour = containers
+    cluster.add(PODS, api_pod("ending", ending.id))
+    cluster.add(PODS, api_pod("neighbour", neighbour.id))
+    with KubeletPlugin(ready_daemon.host) as plugin:
+        eventually(lambda: is_followed(cluster), "the watch of the pods")
+        listing = cluster.listing
+        lists = [{}, {**listing(PODS, lambda _: False), "items": [{}]}]
+        cluster.listing = lambda *asked: lists.pop(0) if lists else listing(*asked)  # type: ignore[method-assign]
+        with cluster.changed:  # so that the watch ends, and the pods are listed again
+            cluster.add(PODS, api_pod("other", "c"))
+            cluster.forget_changes()
+        eventually(lambda: "pods.metadata.name is missing" in plugin.log, "the second list")
+        delete(cluster, "ending", 0)
+        wait_terminated(plugin, ending)
+        assert f"PID {neighbour.client.pid}" not in plugin.log
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
 def test_clients_are_terminated_once_the_daemon_is_back(
     containers: list[Container], ready_daemon: Daemon, cluster: Cluster
 ) -> None:

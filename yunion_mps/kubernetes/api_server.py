@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Generic, TypedDict, TypeVar
-from urllib.parse import quote, urlencode
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import h11
 
+from yunion_mps.kubernetes.api_objects import Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 #: How long the API server has for an answer, in s.
 TIMEOUT_S = 30.0
@@ -37,54 +40,8 @@ _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
 _DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
 
 
-class OwnerReference(TypedDict, total=False):
-    apiVersion: str
-    kind: str
-    name: str
-    uid: str
-    controller: bool
-
-
-class ObjectMeta(TypedDict, total=False):
-    """The members of `metadata` that are used here."""
-
-    name: str
-    generateName: str
-    namespace: str
-    uid: str
-    resourceVersion: str
-    labels: dict[str, str]
-    annotations: dict[str, str]
-    deletionTimestamp: str
-    deletionGracePeriodSeconds: int
-    ownerReferences: list[OwnerReference]
-
-
-class ApiObject(TypedDict, total=False):
-    """What all objects have; the type of a resource adds its `spec` and `status`."""
-
-    apiVersion: str
-    kind: str
-    metadata: ObjectMeta
-
-
-ObjectT = TypeVar("ObjectT", bound=ApiObject)
-
-
-@dataclass(frozen=True)
-class Resource(Generic[ObjectT]):
-    """A type of object and its path: `Resource[Pod]("/api/v1", "pods")`."""
-
-    prefix: str
-    plural: str
-
-    def path(self, name: str = "", namespace: str = "") -> str:
-        """The path of an object, or of all objects of the namespace or the cluster."""
-        parts = [self.prefix]
-        parts += [f"namespaces/{quote(namespace, safe='')}"] if namespace else []
-        parts += [self.plural]
-        parts += [quote(name, safe="")] if name else []
-        return "/".join(parts)
+class MissingObjectError(ApiServerError):
+    """The API server says that there is no object of this name."""
 
 
 class Backoff:
@@ -114,42 +71,43 @@ class ApiServer:
         self._timeout_s = timeout_s
 
     async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
-        return await self._call("GET", resource.path(name, namespace))  # type: ignore[no-any-return]
+        return resource.read(await self._call("GET", resource, resource.path(name, namespace)))
 
     async def list(
         self, resource: Resource[ObjectT], namespace: str = "", *, fields: str = "", labels: str = ""
     ) -> tuple[list[ObjectT], str]:
-        """All objects that the selectors match, and the resource version from which they can be watched."""
+        """All objects that the selectors match, and the resource version from which they can be watched.
+
+        An object that cannot be read is logged and left out.
+        """
         items: list[ObjectT] = []
         token = ""
         while True:
             selection = {"fieldSelector": fields, "labelSelector": labels, "limit": _PAGE, "continue": token}
-            page = await self._call("GET", resource.path("", namespace), selection)
-            items += page.get("items") or ()
-            token = page.get("metadata", {}).get("continue", "")
+            answer = await self._call("GET", resource, resource.path("", namespace), selection)
+            page = resource.read_list(answer)
+            items += [one for item in page["items"] if (one := _readable(resource, item))]
+            token = page["metadata"].get("continue", "")
             if not token:
-                return items, page.get("metadata", {}).get("resourceVersion", "")
+                return items, page["metadata"]["resourceVersion"]
 
     async def create(self, resource: Resource[ObjectT], made: ObjectT, namespace: str = "") -> ObjectT:
         """Create the object; return it as stored."""
-        return await self._call("POST", resource.path("", namespace), {}, made)  # type: ignore[no-any-return]
+        return resource.read(await self._call("POST", resource, resource.path("", namespace), {}, made))
 
     async def replace(self, resource: Resource[ObjectT], changed: ObjectT) -> ObjectT:
         """Replace the object; the status is 409 if its resource version is no longer the newest one."""
         metadata = changed["metadata"]
         path = resource.path(metadata["name"], metadata.get("namespace", ""))
-        return await self._call("PUT", path, {}, changed)  # type: ignore[no-any-return]
+        return resource.read(await self._call("PUT", resource, path, {}, changed))
 
     async def delete(
         self, resource: Resource[ObjectT], name: str, namespace: str = "", uid: str = ""
     ) -> None:
         """Delete the object if there is one; with `uid`, only if it is that object's."""
         body = {"preconditions": {"uid": uid}} if uid else None
-        try:
-            await self._call("DELETE", resource.path(name, namespace), {}, body)
-        except ApiServerError as error:
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise
+        with contextlib.suppress(MissingObjectError):
+            await self._call("DELETE", resource, resource.path(name, namespace), {}, body)
 
     async def follow(
         self,
@@ -158,33 +116,44 @@ class ApiServer:
         *,
         fields: str = "",
         labels: str = "",
+        confirm: bool = False,
         on_failure: Callable[[ApiServerError], None] = lambda _: None,
         backoff: Backoff | None = None,
     ) -> AsyncGenerator[dict[str, ObjectT], None]:
         """List and watch: yield all objects that the selectors match, by uid, now and after each change.
 
         It never ends. While the API server is unreachable, nothing is yielded, because what was known stays
-        valid, and `on_failure` is called for each failed attempt.
+        valid, and `on_failure` is called for each failed attempt. With `confirm`, an object that a later list
+        lacks is gone only if the API server also says so when it is asked for that object.
         """
         backoff = backoff or Backoff()
+        objects: dict[str, ObjectT] = {}
         while True:
             try:
                 found, version = await self.list(resource, namespace, fields=fields, labels=labels)
-                objects = {one["metadata"]["uid"]: one for one in found}
+                listed = {one["metadata"]["uid"]: one for one in found}
+                lacking = [one for uid, one in objects.items() if confirm and uid not in listed]
+                kept = [one for one in lacking if not await self._is_gone(resource, one)]
+                objects = {**{one["metadata"]["uid"]: one for one in kept}, **listed}
                 yield dict(objects)
                 backoff.reset()
                 while True:
                     query = {"fieldSelector": fields, "labelSelector": labels, "resourceVersion": version}
-                    watch = self._watch(resource.path("", namespace), query)
+                    watch = self._watch(resource, namespace, query)
                     try:
-                        async for kind, changed in watch:
+                        async for kind, stated in watch:
+                            if kind == _BOOKMARK:  # it has a version only
+                                version = read_as(Bookmark, stated, kind)["metadata"]["resourceVersion"]
+                                continue
+                            changed = _readable(resource, stated)
+                            if not changed:
+                                continue
                             version = changed["metadata"]["resourceVersion"]
                             if kind == _DELETED:
                                 objects.pop(changed["metadata"]["uid"], None)
-                            elif kind != _BOOKMARK:
+                            else:
                                 objects[changed["metadata"]["uid"]] = changed
-                            if kind != _BOOKMARK:
-                                yield dict(objects)
+                            yield dict(objects)
                     finally:
                         await watch.aclose()
                     await backoff.wait()
@@ -194,12 +163,27 @@ class ApiServer:
                     on_failure(error)
                 await backoff.wait()
 
-    async def _watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[tuple[str, Any], None]:
+    async def _is_gone(self, resource: Resource[ObjectT], one: ObjectT) -> bool:
+        """Whether the object has been deleted; if we may not ask, it counts as there."""
+        metadata = one["metadata"]
+        try:
+            found = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
+        except MissingObjectError:
+            return True
+        except ApiServerError as error:
+            if error.status != HTTPStatus.FORBIDDEN:
+                raise
+            return False
+        return found["metadata"]["uid"] != metadata["uid"]
+
+    async def _watch(
+        self, resource: Resource[Any], namespace: str, query: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the kind of each change and the object, until the API server ends the watch."""
         more = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
-        exchange = self._exchange("GET", path, more)
+        exchange = self._exchange("GET", resource.path("", namespace), more)
         try:
-            await _within(self._timeout_s, self._open(exchange))
+            await _within(self._timeout_s, self._open(exchange, resource))
             pending = b""
             while True:
                 piece = await _within(_WATCH_S + self._timeout_s, exchange.read())
@@ -207,7 +191,7 @@ class ApiServer:
                 for line in filter(None, lines):
                     event = _decoded(line)
                     if event["type"] == _ERROR:
-                        raise _refusal(event["object"].get("code", 0), event["object"])
+                        raise _refusal(event["object"].get("code", 0), event["object"], resource)
                     yield event["type"], event["object"]
                 if not piece:
                     return
@@ -217,12 +201,17 @@ class ApiServer:
             exchange.close()
 
     async def _call(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, body: object = None
+        self,
+        method: str,
+        resource: Resource[Any],
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: object = None,
     ) -> Any:
         exchange = self._exchange(method, path, query or {}, body)
 
         async def answer() -> Any:
-            await self._open(exchange)
+            await self._open(exchange, resource)
             return _decoded(await exchange.read_all())
 
         try:
@@ -236,11 +225,16 @@ class ApiServer:
         target = f"{path}?{encoded}" if encoded else path
         return _Exchange(self._credentials.access(), method, target, data)
 
-    async def _open(self, exchange: _Exchange) -> None:
+    async def _open(self, exchange: _Exchange, resource: Resource[Any]) -> None:
         """Send the request; raises ApiServerError if it is refused."""
         status = await exchange.open()
-        if status not in _DONE:
-            raise _refusal(status, _decoded(await exchange.read_all()))
+        if status in _DONE:
+            return
+        answer: Mapping[str, Any] = {}
+        data = await exchange.read_all()
+        with contextlib.suppress(ApiServerError):  # a proxy, or a path that is not served: plain text
+            answer = _decoded(data)
+        raise _refusal(status, answer, resource)
 
 
 class _Exchange:
@@ -329,17 +323,30 @@ async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:
+    """The object, None if it cannot be read, which is logged."""
+    try:
+        return resource.read(value)
+    except ApiServerError as error:
+        log.warning("ignored an object: %s", error.message)
+        return None
+
+
 def _decoded(data: bytes) -> Any:
     """The object in an answer; raises ApiServerError."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(data)
         if isinstance(value, dict):
             return value
     raise ApiServerError("the API server's answer is not a JSON object")
 
 
-def _refusal(status: int, answer: Mapping[str, Any]) -> ApiServerError:
-    """The error for an answer of kind Status."""
-    return ApiServerError(
-        f"the API server refused the request: {answer.get('message') or f'HTTP status {status}'}", status
-    )
+def _refusal(status: int, answer: Mapping[str, Any], resource: Resource[Any]) -> ApiServerError:
+    """The error for an answer of kind Status, or one of a server that does not know the path."""
+    text = f"the API server refused the request: {answer.get('message') or f'HTTP status {status}'}"
+    if status != HTTPStatus.NOT_FOUND:
+        return ApiServerError(text, status)
+    if answer.get("kind") == "Status":
+        return MissingObjectError(text, status)
+    first = f" (Kubernetes {resource.since} or later does)" if resource.since else ""
+    return ApiServerError(f"the API server does not serve {resource.path()}{first}", status)

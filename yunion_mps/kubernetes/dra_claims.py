@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.client.transport import Retrier
@@ -21,11 +20,12 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.api_server import ApiServer, Resource
-from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.api_objects import Resource
+from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
 from yunion_mps.kubernetes.dra_devices import (
     API_VERSION,
     DRIVER,
+    SINCE,
     AllocatedDevice,
     ClaimRequest,
     ResourceClaim,
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CLAIMS = Resource[ResourceClaim](f"/apis/{API_VERSION}", "resourceclaims")
+CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
 #: How long a request waits for a daemon that restarts, and for the kubelet's list of pods, in s.
 _RESTART_S = 10.0
 _KUBELET_S = 10.0
@@ -92,8 +92,12 @@ class ClaimLeases:
         if stored["metadata"]["uid"] != claim.uid:
             what = f"{claim.namespace}/{claim.name}: replaced by another claim of the same name"
             raise NotFoundError(what, "delete the pod")
-        results = stored.get("status", {}).get("allocation", {}).get("devices", {}).get("results", [])
-        ours = [one for one in results if one["driver"] == DRIVER]
+        devices = stored.get("status", {}).get("allocation", {}).get("devices", {})
+        if any(one.get("opaque", {}).get("driver") == DRIVER for one in devices.get("config", ())):
+            what = f"{claim.namespace}/{claim.name}: {DRIVER} takes no parameters, but config has some for it"
+            hint = "remove them from the claim or its DeviceClass, then delete the claim and the pod"
+            raise HostError(what, hint)
+        ours = [one for one in devices.get("results", ()) if one["driver"] == DRIVER]
         if not ours:
             raise NotFoundError(f"{claim.namespace}/{claim.name}: nothing is allocated", "delete the pod")
         if any(one.get("adminAccess") for one in ours):
@@ -152,10 +156,8 @@ class ClaimLeases:
     async def _is_reserved(self, claim: ClaimName) -> bool:
         try:
             stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
-        except ApiServerError as error:
-            if error.status == HTTPStatus.NOT_FOUND:
-                return False
-            raise
+        except MissingObjectError:
+            return False
         return stored["metadata"]["uid"] == claim.uid and bool(stored.get("status", {}).get("reservedFor"))
 
     async def _listed(self) -> set[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.enums import AVAILABLE, FREE, LEASED, RESERVED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
-from yunion_mps.kubernetes.api_server import ApiObject
+from yunion_mps.kubernetes.api_objects import ApiObject
 from yunion_mps.kubernetes.resources import only_reserved
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: The driver's name, to which unqualified names of attributes and capacities belong.
 DRIVER = "mps.yunion.io"
 API_VERSION = "resource.k8s.io/v1"
+#: The first Kubernetes that serves it.
+SINCE = "1.34"
 NO_SCHEDULE = "NoSchedule"
 #: The capacities.
 MEMORY, SM_PERCENTAGE = "memory", "smPercentage"
@@ -88,20 +90,34 @@ class SliceDevice(TypedDict, total=False):
     taints: list[DeviceTaint]
 
 
-class AllocatedDevice(TypedDict, total=False):
-    """The API's `DeviceRequestAllocationResult`."""
-
+class DeviceIdentity(TypedDict):
     request: str
     driver: str
     pool: str
     device: str
+
+
+class AllocatedDevice(DeviceIdentity, total=False):
+    """The API's `DeviceRequestAllocationResult`."""
+
     shareID: str
     consumedCapacity: dict[str, str]
     adminAccess: bool
 
 
+class OpaqueParameters(TypedDict, total=False):
+    driver: str
+
+
+class DeviceParameters(TypedDict, total=False):
+    """The API's `DeviceAllocationConfiguration`."""
+
+    opaque: OpaqueParameters
+
+
 class AllocatedDevices(TypedDict, total=False):
     results: list[AllocatedDevice]
+    config: list[DeviceParameters]
 
 
 class ClaimAllocation(TypedDict, total=False):

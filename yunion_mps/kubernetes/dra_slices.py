@@ -14,12 +14,14 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import NamedTuple, TypedDict
 
-from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Backoff, OwnerReference, Resource
+from yunion_mps.kubernetes.api_objects import ApiObject, OwnerReference, Resource
+from yunion_mps.kubernetes.api_server import ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.dra_devices import (
     API_VERSION,
     DRIVER,
     NO_SCHEDULE,
+    SINCE,
     OfferedDevice,
     SliceDevice,
 )
@@ -44,19 +46,22 @@ class SlicePool(TypedDict):
     resourceSliceCount: int
 
 
-class SliceSpec(TypedDict, total=False):
+class PooledSpec(TypedDict):
     driver: str
     nodeName: str
     pool: SlicePool
+
+
+class SliceSpec(PooledSpec, total=False):
     devices: list[SliceDevice]
 
 
-class ResourceSlice(ApiObject, total=False):
+class ResourceSlice(ApiObject):
     spec: SliceSpec
 
 
-SLICES = Resource[ResourceSlice](f"/apis/{API_VERSION}", "resourceslices")
-NODES = Resource[ApiObject]("/api/v1", "nodes")
+SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE)
+NODES = Resource("/api/v1", "nodes", ApiObject)
 
 
 class Writes(NamedTuple):

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
-from yunion_mps.kubernetes.api_server import ApiObject, ApiServer, Resource
+from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
+from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 
@@ -54,7 +54,7 @@ class Pod(ApiObject, total=False):
     status: PodStatus
 
 
-PODS = Resource[Pod]("/api/v1", "pods")
+PODS = Resource("/api/v1", "pods", Pod)
 
 
 class TerminatingPod(NamedTuple):
@@ -79,8 +79,8 @@ class Deletions:
         self._ending: dict[str, TerminatingPod] = {}
         self._done: set[str] = set()
 
-    def update(self, pods: Mapping[str, Pod], now_s: float, utc_s: float) -> None:
-        """Take note of all pods of the node, by uid; `utc_s` are seconds since 1970."""
+    def update(self, pods: Mapping[str, Pod], now_s: float, now_utc_s: float) -> None:
+        """Take note of all pods of the node, by uid; `now_utc_s` are seconds since 1970."""
         gone = self._done - pods.keys()
         self._ending = {uid: end for uid, end in self._ending.items() if uid not in gone}
         self._done -= gone
@@ -96,16 +96,14 @@ class Deletions:
                 continue
             name = f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"
             if "deletionTimestamp" in metadata:
-                self._note_deletion(uid, name, pod, now_s, utc_s)
+                self._note_deletion(uid, name, pod, now_s, now_utc_s)
             else:
                 self._running[uid] = name, _containers(pod)
 
-    def _note_deletion(self, uid: str, name: str, pod: Pod, now_s: float, utc_s: float) -> None:
+    def _note_deletion(self, uid: str, name: str, pod: Pod, now_s: float, now_utc_s: float) -> None:
         metadata = pod["metadata"]
         grace_s = float(metadata.get("deletionGracePeriodSeconds", _GRACE_S))
-        left_s = (
-            datetime.fromisoformat(metadata["deletionTimestamp"].replace("Z", "+00:00")).timestamp() - utc_s
-        )
+        left_s = utc_s(metadata["deletionTimestamp"]) - now_utc_s
         ends_s = now_s + min(max(left_s, 0.0), grace_s)
         before = self._ending.get(uid)
         if before:  # deleted again with a shorter period
@@ -149,7 +147,7 @@ class PodDeletionWatch:
 
     async def _follow(self) -> None:
         fields = f"spec.nodeName={self._node}"
-        async for pods in self._server.follow(PODS, fields=fields, on_failure=self._report):
+        async for pods in self._server.follow(PODS, fields=fields, confirm=True, on_failure=self._report):
             if self._failure:
                 log.info("watching the pods of node %s again", self._node)
                 self._failure = ""

@@ -107,9 +107,9 @@ class Selector:
         if not self._follows_labels:
             return
         if not self._labels_file and self._api:
-            from yunion_mps.kubernetes.api_server import ApiObject, Resource  # others need no TLS
+            from yunion_mps.kubernetes.api_objects import ApiObject, Resource  # others need no TLS
 
-            nodes = Resource[ApiObject]("/api/v1", "nodes")
+            nodes = Resource("/api/v1", "nodes", ApiObject)
             server, node = self._api
             failure = ""
 
@@ -122,7 +122,7 @@ class Selector:
             async for found in server.follow(nodes, fields=f"metadata.name={node}", on_failure=report):
                 failure = ""
                 for one in found.values():
-                    self._labels = one["metadata"].get("labels") or {}
+                    self._labels = one["metadata"].get("labels", {})
                     self._update()
             return
         while True:

@@ -1,0 +1,169 @@
+"""Objects of the Kubernetes API: what all have in common, and how an answer is read as one.
+
+A type declares the members that are used here. What is read has those with their types; null is no value,
+other members are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+from typing import Any, Generic, NewType, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+from yunion_mps.kubernetes.credentials import ApiServerError
+
+#: The API's `Time`: 2026-01-31T12:00:00Z.
+Time = NewType("Time", str)
+#: All integers of the API are smaller.
+_INTEGERS = 1 << 63
+
+
+class OwnerReference(TypedDict, total=False):
+    apiVersion: str
+    kind: str
+    name: str
+    uid: str
+    controller: bool
+
+
+class ObjectMeta(TypedDict, total=False):
+    """The members of `metadata` that are used here."""
+
+    name: str
+    generateName: str
+    namespace: str
+    uid: str
+    resourceVersion: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    deletionTimestamp: Time
+    deletionGracePeriodSeconds: int
+    ownerReferences: list[OwnerReference]
+
+
+class ApiObject(TypedDict, total=False):
+    """What all objects have; the type of a resource adds its `spec` and `status`."""
+
+    apiVersion: str
+    kind: str
+    metadata: ObjectMeta
+
+
+class BookmarkMeta(TypedDict):
+    resourceVersion: str
+
+
+class Bookmark(TypedDict):
+    """The object of a watch's event that only says how far the watch has come."""
+
+    metadata: BookmarkMeta
+
+
+ListMeta = TypedDict("ListMeta", {"resourceVersion": str, "continue": str}, total=False)
+
+
+class ObjectList(TypedDict):
+    """A page of a list; each of `items` is read on its own."""
+
+    kind: str
+    metadata: ListMeta
+    items: list[object]
+
+
+T = TypeVar("T")
+ObjectT = TypeVar("ObjectT", bound=ApiObject)
+
+
+@dataclass(frozen=True)
+class Resource(Generic[ObjectT]):
+    """A type of object, its path and the first Kubernetes that serves it if that is a recent one."""
+
+    prefix: str
+    plural: str
+    type: type[ObjectT]
+    since: str = ""
+
+    def path(self, name: str = "", namespace: str = "") -> str:
+        """The path of an object, or of all objects of the namespace or the cluster."""
+        parts = [self.prefix]
+        parts += [f"namespaces/{quote(namespace, safe='')}"] if namespace else []
+        parts += [self.plural]
+        parts += [quote(name, safe="")] if name else []
+        return "/".join(parts)
+
+    def read(self, value: object) -> ObjectT:
+        """The value as a stored object, which has a name, uid and version; raises ApiServerError."""
+        one = read_as(self.type, value, self.plural)
+        base: ApiObject = one
+        missing = {"name", "uid", "resourceVersion"} - base.get("metadata", {}).keys()
+        if missing:
+            raise _invalid(f"{self.plural}.metadata.{min(missing)}", "missing")
+        return one
+
+    def read_list(self, value: object) -> ObjectList:
+        """The value as a page of a list; raises ApiServerError."""
+        page = read_as(ObjectList, value, self.plural)
+        if not page["kind"].endswith("List") or not page["metadata"].get("resourceVersion"):
+            raise _invalid(self.plural, "not a list")
+        return page
+
+
+def read_as(expected: type[T], value: object, where: str) -> T:
+    """The value if it has the type; raises ApiServerError, which says where it differs."""
+    return cast(T, _read(expected, value, where))
+
+
+def utc_s(time: Time) -> float:
+    """The time in seconds since 1970; raises ValueError."""
+    return datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+
+
+def _read(expected: Any, value: Any, where: str) -> Any:
+    container = dict if hasattr(expected, "__required_keys__") else get_origin(expected)
+    if expected is object:
+        return value
+    if container is dict and isinstance(value, dict):
+        members, every = _members(expected)
+        found = {
+            name: _read(members.get(name, every), one, f"{where}.{name}")
+            for name, one in value.items()
+            if one is not None
+        }
+        missing = set(getattr(expected, "__required_keys__", ())) - found.keys()
+        if missing:
+            raise _invalid(f"{where}.{min(missing)}", "missing")
+        return found
+    if container is list and isinstance(value, list):
+        (each,) = get_args(expected)
+        return [_read(each, one, f"{where}[{index}]") for index, one in enumerate(value)]
+    if container or not _is_scalar(expected, value):
+        raise _invalid(where, "invalid")
+    return value
+
+
+def _is_scalar(expected: Any, value: Any) -> bool:
+    try:
+        if expected is Time:
+            utc_s(value)
+        elif expected is str:
+            value.encode()
+        elif expected is int:
+            return type(value) is int and abs(value) < _INTEGERS
+        return isinstance(value, str if expected is Time else expected)
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+@cache
+def _members(expected: Any) -> tuple[Mapping[str, Any], Any]:
+    """The types of the declared members, and that of all others."""
+    if get_origin(expected) is dict:
+        return {}, get_args(expected)[1]
+    return get_type_hints(expected), object
+
+
+def _invalid(where: str, what: str) -> ApiServerError:
+    return ApiServerError(f"the API server's answer cannot be used: {where} is {what}")
