@@ -20,6 +20,7 @@ import h11
 
 from yunion_mps.kubernetes.api_objects import Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
+from yunion_mps.kubernetes.tasks import cancel
 
 T = TypeVar("T")
 
@@ -319,8 +320,7 @@ async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
             raise ApiServerError(f"the API server did not answer within {timeout_s:g} s")
         return task.result()
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
 
 
 def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:

@@ -30,6 +30,7 @@ from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, REFUSED, Counts
 from yunion_mps.kubernetes.plugin import rpc_method
+from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
 
@@ -238,5 +239,4 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait({waiting}, timeout=timeout_s)
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        await cancel([waiting])

@@ -16,6 +16,7 @@ from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_PO
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 
@@ -63,9 +64,7 @@ class DraHost:
                     self._stale.set()
                     await asyncio.sleep(_RETRY_S)
         finally:
-            for one in watches:
-                one.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await cancel(watches)
 
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered."""

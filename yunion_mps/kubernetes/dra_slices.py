@@ -25,6 +25,7 @@ from yunion_mps.kubernetes.dra_devices import (
     OfferedDevice,
     SliceDevice,
 )
+from yunion_mps.kubernetes.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -207,8 +208,7 @@ class SlicePublisher:
                     self._urgent.set()  # the backoff is the only wait
                     await self._sleep(self._backoff.next_s())
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await cancel([following])
 
     async def _follow(self) -> None:
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
@@ -226,9 +226,7 @@ class SlicePublisher:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            await cancel(waits)
 
     async def _write(self) -> None:
         if self._offered is None or self._existing is None:

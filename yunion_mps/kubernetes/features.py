@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.kubernetes.resources import ExtendedResource
+from yunion_mps.kubernetes.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,4 @@ async def _first_of(events: Sequence[asyncio.Event], timeout_s: float | None) ->
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

@@ -20,6 +20,7 @@ from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
+from yunion_mps.kubernetes.tasks import cancel
 
 if TYPE_CHECKING:
     from yunion_mps.answers import MpsClient
@@ -141,9 +142,7 @@ class PodDeletionWatch:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
 
     async def _follow(self) -> None:
         fields = f"spec.nodeName={self._node}"

@@ -27,6 +27,7 @@ from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
 from yunion_mps.kubernetes.selection import Selector
+from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
 
@@ -238,8 +239,7 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
                 notifier.status(f"nothing is offered: {error.message}")
             await _run_until(work, selecting, changed.wait(), stop.wait())
     finally:
-        selecting.cancel()
-        await asyncio.gather(selecting, return_exceptions=True)
+        await cancel([selecting])
     if not selecting.cancelled():
         selecting.result()
 
@@ -289,9 +289,7 @@ async def _run_until(
     everything: list[asyncio.Future[Any]] = [*tasks, selecting]
     await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
     done = [task for task in tasks if task.done()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(tasks)
     for task in done:
         task.result()
 

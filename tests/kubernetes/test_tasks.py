@@ -1,0 +1,29 @@
+"""Tasks that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+from yunion_mps.kubernetes.tasks import cancel
+
+
+def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+    lost: list[str] = []
+
+    async def work() -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if lost:
+                    raise
+                lost.append("a cancellation")
+
+    async def run() -> bool:
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        await cancel([task])
+        return task.cancelled()
+
+    assert asyncio.run(run())
+    assert lost == ["a cancellation"]
