@@ -3,8 +3,8 @@
 Usage: debian_sources.py CODENAME APT_FOLDER TARGET_FOLDER RELEASE COMPONENT
 
 Reads sources.list and sources.list.d/*.{list,sources} of APT_FOLDER (/etc/apt), in both of the formats of
-sources.list(5), and writes files of the same names to TARGET_FOLDER, for that release and component. A source
-is Debian's if it has the component main and a suite of CODENAME, the machine's release; all others are
+sources.list(5), and writes files of the same names, with that release and component, to TARGET_FOLDER. A
+source is Debian's if it has the component main and a suite of CODENAME, the machine's release; all others are
 omitted, and so are discs and disabled sources.
 """
 

@@ -49,8 +49,8 @@ _TIME_UNIT_S = 0.001
 class Order:
     """Knows who waits since when, and checks at the end whether each lease was given to whose turn it was.
 
-    Looks tell who waits; when each lease was given, and to whom, the daemon's events tell. Of a job that
-    was served before any look the place is not known, but that it is no better than the job's start.
+    Regular listings show who waits, and the daemon's events show when and to whom each lease was granted.
+    If a job got its lease between two listings, its place is unknown, but is no earlier than the job's start.
     """
 
     def __init__(self) -> None:

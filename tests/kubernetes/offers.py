@@ -1,4 +1,4 @@
-"""Devices, pools and GPUs as the daemon answers, for the tests of what DRA makes of them."""
+"""Devices, pools and GPUs as the daemon lists them, which the DRA tests turn into ResourceSlices."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _RECIPE = (
     "--dpkgopt=path-exclude=/usr/share/locale/*",
     f"--include={','.join(_PACKAGES)}",
 )
-#: Docker with all that it calls, for the tests that start it; what is never called there is left out (80 MB).
+#: Docker and the programs that it calls in the tests that start it; the rest (80 MB) is left out.
 _DOCKER = (
     "--include=docker.io,docker-cli",
     *(
