@@ -154,7 +154,7 @@ class Containerd(Closes):
         return False
 
     def _import(self, image: Path) -> None:
-        words = ["--address", self._socket, "--namespace", "k8s.io", "image", "import"]
+        words = ["--address", self._socket, "--namespace", "k8s.io", "image", "import", "--local"]
         command = self._command("ctr", *words, "--snapshotter", "native", image)
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr
