@@ -8,7 +8,7 @@ import errno
 import gc
 import logging
 import select
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.process import DaemonParts, program
@@ -26,6 +26,7 @@ from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
+from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ _CHECK_INTERVAL_S = 15.0
 _ANSWER_S = 5.0
 #: A HEAD request, because only the status line is read.
 _REQUEST = Exchange("HEAD", GET_HEALTH.encode({})).request
-#: How soon a task that continues after its cancellation is cancelled again.
-_CANCEL_RETRY_S = 0.1
 
 
 def serve(parts: DaemonParts) -> bool:
@@ -94,7 +93,7 @@ class _Loop:
         try:
             is_reexec = await self._end
         finally:
-            await cancel_all(tasks)
+            await cancel(tasks)
             if self._timer:
                 self._timer.cancel()
             self._loop.remove_reader(self._watch.fileno())
@@ -272,19 +271,6 @@ async def _request_health(path: str) -> bytes:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel the tasks until each has ended, ignoring their exceptions.
-
-    Canceling once is not enough: before Python 3.12, asyncio.wait_for loses a cancellation that coincides
-    with its result (github.com/python/cpython/issues/86296), and a stop would never end.
-    """
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_RETRY_S)
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:

@@ -20,7 +20,7 @@ import h11
 
 from yunion_mps.kubernetes.api_objects import Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
-from yunion_mps.kubernetes.tasks import cancel
+from yunion_mps.tasks import cancel
 
 T = TypeVar("T")
 

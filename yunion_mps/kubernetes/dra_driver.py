@@ -30,9 +30,9 @@ from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, REFUSED, Counts
 from yunion_mps.kubernetes.plugin import rpc_method
-from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
+from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_PO
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
-from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
+from yunion_mps.tasks import cancel
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from yunion_mps.kubernetes.dra_devices import (
     OfferedDevice,
     SliceDevice,
 )
-from yunion_mps.kubernetes.tasks import cancel
+from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 

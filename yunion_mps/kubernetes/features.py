@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.kubernetes.resources import ExtendedResource
-from yunion_mps.kubernetes.tasks import cancel
+from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
-from yunion_mps.kubernetes.tasks import cancel
+from yunion_mps.tasks import cancel
 
 if TYPE_CHECKING:
     from yunion_mps.answers import MpsClient

@@ -27,9 +27,9 @@ from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
 from yunion_mps.kubernetes.selection import Selector
-from yunion_mps.kubernetes.tasks import cancel
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
+from yunion_mps.tasks import cancel
 
 if TYPE_CHECKING:
     from yunion_mps.kubernetes.api_server import ApiServer

@@ -8,7 +8,6 @@ import time
 
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.daemon.loop import cancel_all
 from yunion_mps.reasons import GPU_FAULT
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
@@ -16,6 +15,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 from yunion_mps.service.usage import LatestPoll, UsageHistory
+from yunion_mps.tasks import cancel
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -51,7 +51,7 @@ def test_without_any_event_the_gpus_are_polled_regularly(
             while host.gpus[0].compute_mode == "default":
                 await asyncio.wait_for(polled.wait(), PATIENCE_S)
                 polled.clear()
-        await cancel_all([task])
+        await cancel([task])
 
     asyncio.run(follow())
 
@@ -86,7 +86,7 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
             await until(8)
             host.gpus[1].lose()
             await until(4)
-        await cancel_all([task])
+        await cancel([task])
 
     asyncio.run(follow())
     told = [event.what for event in made.events if event.kind == "gpu" and "Xid" not in event.what]
@@ -118,6 +118,6 @@ def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
         host.clear()
         await poll()
         assert history.latest.load.gpus[uuid].utilization == 40
-        await cancel_all([task])
+        await cancel([task])
 
     asyncio.run(follow())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from yunion_mps.kubernetes.tasks import cancel
+from yunion_mps.tasks import cancel
 
 
 def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
@@ -27,3 +27,16 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
 
     assert asyncio.run(run())
     assert lost == ["a cancellation"]
+
+
+def test_a_cancelled_task_that_has_ended_keeps_its_fault() -> None:
+    async def run() -> BaseException | None:
+        async def work() -> None:
+            raise ValueError("a fault")
+
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        await cancel([task])
+        return task.exception()
+
+    assert str(asyncio.run(run())) == "a fault"

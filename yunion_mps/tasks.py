@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-_RETRY_S = 1.0
+#: How soon a task that continues after its cancellation is cancelled again, in s.
+_RETRY_S = 0.1
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Return once all tasks have ended, whatever they raise.
+    """Cancel the tasks until each has ended, ignoring their exceptions.
 
-    Each is cancelled until it ends, because before Python 3.12 `asyncio.wait_for` loses a cancellation
-    that comes just as what it waits for is there.
+    Cancelling once is not enough: before Python 3.12, asyncio.wait_for loses a cancellation that coincides
+    with its result (github.com/python/cpython/issues/86296).
     """
     pending = set(tasks)
     while pending:
