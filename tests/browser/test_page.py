@@ -16,6 +16,7 @@ from browser.chromium import Chromium, Page
 from browser.png import size_of
 from browser.scene import Scene, Served, scene_on
 from integration.conftest import MakeDaemon, MakeHost
+from simhost import SimHost
 
 V100_BY_4 = [{"kind": "v100", "virtual_number": 4}]
 
@@ -214,13 +215,26 @@ def test_a_host_that_offers_nothing_says_why(
         assert page.errors() == []
 
 
-def test_a_pools_bar_shows_leased_and_free_memory(make_host: MakeHost, browser: Chromium) -> None:
-    host = make_host(V100_BY_4)
+def with_pool(host: SimHost, reserved: str = "") -> SimHost:
+    """Let the GPU of the host be leased in units of memory."""
     (host.root / "etc/yunion/host_container_device.yml").write_text(
         "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
-        "  virtual_number: 0\n  memory_unit: 1GiB\n"
+        f"  virtual_number: 0\n  memory_unit: 1GiB\n{reserved}"
     )
-    with scene_on(host) as scene:
+    return host
+
+
+def test_the_memory_of_a_reserved_pool_is_not_free(make_host: MakeHost, browser: Chromium) -> None:
+    with scene_on(with_pool(make_host(V100_BY_4), "  reserved_for: kubernetes\n")) as scene:
+        page = browser.page(scene.served.url)
+        page.wait_text("16 GiB reserved", "#busy .counts")
+        assert page.ask("document.querySelector('.bar .part.out').textContent") == "16 GiB reserved"
+        assert "free in pools" not in page.wait_text("0 free", "#figures")
+        assert page.ask("document.querySelector('#idle').hidden")
+
+
+def test_a_pools_bar_shows_leased_and_free_memory(make_host: MakeHost, browser: Chromium) -> None:
+    with scene_on(with_pool(make_host(V100_BY_4))) as scene:
         page = browser.page(scene.served.url)
         page.wait_text("16 GiB free", "#idle")
         scene.jobs.start("infer.py", options=["--gpu-mem", "4GiB"])

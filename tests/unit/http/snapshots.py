@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
+from collections.abc import Sequence
+
+from yunion_mps.models import DeviceEntry, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DISABLED, GPU_LOST, NO_REASON, NO_USABLE_GPU, Reason
@@ -32,12 +34,19 @@ IN_MIG_MODE = H100._replace(
     pci_address="0000:81:00.0", uuid="GPU-aaaaaaaa-2222-3333-4444-555555555555", mig_enabled=True
 )
 
+#: An entry that has the memory of P40 leased in units, by pods only.
+RESERVED_POOL = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, reserved_for="kubernetes")
+
 
 def snapshot(
-    *gpus: Gpu, replicas: int = 4, scope: str = "host", state: str = READY, reason: str = ""
-) -> Snapshot:
-    """The snapshot of a host with these GPUs, each divided by `replicas`, whose domain is in `state`."""
-    config = builders.config(cuda_mps_replicas=replicas, cuda_mps_scope=scope)
+    *gpus: Gpu, entries: Sequence[DeviceEntry] = (), replicas: int = 4, scope: str = "host",
+    state: str = READY, reason: str = "",
+) -> Snapshot:  # fmt: skip
+    """The snapshot of a host with these GPUs, divided as `entries` say or by `replicas`.
+
+    Its domain is in `state`.
+    """
+    config = builders.config(*entries, cuda_mps_replicas=replicas, cuda_mps_scope=scope)
     inventory = builders.inventory(*gpus)
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems

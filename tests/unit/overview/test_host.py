@@ -16,7 +16,7 @@ from yunion_mps.service.queries import Queries
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http import by_hand
 from unit.http.by_hand import CLIENT, LEASE, status_of
-from unit.http.snapshots import H100, P40, snapshot
+from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot
 
 Json = Any
 
@@ -89,6 +89,11 @@ def test_the_memory_used_of_a_lost_gpu_is_unknown_and_not_0() -> None:
     unavailable = page_of(P40, leases=(LEASE,), state=FAILED, reason="the GPU is lost")
     assert "used" not in parts(unavailable)["00:06.0-1"]
     assert parts(page_of(P40, leases=(LEASE,)))["00:06.0-1"]["used"] == 0
+
+
+def test_the_page_knows_what_a_gpu_is_reserved_for() -> None:
+    (gpu,) = page_of(P40, entries=[RESERVED_POOL])["gpus"]
+    assert (gpu["memory_free_mib"], gpu["reserved_for"]) == (22528, "kubernetes")
 
 
 def test_problems_errors_and_counts_are_those_of_status() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.models import DomainStatus, Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, NO_REASON, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
 
 from unit import builders
 from unit.http.by_hand import status_of
-from unit.http.snapshots import H100, P40, snapshot
+from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot
 
 
 def warnings(status: Any) -> list[Any]:
@@ -20,11 +19,7 @@ def warnings(status: Any) -> list[Any]:
 
 
 def test_a_pool_shows_its_memory_and_what_it_is_reserved_for() -> None:
-    entry = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, reserved_for="kubernetes")
-    found = builders.inventory(P40)
-    plan = builders.planned(builders.config(entry), found)
-    domains = tuple(DomainStatus(one, READY, NO_REASON, 4242, 0.0, 0) for one in plan.domains)
-    sound = Snapshot(1, True, NO_REASON, plan, found, domains)
+    sound = snapshot(P40, entries=[RESERVED_POOL])
     (pool,) = Queries(lambda: sound, 0.0, 1).pools()["pools"]
     assert (pool["addr"], pool["memory_unit_mib"], pool["memory_mib"]) == ("00:06.0", 1024, 22528)
     assert (pool["memory_free_mib"], pool["state"]) == (22528, "available")

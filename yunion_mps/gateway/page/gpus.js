@@ -57,7 +57,10 @@ export class Gpus {
 }
 
 const isIdle = ({ gpu, parts }) =>
-  gpu.state !== "unavailable" && !gpu.memory_used_mib && parts.every((part) => part.state === "free");
+  gpu.state !== "unavailable" && !gpu.reserved_for && !gpu.memory_used_mib && parts.every((part) => part.state === "free");
+
+/** The state of the memory of a pool that is not leased. */
+const poolState = (gpu) => (gpu.reserved_for ? "reserved" : "free");
 
 class Row {
   constructor(gpu) {
@@ -76,7 +79,7 @@ class Row {
 
   show({ gpu, parts, many }) {
     const own = parts.filter((part) => part.devices.length);
-    if (gpu.memory_free_mib) own.push({ state: "free", devices: [], budget: gpu.memory_free_mib });
+    if (gpu.memory_free_mib) own.push({ state: poolState(gpu), devices: [], budget: gpu.memory_free_mib });
     const named = !many && own.length <= NAMED;
     const words = counts(gpu, parts);
     text(this.name, gpu.name);
@@ -123,7 +126,7 @@ function showPart({ element, fill, label }, { part, named }) {
 export const share = (part) => (part.budget ? Math.min(100, Math.round(((part.used ?? 0) / part.budget) * 100)) : 0);
 
 function labelOf(part) {
-  if (!part.devices.length) return `${memory(part.budget)} free`;
+  if (!part.devices.length) return `${memory(part.budget)} ${part.state}`;
   if (part.state === "over budget") return `! ${part.user}`;
   return part.user ?? part.state;
 }
@@ -139,7 +142,7 @@ function counts(gpu, parts) {
   const by = {};
   for (const part of parts) by[part.state] = (by[part.state] ?? 0) + (part.devices.length || 1);
   const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state}`);
-  if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} free`);
+  if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} ${poolState(gpu)}`);
   if (gpu.state === "not used") words.push("not used");
   if (!gpu.budget_enforced && parts.length) words.push("not enforced");
   return words.join(", ");

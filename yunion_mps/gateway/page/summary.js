@@ -46,10 +46,10 @@ export class Summary {
   }
 
   showFigures({ devices, gpus, leases, clients, queued }) {
-    const sum = (field) => gpus.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
-    const pool = sum("memory_free_mib");
+    const sum = (field, some = gpus) => some.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
+    const pool = sum("memory_free_mib", gpus.filter((gpu) => !gpu.reserved_for));
     const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in pools` : ""];
-    if (devices.unavailable) free.push(`${devices.unavailable} unavailable`);
+    for (const state of ["reserved", "unavailable"]) if (devices[state]) free.push(`${devices[state]} ${state}`);
     this.total = sum("memory_mib");
     hide(byId("use"), !gpus.length);
     const busy = gpus.map((gpu) => gpu.utilization).filter(Number.isFinite);
