@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from yunion_mps.kubernetes import grpc
-from yunion_mps.kubernetes.kubelet_api import AnswerT, Empty, Message, Rpc
+from yunion_mps.kubernetes.kubelet_api import AnswerT, DeviceSpec, Empty, Message, Rpc
 
 from integration.daemon_host import PATIENCE_S, eventually, is_running
 from integration.image import IMAGE
@@ -97,6 +98,7 @@ class Containerd(Closes):
 
     def __init__(self, host: SimHost, image: Path) -> None:
         self._programs = programs()
+        self._root = host.root
         self._folder = host.root / "var/lib/containerd"
         self._folder.mkdir()
         cdi = host.root / "run/cdi"
@@ -191,11 +193,16 @@ class Containerd(Closes):
             cri.ContainerMetadata("main", attempt),
             cri.ImageSpec(IMAGE),
             envs=tuple(cri.KeyValue(*variable) for variable in pod.answer.envs.items()),
+            mounts=pod.answer.mounts,
+            devices=tuple(self._below_root(device) for device in pod.answer.devices),
             linux=cri.LinuxContainerConfig(cri.LinuxContainerSecurityContext(_ON_THE_NODE)),
             cdi_devices=pod.answer.cdi_devices,
         )
         request = cri.CreateContainerRequest(sandbox, config, sandbox_config)
         return self.call(cri.CREATE_CONTAINER, request).container_id
+
+    def _below_root(self, device: DeviceSpec) -> DeviceSpec:
+        return dataclasses.replace(device, host_path=f"{self._root}{device.host_path}")
 
     def start_container(self, container: str) -> Container:
         self.call(cri.START_CONTAINER, cri.ContainerId(container))

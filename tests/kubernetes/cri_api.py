@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import CdiDevice, Empty, Message, Rpc, _many, _map, _one
+from yunion_mps.kubernetes.kubelet_api import (
+    CdiDevice,
+    DeviceSpec,
+    Empty,
+    Message,
+    MountSpec,
+    Rpc,
+    _many,
+    _map,
+    _one,
+)
 
 #: A NamespaceMode: the pod's namespace, which is the default, the container's, or the node's.
 CONTAINER, NODE = 1, 2
@@ -119,6 +129,8 @@ class ContainerConfig(Message):
     image: Optional[ImageSpec] = _one(2, ImageSpec)
     command: tuple[str, ...] = _many(3, str)
     envs: tuple[KeyValue, ...] = _many(6, KeyValue)
+    mounts: tuple[MountSpec, ...] = _many(7, MountSpec)
+    devices: tuple[DeviceSpec, ...] = _many(8, DeviceSpec)
     linux: Optional[LinuxContainerConfig] = _one(15, LinuxContainerConfig)
     cdi_devices: tuple[CdiDevice, ...] = _many(17, CdiDevice)
 

@@ -14,7 +14,7 @@ from yunion_mps.kubernetes.resources import lease_name
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
 from kubernetes import cri_api as cri
-from kubernetes.containerd import Containerd
+from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 from simhost import SimHost
 from simhost.host import IN_UNITS
@@ -37,6 +37,14 @@ def host(host: SimHost) -> SimHost:
         except PermissionError as error:
             pytest.skip(f"needs to make device nodes: {error}")
     return host
+
+
+def assert_has_gpu(container: Container, slot: int) -> None:
+    """It has the driver's nodes of this GPU alone, and shares memory with the MPS server."""
+    nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
+    assert {path.name for path in nodes} == {f"nvidia{slot}", "nvidiactl", "nvidia-uvm"}
+    assert {path.stat().st_rdev for path in nodes} == {_NODE}
+    assert os.path.samefile(container.root / "dev/shm", "/dev/shm")
 
 
 def test_our_client_talks_to_containerd_s_server_in_go(containerd: Containerd) -> None:
@@ -62,16 +70,26 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     expected = {**device["client_environment"], **pod.answer.envs, "YUNION_MPS_DEVICE": "00:07.0-1"}
     found = container.environment
     assert {name: found.get(name) for name in expected} == expected
-    nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
-    assert {path.name for path in nodes} == {"nvidia1", "nvidiactl", "nvidia-uvm"}
-    assert {path.stat().st_rdev for path in nodes} == {_NODE}
-    assert os.path.samefile(container.root / "dev/shm", "/dev/shm"), "it shares memory with the MPS server"
+    assert_has_gpu(container, 1)
     (lease,) = leases_of(ready_daemon)
     assert (lease["name"], lease["devices"]) == (lease_name(pod.devices), ["00:07.0-1"])
     assert (lease["binding"], lease["pid"], lease["id"]) == (
         "container", container.pid, found["YUNION_MPS_LEASE"],
     )  # fmt: skip
     assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"], "the control daemon is reached"
+
+
+def test_the_answer_of_allocate_suffices_without_cdi(ready_daemon: Daemon, containerd: Containerd) -> None:
+    host = ready_daemon.host
+    (host.root / "etc/yunion/kubelet-plugin.yml").write_text("deviceListStrategy: environment\n")
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(4)
+        pod = kubelet.run_pod("trainer", 1)
+        container = containerd.run(pod)
+        expected = dict(pod.answer.envs)
+        assert {name: container.environment.get(name) for name in expected} == expected
+        assert_has_gpu(container, 0)
+        assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"]
 
 
 def test_every_view_names_the_namespace_the_pod_and_the_container(
