@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
-#: How soon a task that continues after its cancellation is cancelled again, in s.
-_RETRY_S = 0.1
+#: How soon a task that continues after its cancellation is cancelled again, in s: later than it may take to
+#: end, which would be interrupted. A gRPC server gives its calls 2 s to finish.
+_RETRY_S = 3.0
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S) -> None:
     """Cancel the tasks until each has ended, ignoring their exceptions.
 
     Cancelling once is not enough: before Python 3.12, asyncio.wait_for loses a cancellation that coincides
@@ -20,5 +21,16 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     while pending:
         for one in pending:
             one.cancel()
-        done, pending = await asyncio.wait(pending, timeout=_RETRY_S)
+        done, pending = await asyncio.wait(pending, timeout=retry_s)
         await asyncio.gather(*done, return_exceptions=True)
+
+
+async def first_of(*work: Coroutine[object, object, object]) -> None:
+    """Run all until one of them has ended, and cancel the others; raises what that one raises."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel(tasks)
+    for task in done:
+        task.result()

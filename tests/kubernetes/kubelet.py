@@ -58,7 +58,7 @@ class Kubelet(Closes):
         self._directory = host.root / "var/lib/kubelet/device-plugins"
         self._pod_resources = host.root / "var/lib/kubelet/pod-resources"
         for path in (self._directory, self._pod_resources):
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
         self._resources = resources or (RESOURCE,)
         self.resource = self._resources[0]
         self.pods: dict[str, Pod] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given
 from kubernetes.conftest import StartContainer
 from kubernetes.kubelet import Kubelet, KubeletPlugin
@@ -109,3 +109,17 @@ def test_the_plugin_serves_from_the_container_of_the_daemonset(
         kubelet.restart()
         kubelet.wait_registered(2)
         assert kubelet.wait_healthy(4) == ADDRESSES
+
+
+def test_a_daemonset_s_plugin_serves_once_the_service_has_ended(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, tmp_path: Path
+) -> None:
+    kubelet.wait_healthy(4)
+    with ContainedPlugin(ready_daemon.host, tmp_path) as contained:
+        eventually(lambda: "another yunion-mps-kubelet-plugin serves this node" in contained.log, "a report")
+        kubelet.restart()
+        kubelet.wait_registered(2)
+        assert plugin.end(signal.SIGTERM) == 0
+        kubelet.wait_registered(3)
+        assert kubelet.wait_healthy(4) == ADDRESSES
+        assert contained.log.count("registered yunion.io/mps with the kubelet") == 3

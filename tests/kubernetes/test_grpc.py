@@ -15,7 +15,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, Status, call
+from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, RpcServer, Status, call
 
 from kubernetes.peers import PATIENCE_S, Loop, channel, our_server, their_server
 
@@ -192,6 +192,18 @@ def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods
         assert caught.value.details() == "the server is stopping"
         assert waiting.result() == b"first"
     assert not path.exists()
+
+
+def test_a_closing_server_leaves_a_later_socket_of_its_name(path: Path) -> None:
+    with Loop() as loop:
+        first, second = RpcServer({}), RpcServer({})
+        loop.run(first.open(str(path)))
+        loop.run(second.open(str(path)))
+        assert (first.is_reachable, second.is_reachable) == (False, True)
+        loop.run(first.close())
+        assert path.exists()
+        loop.run(second.close())
+        assert not path.exists()
 
 
 def test_a_peer_that_does_not_read_does_not_delay_others(client: grpc.Channel, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.error
 import urllib.request
 
@@ -110,10 +111,14 @@ def test_the_metrics_are_only_served_under_local_names(ready_daemon: Daemon, add
 
 
 def test_the_plugin_works_while_its_metrics_port_is_in_use(ready_daemon: Daemon, address: str) -> None:
-    options = ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml"
-    with KubeletPlugin(ready_daemon.host):
-        scrape(address)
-        with Kubelet(ready_daemon.host) as kubelet, KubeletPlugin(ready_daemon.host) as second:
-            kubelet.wait_healthy(4)
-            eventually(lambda: "cannot listen on" in second.log, "the report")
-    assert address in options.read_text()
+    host = ready_daemon.host
+    port = int(address.rpartition(":")[2])
+    with (
+        socket.create_server(("127.0.0.1", port)) as other,
+        Kubelet(host) as kubelet,
+        KubeletPlugin(host) as plugin,
+    ):
+        kubelet.wait_healthy(4)
+        eventually(lambda: "cannot listen on" in plugin.log, "the report")
+        other.close()
+        assert scrape(address)["devices", RESOURCE, "healthy"] == 4

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from yunion_mps.tasks import cancel
+import pytest
+from yunion_mps.tasks import cancel, first_of
 
 
 def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
@@ -22,7 +23,7 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     async def run() -> bool:
         task = asyncio.ensure_future(work())
         await asyncio.sleep(0)
-        await cancel([task])
+        await cancel([task], retry_s=0.01)
         return task.cancelled()
 
     assert asyncio.run(run())
@@ -40,3 +41,21 @@ def test_a_cancelled_task_that_has_ended_keeps_its_fault() -> None:
         return task.exception()
 
     assert str(asyncio.run(run())) == "a fault"
+
+
+def test_what_has_not_ended_first_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("wait")
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("a fault")
+
+    with pytest.raises(ValueError, match="a fault"):
+        asyncio.run(first_of(wait(), fail()))
+    assert ended == ["wait"]

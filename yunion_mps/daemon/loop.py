@@ -36,6 +36,8 @@ _LATE_S = 10.0
 _CHECK_INTERVAL_S = 15.0
 #: How long the daemon's own answer may take.
 _ANSWER_S = 5.0
+#: The tasks here end at once, unless their cancellation was lost.
+_CANCEL_RETRY_S = 0.1
 #: A HEAD request, because only the status line is read.
 _REQUEST = Exchange("HEAD", GET_HEALTH.encode({})).request
 
@@ -93,7 +95,7 @@ class _Loop:
         try:
             is_reexec = await self._end
         finally:
-            await cancel(tasks)
+            await cancel(tasks, _CANCEL_RETRY_S)
             if self._timer:
                 self._timer.cancel()
             self._loop.remove_reader(self._watch.fileno())

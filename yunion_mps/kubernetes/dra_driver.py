@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -169,8 +168,7 @@ class DraService:
                 await self._driver.open(self._endpoint)
                 await self._registrar.open(self._registration)
                 self._failure = ""
-                sockets = self._sockets()
-                while self._sockets() == sockets:
+                while self._driver.is_reachable and self._registrar.is_reachable:
                     self._notifier.status(f"{DRIVER}: {self._host.status}; {self._slices.status}")
                     await asyncio.sleep(_POLL_S)
                 log.warning("%s: a socket was removed; creating it again", DRIVER)
@@ -184,14 +182,6 @@ class DraService:
             finally:
                 await self._registrar.close()
                 await self._driver.close()
-
-    def _sockets(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        for path in (self._endpoint, self._registration):
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                found.append((status.st_dev, status.st_ino))
-        return found
 
     async def _reconcile(self) -> None:
         backoff = Backoff(_RECONCILE_S / 4, _RECONCILE_S)

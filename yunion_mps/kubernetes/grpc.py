@@ -22,6 +22,8 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
+from yunion_mps.host.files import FileVersion, version_of
+
 log = logging.getLogger(__name__)
 
 #: The largest message that is accepted, as in gRPC's own libraries.
@@ -304,6 +306,7 @@ class RpcServer:
         self._connections: set[_ServerConnection] = set()
         self._server: asyncio.AbstractServer | None = None
         self._path = ""
+        self._version: FileVersion | None = None
 
     async def open(self, path: str) -> None:
         """Listen there, in place of a socket that an earlier process has left; raises OSError."""
@@ -311,16 +314,22 @@ class RpcServer:
         self._server = await loop.create_unix_server(
             lambda: _ServerConnection(self._methods, self._connections), path, start_serving=False
         )
-        self._path = path
+        self._path, self._version = path, version_of(path)
         os.chmod(path, 0o600)
         await self._server.start_serving()
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether clients can connect to the socket: its name may have been removed or replaced."""
+        return self._version is not None and version_of(self._path) == self._version
+
     async def close(self) -> None:
-        """Stop listening, and let calls finish."""
+        """Stop listening, remove the socket if its name is still ours, and let calls finish."""
         if self._server:
+            if self.is_reachable:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
             self._server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
         await asyncio.gather(*(connection.drain() for connection in list(self._connections)))
 
 

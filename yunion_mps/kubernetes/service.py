@@ -10,11 +10,12 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
+from yunion_mps.host.files import version_of
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
@@ -23,13 +24,14 @@ from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.features import FeatureFile, is_foreign
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts, MetricsPage, serve
+from yunion_mps.kubernetes.node_lock import run_alone
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
     from yunion_mps.kubernetes.api_server import ApiServer
@@ -54,6 +56,11 @@ _STATUSES = """\b
 Exit status:
   0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
 """
+#: What a plugin reports while it waits for another one.
+_OTHER_PLUGIN = f"""\
+another {PROGRAM} serves this node; waiting until it ends. Run the service or the DaemonSet, not both; \
+see: systemctl status {PROGRAM}; \
+kubectl get pods -A -l app.kubernetes.io/name={PROGRAM} --field-selector spec.nodeName={{node}}"""
 _KUBELET = "kubelet.sock"
 #: How often the sockets are checked, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
@@ -98,7 +105,7 @@ class KubeletService:
 
     async def _register_and_wait(self) -> None:
         """Register, and return once the kubelet has restarted; raises RpcError if it does not register."""
-        sockets = self._sockets()
+        kubelet = version_of(self._kubelet)
         name, endpoint = self.resource.name, self.resource.endpoint
         request = kubelet_api.RegisterRequest(kubelet_api.VERSION, endpoint, name, OPTIONS)
         await grpc.call(self._kubelet, kubelet_api.REGISTER.path, request.encode(), _REGISTER_S)
@@ -106,18 +113,10 @@ class KubeletService:
         self.failure = ""
         self._counts.registrations[name, DONE] += 1
         self._registered.set()
-        while self._sockets() == sockets:  # noqa: ASYNC110 - nothing announces the kubelet's start
+        # Nothing announces that the kubelet starts.
+        while self._server.is_reachable and version_of(self._kubelet) == kubelet:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         log.info("the kubelet has restarted")
-
-    def _sockets(self) -> list[tuple[int, int, int] | None]:
-        """What distinguishes our socket and the kubelet's from later ones of the same names."""
-        found: list[tuple[int, int, int] | None] = []
-        for path in (self._endpoint, self._kubelet):
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                found.append((status.st_dev, status.st_ino, status.st_ctime_ns))
-        return found
 
     async def _report(self, failure: str) -> None:
         """Log a failure once, and wait before everything is tried again."""
@@ -215,33 +214,42 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, co
 
 
 async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
-    """Run until SIGTERM or SIGINT, with the configuration that is chosen for the node now."""
+    """Run until SIGTERM or SIGINT, once no other plugin serves the node."""
     notifier = Notifier()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    api = _api_server(options, paths)
-    selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
-    counts = Counts()
     notifier.ready("waiting for the kubelet")
-    selecting = asyncio.ensure_future(_follow_cluster(selector, api, paths, counts))
-    try:
-        while not stop.is_set() and not selecting.done():
-            changed, choice = selector.changed, selector.choice
-            work: Work = ()
-            try:
-                if choice and choice.options:
-                    work = _work(choice.options, paths, notifier, counts)
-                else:
-                    notifier.status(choice.cause if choice else selector.waiting)
-            except ConfigError as error:  # of a choice that can change, unlike what `_check` refuses
-                log.warning("nothing is offered: %s", error.message)
-                notifier.status(f"nothing is offered: {error.message}")
-            await _run_until(work, selecting, changed.wait(), stop.wait())
-    finally:
-        await cancel([selecting])
-    if not selecting.cancelled():
-        selecting.result()
+    api = _api_server(options, paths)
+    counts = Counts()
+
+    async def serve_node() -> None:
+        selector = Selector(options, name, AsyncDaemonClient(paths), labels_file, api)
+        work = [selector.run(), _follow_choice(selector, paths, notifier, counts)]
+        if api:
+            from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch  # others need no TLS
+
+            work.append(PodDeletionWatch(*api, AsyncDaemonClient(paths), counts).run())
+        await first_of(*work)
+
+    other = _OTHER_PLUGIN.format(node=_node(options))
+    await first_of(run_alone(paths.device_plugins, other, notifier.status, serve_node), stop.wait())
+
+
+async def _follow_choice(selector: Selector, paths: Paths, notifier: Notifier, counts: Counts) -> None:
+    """Serve with the configuration that is chosen for the node now, without end."""
+    while True:
+        changed, choice = selector.changed, selector.choice
+        work: Work = ()
+        try:
+            if choice and choice.options:
+                work = _work(choice.options, paths, notifier, counts)
+            else:
+                notifier.status(choice.cause if choice else selector.waiting)
+        except ConfigError as error:  # of a choice that can change, unlike what `_check` refuses
+            log.warning("nothing is offered: %s", error.message)
+            notifier.status(f"nothing is offered: {error.message}")
+        await first_of(*work, changed.wait())
 
 
 def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) -> None:
@@ -281,19 +289,6 @@ def _work(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Coun
     return _device_plugins(options, paths, notifier, counts)
 
 
-async def _run_until(
-    work: Work, selecting: asyncio.Future[Any], *ends: Coroutine[object, object, object]
-) -> None:
-    """Run the work until any of the others is done, and cancel it; raises what any of it raises."""
-    tasks = [asyncio.ensure_future(one) for one in (*work, *ends)]
-    everything: list[asyncio.Future[Any]] = [*tasks, selecting]
-    await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
-    done = [task for task in tasks if task.done()]
-    await cancel(tasks)
-    for task in done:
-        task.result()
-
-
 def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
     """The API server and the node's name, None without access to it."""
     if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
@@ -302,18 +297,6 @@ def _api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] |
     from yunion_mps.kubernetes.credentials import find_credentials
 
     return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), _node(options)
-
-
-async def _follow_cluster(
-    selector: Selector, api: tuple[ApiServer, str] | None, paths: Paths, counts: Counts
-) -> None:
-    """Follow what the configuration depends on, and the deletion of pods, without end."""
-    work: list[Coroutine[object, object, object]] = [selector.run()]
-    if api:
-        from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
-
-        work.append(PodDeletionWatch(*api, AsyncDaemonClient(paths), counts).run())
-    await asyncio.gather(*work)
 
 
 def command() -> click.Command:

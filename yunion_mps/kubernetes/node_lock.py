@@ -1,0 +1,100 @@
+"""The lock of the node: only one plugin serves it, whether as a service or in a pod.
+
+Two would take each other's sockets away. The lock is on the kubelet's directory of device plugins, which all
+plugins of a node share, also DRA drivers. A file in it would be removed when the kubelet starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from yunion_mps.tasks import cancel
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+#: As the kubelet creates the directory.
+_MODE = 0o750
+
+
+class NodeLock:
+    """Held by the process that has taken it until it releases it or ends."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Take the lock, unless another process has it; raises OSError."""
+        os.makedirs(self._directory, _MODE, exist_ok=True)
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        self._descriptor = descriptor
+        return True
+
+    @property
+    def is_effective(self) -> bool:
+        """Whether other processes would find the lock: the directory may be another one meanwhile."""
+        assert self._descriptor is not None
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory))
+        return False
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+async def run_alone(
+    directory: str,
+    other: str,
+    report: Callable[[str], None],
+    work: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Do the work while no other plugin serves the node; raises what it raises.
+
+    While one does, `report` is told so, with the text `other`. The work is cancelled, and done again once the
+    lock is held again, if the directory has been replaced: by a mount, or with all of the kubelet's files.
+    """
+    lock = NodeLock(directory)
+    while True:
+        await _wait_for(lock, other, report)
+        serving = asyncio.ensure_future(work())
+        try:
+            while not serving.done() and lock.is_effective:
+                await asyncio.wait({serving}, timeout=_POLL_S)
+        finally:
+            await cancel([serving])
+            lock.release()
+        if not serving.cancelled():
+            return serving.result()
+        log.warning("%s has been replaced: registering again", directory)
+
+
+async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -> None:
+    failure = ""
+    while True:
+        try:
+            if lock.take():
+                return
+            cause = other
+        except OSError as error:
+            cause = f"{error.filename}: {error.strerror}"
+        if cause != failure:
+            log.warning("%s; trying again every %g s", cause, _POLL_S)
+            report(cause)
+        failure = cause
+        await asyncio.sleep(_POLL_S)
