@@ -97,7 +97,7 @@ def _plugin_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterato
     ):
         kubelet.wait_healthy(number)
         before_s = processor_s(plugin.process.pid)
-        time.sleep(wait_s)
+        time.sleep(wait_s)  # what it uses while nothing changes is what is measured
         share = Samples(((processor_s(plugin.process.pid) - before_s) / wait_s * 100,), "%")
         pods = min(_PODS, number)
         for one in range(pods):

@@ -164,7 +164,6 @@ PEER_MIB = 24
 SIZES = ((1, 4), (4, 4), (64, 48))
 MEMORY_FLOOR = "an idle python3 -I"
 _CPUCLOCK_SCHED = 2  # the clock of all of a process's threads, as clock_getcpuclockid(3) makes it
-#: What the daemon still does after an answer is over by then; nothing tells of its end.
 _SETTLE_S = 1.0
 
 
@@ -174,7 +173,7 @@ def memory_lines(settings: Settings) -> Iterator[Line]:
     for gpus, virtual_number in SIZES:
         with running(gpus, virtual_number) as daemon, _idle_python() as floor_pid:
             daemon.answered_ms()
-            time.sleep(_SETTLE_S)
+            time.sleep(_SETTLE_S)  # nothing tells when its work after the answer is over
             for kind in ("Rss", "Pss"):
                 what = (
                     f"{kind.upper()}, {gpus} GPU{'s' if gpus > 1 else ''}, {gpus * virtual_number:,} devices"
@@ -192,7 +191,7 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
         daemons = {gpus: stack.enter_context(running(gpus, number)) for gpus, number in SIZES}
         for daemon in daemons.values():
             daemon.answered_ms()
-        time.sleep(_SETTLE_S)
+        time.sleep(_SETTLE_S)  # nothing tells when its work after the answer is over
         before = {gpus: processor_s(daemon.pid) for gpus, daemon in daemons.items()}
         time.sleep(wait_s)  # what they use while nothing asks them is what is measured
         taken = {gpus: processor_s(daemon.pid) - before[gpus] for gpus, daemon in daemons.items()}
