@@ -229,14 +229,11 @@ def test_a_signal_ends_it_even_if_ctrl_s_has_stopped_the_terminal(screen: Tmux) 
 
 @pytest.mark.parametrize("answer", [{"events": [{}], "last": 1}, {}], ids=["what draws", "what asks"])
 def test_a_fault_of_its_own_leaves_the_terminal_as_before(
-    screen: Tmux, host: ServerHost, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    screen: Tmux, host: ServerHost, answer: dict[str, object]
 ) -> None:
-    async def wait(*_: object) -> dict[str, object]:
-        return answer
-
     screen.resize(120, 60)
     start(screen)
-    monkeypatch.setattr(host.events, "wait", wait)
+    host.events.given = answer
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 

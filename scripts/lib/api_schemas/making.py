@@ -1,7 +1,4 @@
-"""Generate the JSON schemas of the API's responses by name, each with an example, with pydantic.
-
-The types are loaded with typing_extensions' TypedDict, which pydantic needs before Python 3.12.
-"""
+"""Generate the JSON schemas of the API's responses by name, each with an example, with pydantic."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ def schemas() -> dict[str, Schema]:
 
 
 def _answers() -> ModuleType:
+    # pydantic needs typing_extensions' TypedDict before Python 3.12; the package does without it.
     with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
         return importlib.import_module("yunion_mps.answers")
 

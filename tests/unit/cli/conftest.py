@@ -33,7 +33,7 @@ PROGRAM = str(Path(sys.executable).with_name("yunion-mps"))
 
 Serve = Callable[[Snapshot], "Cli"]
 
-# The result is cached, and this process may have another locale than `Cli.env`.
+# The tests may have been started with another locale, and the result is cached.
 with mock.patch("yunion_mps.host.proc.environment_of", return_value={"LC_ALL": "C.UTF-8"}):
     assert is_utf8()
 
@@ -66,7 +66,11 @@ class Cli:
         )
 
     def __call__(self, *arguments: str) -> Done:
-        """How a command ends. It runs in this process: starting another one takes many times as long."""
+        """How a command ends.
+
+        It runs in this process, with an environment, arguments and streams of its own: starting another one
+        takes many times as long.
+        """
         with ExitStack() as stack:
             out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
             stack.enter_context(contextlib.redirect_stdout(out))
@@ -105,8 +109,7 @@ class Cli:
 
     def done_on_terminal(self, columns: int, *arguments: str) -> Done:
         """How a command ends that prints on a terminal of so many columns."""
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+        ours, theirs = open_terminal(columns)
         env = {name: value for name, value in self.env.items() if name != "COLUMNS"}
         with self.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
             os.close(theirs)
@@ -118,8 +121,7 @@ class Cli:
 
     def answered(self, answer: bytes, *arguments: str, columns: int = 0) -> tuple[int, str]:
         """How a command ends, and what it prints, on a terminal on which its question is answered."""
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+        ours, theirs = open_terminal(columns)
         with self.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs) as process:
             os.close(theirs)
             printed = b""
@@ -129,6 +131,13 @@ class Cli:
             os.write(ours, answer)
             printed += _rest(ours)
             return process.wait(PATIENCE_S), printed.decode().replace("\r\n", "\n")
+
+
+def open_terminal(columns: int) -> tuple[int, int]:
+    """Our side of a new terminal of so many columns, and that of its programs."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+    return ours, theirs
 
 
 def _rest(terminal: int) -> bytes:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
-from yunion_mps.cli import output
-from yunion_mps.cli.output import Column, age, display_width, fit, table
+from yunion_mps.cli.output import Column, age, display_width, fit, hint_text, table
 from yunion_mps.text import count
 
-from unit.cli.conftest import Cli, table_of
+from unit.cli.conftest import Cli, open_terminal, table_of
 
 LIST = "isolated-device-list"
 
@@ -128,11 +128,10 @@ HINTS = (
 
 @pytest.mark.parametrize("columns", range(30, 100, 7))
 @pytest.mark.parametrize(("hint", "commands"), HINTS)
-def test_a_hint_is_never_broken_inside_a_command(
-    monkeypatch: pytest.MonkeyPatch, hint: str, commands: tuple[str, ...], columns: int
-) -> None:
-    monkeypatch.setattr(output, "terminal_size", lambda: (columns, 24))
-    lines = output.hint_text(hint).splitlines()
+def test_a_hint_is_never_broken_inside_a_command(hint: str, commands: tuple[str, ...], columns: int) -> None:
+    ours, theirs = open_terminal(columns)
+    with open(ours), open(theirs, "w") as terminal, contextlib.redirect_stdout(terminal):
+        lines = hint_text(hint).splitlines()
     assert " ".join(line.strip() for line in lines) == f"Hint: {hint}"
     for command in commands:
         assert any(command in line for line in lines), lines

@@ -18,7 +18,7 @@ from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
-from yunion_mps.service.events import EventService
+from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
@@ -169,6 +169,15 @@ class FakeClients(_ByHand, ClientService):
         if self.refusal:
             raise self.refusal
         return {"pid": pid, "ended": self.ended, "how": self.how}
+
+
+class FakeEvents(EventService):
+    """The events of the event log, unless an answer is given by hand."""
+
+    given: Json = None
+
+    async def wait(self, event_filter: EventFilter, wait_s: float) -> Any:
+        return await super().wait(event_filter, wait_s) if self.given is None else self.given
 
 
 async def metrics(accept: str) -> tuple[str, bytes]:

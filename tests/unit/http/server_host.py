@@ -33,14 +33,13 @@ from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.service.events import EventService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
 from integration.daemon_host import eventually
 from posting import posted
 from simhost.host import Closes
-from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics, services
+from unit.http.by_hand import FakeClients, FakeEvents, FakeLeases, FakeReloader, metrics, services
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -166,7 +165,7 @@ class ServerHost(Closes):
         self.clients = FakeClients()
         self.leases = FakeLeases()
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
-        self.events = EventService(self.event_log)
+        self.events = FakeEvents(self.event_log)
         self.metrics: Callable[[str], Awaitable[tuple[str, bytes]]] = metrics
         found = services(service, self.reloader, self.clients, self.leases, self.events)
         handlers = Handlers(found, lambda accept: self.metrics(accept))
