@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from integration.daemon_host import PATIENCE_S, eventually, is_running
+from integration.lease_host import needs_root
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TOOLS = tuple(f".venv/bin/{name}" for name in ("ruff", "mypy", "lint-imports", "coverage", "pytest"))
@@ -121,6 +122,34 @@ def test_the_demo_needs_a_compiler_and_python_and_no_more() -> None:
     assert len(needs) > 10
     for name in ("demo", "simhost"):
         assert '/setup" --demo --quiet\n' in (CHECKOUT / f"scripts/{name}").read_text()
+
+
+PROGRAMS = ("etcd", "kube-apiserver", "kube-scheduler", "kube-controller-manager", "kubelet")
+
+
+def run_test_kubernetes(assets: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "KUBERNETES_ASSETS": assets}
+    command = [CHECKOUT / "scripts/test-kubernetes"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@needs_root
+def test_the_tests_on_a_cluster_are_skipped_without_its_programs() -> None:
+    done = run_test_kubernetes("")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = " ".join(PROGRAMS)
+    assert done.stdout == f"skipped: KUBERNETES_ASSETS is not set; it names a folder with {names}\n"
+
+
+@needs_root
+def test_programs_that_cannot_be_run_are_named(tmp_path: Path) -> None:
+    for name in PROGRAMS[:3]:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+    for name in PROGRAMS[:2]:
+        (tmp_path / name).chmod(0o755)
+    done = run_test_kubernetes(str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(f"missing or cannot be run: {' '.join(PROGRAMS[2:])}\n")
 
 
 _TESTS = Path(__file__).resolve().parent

@@ -51,8 +51,18 @@ state = "{state}"
   # Where root may not lower the score, as in most containers.
   restrict_oom_score_adj = true
   disable_apparmor = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{folder}"
+    conf_dir = "{folder}"
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "native"
+"""
+#: A network plugin that connects nothing: pods that do not use the machine's network have none.
+_NETWORK = '{"cniVersion": "0.3.1", "name": "test", "type": "nothing"}'
+_NETWORK_PLUGIN = """\
+#!/bin/sh
+echo '{"cniVersion": "0.3.1", "interfaces": [{"name": "eth0", "sandbox": "/"}],
+       "ips": [{"version": "4", "address": "192.0.2.1/24", "interface": 0}]}'
 """
 _NAMESPACE = "mount -t tmpfs tmpfs /run && echo ready && exec cat"
 _CGROUPS = "/sys/fs/cgroup"
@@ -105,9 +115,13 @@ class Containerd(Closes):
         cdi.mkdir(exist_ok=True)
         config = _CONFIG.format(folder=self._folder, state=host.root / "run/containerd", cdi=cdi, image=IMAGE)
         (self._folder / "config.toml").write_text(config)
-        self._socket = self._folder / "containerd.sock"
+        (self._folder / "test.conf").write_text(_NETWORK)
+        for name in ("nothing", "loopback"):
+            (self._folder / name).write_text(_NETWORK_PLUGIN)
+            (self._folder / name).chmod(0o755)
+        self.socket = self._folder / "containerd.sock"
         #: The cgroup of all pods.
-        self._cgroup = f"yunion-mps-test-{host.root.name}"
+        self.cgroup = f"yunion-mps-test-{host.root.name}"
         #: Each pod's sandbox, and how often its container was started.
         self._sandboxes: dict[str, tuple[str, cri.PodSandboxConfig]] = {}
         self._attempts: dict[str, int] = {}
@@ -127,7 +141,7 @@ class Containerd(Closes):
 
     def start(self) -> None:
         with (self._folder / "log").open("ab") as log:
-            command = self._command("containerd", "--config", self._folder / "config.toml")
+            command = self.command(self._programs / "containerd", "--config", self._folder / "config.toml")
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env
             )
@@ -147,6 +161,10 @@ class Containerd(Closes):
     def log(self) -> str:
         return (self._folder / "log").read_text()
 
+    def command(self, *words: object) -> list[str]:
+        """A command in its mount namespace."""
+        return ["nsenter", f"--target={self._namespace.pid}", "--mount", *map(str, words)]
+
     def _answers(self) -> bool:
         with contextlib.suppress(grpc.RpcError):
             self.call(cri.VERSION, Empty())
@@ -156,8 +174,8 @@ class Containerd(Closes):
         return False
 
     def _import(self, image: Path) -> None:
-        words = ["--address", self._socket, "--namespace", "k8s.io", "image", "import", "--local"]
-        command = self._command("ctr", *words, "--snapshotter", "native", image)
+        words = ["--address", self.socket, "--namespace", "k8s.io", "image", "import", "--local"]
+        command = self.command(self._programs / "ctr", *words, "--snapshotter", "native", image)
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr
 
@@ -165,7 +183,7 @@ class Containerd(Closes):
 
     def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
         """Call a method; raises grpc.RpcError."""
-        data = asyncio.run(grpc.call(str(self._socket), rpc.path, request.encode(), PATIENCE_S))
+        data = asyncio.run(grpc.call(str(self.socket), rpc.path, request.encode(), PATIENCE_S))
         return rpc.answer.decode(data)
 
     def run(self, pod: Pod) -> Container:
@@ -179,7 +197,7 @@ class Containerd(Closes):
         config = cri.PodSandboxConfig(
             cri.PodSandboxMetadata(pod.name, uid, "default"),
             cri.LinuxPodSandboxConfig(
-                f"/{self._cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
+                f"/{self.cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
             ),
         )
         answer = self.call(cri.RUN_POD_SANDBOX, cri.RunPodSandboxRequest(config))
@@ -206,6 +224,10 @@ class Containerd(Closes):
 
     def start_container(self, container: str) -> Container:
         self.call(cri.START_CONTAINER, cri.ContainerId(container))
+        return self.container(container)
+
+    def container(self, container: str) -> Container:
+        """The container of this id, which has been started."""
         info = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container, verbose=True)).info
         pid = json.loads(info["info"])["pid"]
         command = Path(f"/proc/{pid}/cmdline")
@@ -252,10 +274,17 @@ class Containerd(Closes):
         eventually(lambda: not self._pids_in_cgroups(), "the end of all containers")
         self._sandboxes.clear()
 
+    def make_cgroup(self) -> None:
+        """Make the cgroup of all pods before a pod does."""
+        for root in _hierarchies():
+            cgroup = root / self.cgroup
+            cgroup.mkdir(exist_ok=True)
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                if (cgroup / file).exists():  # version 1, where it is empty at first
+                    (cgroup / file).write_text((root / file).read_text())
+
     def _cgroups(self) -> list[Path]:
-        """The pods' cgroups, in each of the hierarchies of version 1, and in version 2."""
-        roots = [Path(_CGROUPS), *Path(_CGROUPS).iterdir()]
-        return [root / self._cgroup for root in roots if (root / self._cgroup).is_dir()]
+        return [root / self.cgroup for root in _hierarchies() if (root / self.cgroup).is_dir()]
 
     def _remove_cgroups(self) -> bool:
         for cgroup in self._cgroups():
@@ -276,9 +305,13 @@ class Containerd(Closes):
     def _env(self) -> dict[str, str]:
         return {"PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}"}
 
-    def _command(self, name: str, *words: object) -> list[str]:
-        inside = ["nsenter", f"--target={self._namespace.pid}", "--mount"]
-        return [*inside, f"{self._programs}/{name}", *map(str, words)]
+
+def _hierarchies() -> list[Path]:
+    """Each of the hierarchies of version 1, or the one of version 2."""
+    root = Path(_CGROUPS)
+    if (root / "cgroup.procs").exists():
+        return [root]
+    return [path for path in root.iterdir() if (path / "cgroup.procs").exists()]
 
 
 def _pids_with_mounts(namespace: str) -> set[int]:
