@@ -9,6 +9,7 @@ import urllib.request
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from yunion_mps.kubernetes.selection import CONFIG_LABEL
 
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
@@ -122,3 +123,22 @@ def test_the_plugin_works_while_its_metrics_port_is_in_use(ready_daemon: Daemon,
         eventually(lambda: "cannot listen on" in plugin.log, "the report")
         other.close()
         assert scrape(address)["devices", RESOURCE, "healthy"] == 4
+
+
+def test_a_label_that_chooses_other_metrics_replaces_them(ready_daemon: Daemon, address: str) -> None:
+    labels = ready_daemon.host.root / "labels"
+    labels.write_text("")
+    (ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text(
+        f"metricsAddress: {address}\nconfigs: {{default: {{}}, large: {{resource: example.com/large}}}}\n"
+    )
+    with KubeletPlugin(ready_daemon.host, "--node-labels", str(labels)):
+        for resource, chosen in (
+            (RESOURCE, "default"),
+            ("example.com/large", "large"),
+            (RESOURCE, "default"),
+        ):
+            labels.write_text(f"{CONFIG_LABEL}={chosen}\n")
+            eventually(
+                lambda resource=resource: ("devices", resource, "healthy") in scrape(address),  # type: ignore[misc]
+                f"metrics of {chosen}",
+            )

@@ -156,18 +156,19 @@ class MetricsPage:
         return exposition_of(families, _PROGRAM, openmetrics=openmetrics)
 
 
-async def serve(address: str | None, page: MetricsPage) -> None:
-    """Serve the metrics at the address, if there is one, without end; wait while others have it."""
-    failure = ""
-    while address:
-        try:
-            server = Server(page, LIMITS)
-            await server.open(listen_on(address))
-            log.info("metrics: serving at http://%s%s", address, GET_METRICS.path)
-            address = None
-        except OSError as error:
-            if failure != str(error):
-                log.warning("metrics: cannot listen on %s: %s; trying again", address, error.strerror)
-            failure = str(error)
-            await asyncio.sleep(_RETRY_S)
-    await asyncio.Event().wait()
+async def serve(address: str, page: MetricsPage) -> None:
+    """Serve the metrics at the address, without end; wait while others have it."""
+    server, failure = Server(page, LIMITS), ""
+    try:
+        while True:
+            try:
+                await server.open(listen_on(address))
+                log.info("metrics: serving at http://%s%s", address, GET_METRICS.path)
+                await asyncio.Event().wait()
+            except OSError as error:
+                if failure != str(error):
+                    log.warning("metrics: cannot listen on %s: %s; trying again", address, error.strerror)
+                failure = str(error)
+                await asyncio.sleep(_RETRY_S)
+    finally:
+        await server.close()

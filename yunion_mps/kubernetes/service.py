@@ -170,10 +170,8 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Count
     from yunion_mps.kubernetes.dra_driver import DraService
 
     credentials = _dra_credentials(options, paths)
-    return (
-        DraService(credentials, _node(options), paths, notifier, counts).run(),
-        serve(options.metrics_address, MetricsPage(counts, ())),
-    )
+    service = DraService(credentials, _node(options), paths, notifier, counts)
+    return [service.run(), *_metrics(options, counts, ())]
 
 
 def _dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
@@ -200,7 +198,7 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, co
     )
     file = options.feature_file
     labels = [FeatureFile(paths.under(file), devices, memory).run()] if file else []
-    return (
+    return [
         *labels,
         OfferWatch(daemon, devices, memory, leases, counts).run(),
         first.follow(),
@@ -209,8 +207,13 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, co
         _log_health(devices),
         _log_health(memory),
         _notify((first, second), notifier),
-        serve(options.metrics_address, MetricsPage(counts, (devices, memory))),
-    )
+        *_metrics(options, counts, (devices, memory)),
+    ]
+
+
+def _metrics(options: PluginOptions, counts: Counts, resources: Sequence[ExtendedResource]) -> Work:
+    address = options.metrics_address
+    return [serve(address, MetricsPage(counts, resources))] if address else []
 
 
 async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
