@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -177,7 +178,7 @@ class SlicePublisher:
         self._with_taints = True
         self._owner: OwnerReference | None = None
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
-        self._written_s = 0.0
+        self._written_s = -math.inf
         #: What is published, or why not, in one line.
         self.status = "the devices are not published yet"
 
