@@ -71,8 +71,11 @@ def _check_policy(capacity: dict[str, Any], *, is_shared: bool) -> None:
     assert is_shared, "a requestPolicy without allowMultipleAllocations"
     policy = capacity["requestPolicy"]
     value, default = size_of(capacity["value"]), size_of(policy["default"])
-    least, step = size_of(policy["validRange"]["min"]), size_of(policy["validRange"]["step"])
+    least = size_of(policy["validRange"]["min"])
     assert least <= default <= value, "default"
+    if "step" not in policy["validRange"]:
+        return
+    step = size_of(policy["validRange"]["step"])
     assert default % step == 0, "default is no multiple of step"
     assert least + step <= value, "step"
 

@@ -64,6 +64,19 @@ def test_a_reserve_beside_each_lease_is_part_of_what_is_consumed() -> None:
     assert request == ClaimRequest((), "06:00.0", 6144 - 384)
 
 
+@pytest.mark.parametrize("reserve_mib", [0, 300])
+def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
+    (one,) = offered_devices(
+        facts(pools=[pool(6, memory_unit_mib=1024, memory_mib=1024, memory_reserve_mib=reserve_mib)])
+    )
+    value = one.device["capacity"]["memory"]["value"]
+    assert one.device["capacity"]["memory"]["requestPolicy"] == {
+        "default": value,
+        "validRange": {"min": value},
+    }
+    assert requested_by([result(one.name, memory=value)], {one.name: one}, "node").memory_mib == 1024
+
+
 @pytest.mark.parametrize(
     ("changed", "taint", "is_healthy"),
     [

@@ -61,7 +61,16 @@ def test_a_slice_has_whole_gpus_and_at_most_64_devices(gpus: int, each: int, siz
 
 
 def test_every_slice_obeys_the_api_s_rules() -> None:
-    pools = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300), pool(7)]))
+    pools = offered_devices(
+        facts(
+            pools=[
+                pool(6, memory_reserve_mib=300),
+                pool(7),
+                pool(8, memory_unit_mib=16384),
+                pool(9, memory_unit_mib=1024, memory_mib=1024, memory_reserve_mib=300),
+            ]
+        )
+    )
     for offered in (shares(64, 48, **LOST), pools):
         writes = plan_writes({}, slices_of(offered), NODE, None)
         assert [wrong_with(cast("dict[str, Any]", one)) for one in writes.stored] == [""] * len(writes.stored)

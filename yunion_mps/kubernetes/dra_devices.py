@@ -258,13 +258,14 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     attributes["address"] = {"string": one["addr"]}
     attributes["type"] = {"string": "pool"}
     attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
-    unit_mib, reserve_mib = one["memory_unit_mib"], one["memory_reserve_mib"]
-    least = memory_quantity(unit_mib + _in_units(reserve_mib, unit_mib))
-    policy: RequestPolicy = {
-        "default": least,
-        "validRange": {"min": least, "step": memory_quantity(unit_mib)},
-    }
-    whole_mib = (one["memory_mib"] + reserve_mib) // unit_mib * unit_mib
+    unit_mib = one["memory_unit_mib"]
+    reserve_mib = _in_units(one["memory_reserve_mib"], unit_mib)
+    least_mib = unit_mib + reserve_mib
+    whole_mib = max(least_mib, (one["memory_mib"] + one["memory_reserve_mib"]) // unit_mib * unit_mib)
+    amounts: RequestRange = {"min": memory_quantity(least_mib)}
+    if least_mib < whole_mib:  # the API server refuses a step to more than there is
+        amounts["step"] = memory_quantity(unit_mib)
+    policy: RequestPolicy = {"default": memory_quantity(least_mib), "validRange": amounts}
     device: SliceDevice = {
         "name": name,
         "attributes": attributes,
@@ -276,7 +277,7 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     return OfferedDevice(
         name, one["addr"], one["gpu_uuid"], is_pool=True, device=device, taint=taint.replace(" ", "_"),
         reason="" if is_healthy else one["reason"], is_healthy=is_healthy,
-        reserve_mib=_in_units(reserve_mib, unit_mib),
+        reserve_mib=reserve_mib,
     )  # fmt: skip
 
 
