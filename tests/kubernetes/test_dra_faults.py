@@ -244,12 +244,22 @@ def test_prepared_claims_and_errors_are_counted(
         dra_kubelet.prepared(claim)
         cluster.stop()
         dra_kubelet.refused(claim)
-        values = scrape(address)
+        before = scrape(address)
         cluster.start()
+        ready_daemon.host.gpus[0].lose()
+        eventually(
+            lambda: ready_daemon.polls() and scrape(address)["devices", DRIVER, "unhealthy"] == 4, "the loss"
+        )
+        ready_daemon.kill()
+        eventually(lambda: scrape(address)["errors_total", "daemon"], "a failed request")
+        values = scrape(address)
+    assert before["errors_total", "api_server"] >= 1
+    assert (before["devices", DRIVER, "healthy"], before["health_changes_total", DRIVER, "healthy"]) == (4, 4)
+    assert values["devices", DRIVER, "healthy"] == 0
+    assert values["health_changes_total", DRIVER, "unhealthy"] == 4
     assert values["registrations_total", DRIVER, "done"] >= 1
     assert (values["starts_total", DRIVER, "done"], values["starts_total", DRIVER, "refused"]) == (1, 1)
     assert values["start_duration_seconds_count", DRIVER] == 2
-    assert values["errors_total", "api_server"] >= 1
 
 
 def test_dra_without_credentials_for_the_api_server_is_refused(ready_daemon: Daemon) -> None:

@@ -19,6 +19,7 @@ from yunion_mps.kubernetes.dra_slices import (
     slice_name,
     slices_of,
 )
+from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 
 from integration.daemon_host import eventually
 from kubernetes.cluster import Cluster
@@ -141,7 +142,8 @@ class Node:
         self.waits = 0
         self._turns = loop.run(_semaphore())
         server = ApiServer(Kubeconfig(str(kubeconfig)))
-        self._publisher = SlicePublisher(server, name, 3600.0, Backoff(0.01, 0.02), self._sleep)
+        self.counts = Counts()
+        self._publisher = SlicePublisher(server, name, self.counts, 3600.0, Backoff(0.01, 0.02), self._sleep)
         self._cluster, self._name = cluster, name
         loop.call(lambda: asyncio.ensure_future(self._publisher.run()))
 
@@ -230,6 +232,7 @@ def test_an_outage_of_the_api_server_delays_only_the_slices(cluster: Cluster, no
     eventually(lambda: node.devices() == 8, "the slices")
     cluster.stop()
     node.offer(shares(2, 4, **LOST))
+    eventually(lambda: node.counts.errors[API_SERVER], "a failure")
     cluster.start()
     eventually(lambda: node.taints() == 1, "the taint")
 

@@ -27,8 +27,9 @@ from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
-from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, REFUSED, Counts
+from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
 from yunion_mps.kubernetes.plugin import rpc_method
+from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import cancel
@@ -86,8 +87,7 @@ class DraDriver:
             result = DONE
         except YunionError as error:
             log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
-            if isinstance(error, (ApiServerError, UnreachableError)):
-                self._counts.errors[API_SERVER if isinstance(error, ApiServerError) else DAEMON] += 1
+            _count(error, self._counts)
             return NodePrepareResourceResponse(error=_error_text(error))
         finally:
             self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
@@ -106,6 +106,7 @@ class DraDriver:
         try:
             await self._claims.release(reference.uid)
         except YunionError as error:
+            _count(error, self._counts)
             return NodeUnprepareResourceResponse(_error_text(error))
         return NodeUnprepareResourceResponse()
 
@@ -133,9 +134,9 @@ class DraService:
     def __init__(
         self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier, counts: Counts
     ) -> None:
-        self._host = DraHost(paths)
+        self._host = DraHost(paths, counts)
         self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths)
-        self._slices = SlicePublisher(ApiServer(credentials), node)
+        self._slices = SlicePublisher(ApiServer(credentials), node, counts)
         self._notifier = notifier
         self._counts = counts
         self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
@@ -145,6 +146,10 @@ class DraService:
             dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
         )
         self._failure = ""
+
+    @property
+    def health(self) -> ResourceHealth:
+        return self._host.health
 
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""
@@ -189,6 +194,7 @@ class DraService:
             try:
                 await self._claims.reconcile()
             except (YunionError, grpc.RpcError, DecodeError) as error:
+                _count(error, self._counts)
                 log.debug("cannot compare leases with claims now: %s", error)
             await backoff.wait()
 
@@ -222,6 +228,16 @@ def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDev
 
 def _error_text(error: YunionError) -> str:
     return f"{error.message}{f' ({error.hint})' if error.hint else ''} [{error.code}]"
+
+
+def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:
+    """Count it as a failure of the program that was asked, unless that has answered why it refuses."""
+    if isinstance(error, ApiServerError):
+        counts.errors[API_SERVER] += 1
+    elif isinstance(error, UnreachableError):
+        counts.errors[DAEMON] += 1
+    elif not isinstance(error, YunionError):
+        counts.errors[KUBELET] += 1
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

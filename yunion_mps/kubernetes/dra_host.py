@@ -15,7 +15,10 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
-from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra_devices import DRIVER, HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
+from yunion_mps.kubernetes.metrics import DAEMON, Counts
+from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import cancel
@@ -36,15 +39,18 @@ _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 class DraHost:
     """`offered` are the devices, None until the daemon has answered; `changed` is set when they change."""
 
-    def __init__(self, paths: Paths, outage_s: float = OUTAGE_S) -> None:
+    def __init__(self, paths: Paths, counts: Counts, outage_s: float = OUTAGE_S) -> None:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
+        self._counts = counts
         self._outage_s = outage_s
         self._stale = asyncio.Event()
         self._failing_since_s = 0.0
         self.offered: Sequence[OfferedDevice] | None = None
         self.changed = asyncio.Event()
         self.status = "waiting for the daemon"
+        #: A device with a taint is unhealthy: no pod should get it.
+        self.health = ResourceHealth(DRIVER)
 
     async def run(self) -> None:
         """Follow the daemon, without end."""
@@ -106,6 +112,7 @@ class DraHost:
         return found[1] if found else ""
 
     def _note_failure(self, error: YunionError) -> None:
+        self._counts.errors[DAEMON] += 1
         now_s = time.monotonic()
         self._failing_since_s = self._failing_since_s or now_s
         if now_s - self._failing_since_s >= self._outage_s and isinstance(error, UnreachableError):
@@ -126,6 +133,11 @@ class DraHost:
             log.info("%s", status)
         self.status = status
         if is_first or offered != self.offered:
+            self.health.update(_health(self.offered or ()), _health(offered))
             self.offered = offered
             changed, self.changed = self.changed, asyncio.Event()
             changed.set()
+
+
+def _health(offered: Sequence[OfferedDevice]) -> dict[str, str]:
+    return {one.name: UNHEALTHY if one.taint else HEALTHY for one in offered}

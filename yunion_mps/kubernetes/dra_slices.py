@@ -26,6 +26,7 @@ from yunion_mps.kubernetes.dra_devices import (
     OfferedDevice,
     SliceDevice,
 )
+from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -160,12 +161,14 @@ class SlicePublisher:
         self,
         server: ApiServer,
         node: str,
+        counts: Counts,
         interval_s: float = INTERVAL_S,
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._server = server
         self._node = node
+        self._counts = counts
         self._interval_s = interval_s
         self._backoff = backoff or Backoff()
         self._sleep = sleep
@@ -316,6 +319,7 @@ class SlicePublisher:
         self.status = status
 
     def _report(self, error: ApiServerError) -> None:
+        self._counts.errors[API_SERVER] += 1
         if error.message != self.status:
             log.warning("%s; running pods are not affected", error.message)
         self.status = error.message

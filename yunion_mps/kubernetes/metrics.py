@@ -29,7 +29,7 @@ from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
-from yunion_mps.kubernetes.resources import ExtendedResource
+from yunion_mps.kubernetes.resources import ResourceHealth
 
 log = logging.getLogger(__name__)
 
@@ -71,44 +71,41 @@ class Counts:
 
 
 class PluginMetric(NamedTuple):
-    """A metric of the plugin, whose samples are made of its counts and resources."""
+    """A metric of the plugin, whose samples are made of its counts and the health of its resources."""
 
     kind: str
     name: str
     help: str
     labels: tuple[str, ...]
-    samples: Callable[[Counts, Sequence[ExtendedResource]], Iterable[Sample]]
+    samples: Callable[[Counts, Sequence[ResourceHealth]], Iterable[Sample]]
 
 
 def _counter(name: str, help_: str, of: Callable[[Counts], Counter[tuple[str, str]]]) -> PluginMetric:
-    def samples(counts: Counts, _: Sequence[ExtendedResource]) -> Iterable[Sample]:
+    def samples(counts: Counts, _: Sequence[ResourceHealth]) -> Iterable[Sample]:
         return of(counts).items()
 
     return PluginMetric(COUNTER, f"{_PROGRAM}_{name}_total", help_, ("resource", "result"), samples)
 
 
-def _devices(_: Counts, resources: Sequence[ExtendedResource]) -> Iterator[Sample]:
-    for resource in resources:
-        unhealthy = sum(bool(one.cause) for one in resource.offers.values())
-        yield (resource.name, HEALTHY.lower()), len(resource.offers) - unhealthy
-        yield (resource.name, UNHEALTHY.lower()), unhealthy
+def _by_health(of: Callable[[ResourceHealth], Counter[str]]) -> Callable[..., Iterable[Sample]]:
+    def samples(_: Counts, resources: Sequence[ResourceHealth]) -> Iterator[Sample]:
+        for one in resources:
+            for health in (HEALTHY, UNHEALTHY):
+                yield (one.resource, health.lower()), of(one)[health]
 
-
-def _health_changes(_: Counts, resources: Sequence[ExtendedResource]) -> Iterator[Sample]:
-    for resource in resources:
-        for health in (HEALTHY, UNHEALTHY):
-            yield (resource.name, health.lower()), resource.health_changes[health]
+    return samples
 
 
 PLUGIN_CATALOGUE = (
     PluginMetric(
         GAUGE, f"{_PROGRAM}_devices",
-        "Number of the devices or units that are offered to the kubelet.", ("resource", "health"), _devices,
+        "Number of the devices or units that are offered to the kubelet.", ("resource", "health"),
+        _by_health(lambda one: one.devices),
     ),
     PluginMetric(
         COUNTER, f"{_PROGRAM}_health_changes_total",
         "Total number of times that a device or unit has become healthy or unhealthy.",
-        ("resource", "health"), _health_changes,
+        ("resource", "health"), _by_health(lambda one: one.changes),
     ),
     _counter("registrations", "Total number of registrations with the kubelet.",
              lambda counts: counts.registrations),
@@ -132,7 +129,7 @@ PLUGIN_CATALOGUE = (
 class MetricsPage:
     """Answers GET /metrics for clients of this host; other names could belong to a malicious web page."""
 
-    def __init__(self, counts: Counts, resources: Sequence[ExtendedResource]) -> None:
+    def __init__(self, counts: Counts, resources: Sequence[ResourceHealth]) -> None:
         self._counts = counts
         self._resources = resources
 

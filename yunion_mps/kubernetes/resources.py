@@ -115,6 +115,20 @@ def preferred(
     return chosen
 
 
+class ResourceHealth:
+    """How many of a resource's devices are healthy, and how many have become healthy or unhealthy."""
+
+    def __init__(self, resource: str) -> None:
+        self.resource = resource
+        self.devices = Counter[str]()
+        self.changes = Counter[str]()
+
+    def update(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """Count the devices, whose health is given by name: HEALTHY or UNHEALTHY."""
+        self.devices = Counter(now.values())
+        self.changes.update(health for _, health in now.items() - before.items())
+
+
 class ExtendedResource:
     """An extended resource of the node: what of it is offered to the kubelet, by id."""
 
@@ -129,8 +143,7 @@ class ExtendedResource:
         self.offers: dict[str, Offer] = {}
         #: The health in one line; empty until the daemon was asked.
         self.status = ""
-        #: How many offers have become healthy or unhealthy.
-        self.health_changes = Counter[str]()
+        self.health = ResourceHealth(name)
         #: Set when an offer changes, and then replaced.
         self.changed = asyncio.Event()
 
@@ -162,13 +175,14 @@ class ExtendedResource:
     def _publish(self, offers: dict[str, Offer], status: str) -> None:
         if (offers, status) == (self.offers, self.status):
             return
-        for name, one in offers.items():
-            before = self.offers.get(name)
-            if before is None or bool(before.cause) != bool(one.cause):
-                self.health_changes[UNHEALTHY if one.cause else HEALTHY] += 1
+        self.health.update(_health(self.offers), _health(offers))
         self.offers, self.status = offers, status
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
+    return {name: UNHEALTHY if one.cause else HEALTHY for name, one in offers.items()}
 
 
 class DeviceResource(ExtendedResource):

@@ -27,7 +27,12 @@ from yunion_mps.kubernetes.metrics import DAEMON, DONE, KUBELET, REFUSED, Counts
 from yunion_mps.kubernetes.node_lock import run_alone
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin, OfferWatch
-from yunion_mps.kubernetes.resources import DeviceResource, ExtendedResource, MemoryResource
+from yunion_mps.kubernetes.resources import (
+    DeviceResource,
+    ExtendedResource,
+    MemoryResource,
+    ResourceHealth,
+)
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.program import print_error, program_command, run_command
@@ -171,7 +176,7 @@ def _dra(options: PluginOptions, paths: Paths, notifier: Notifier, counts: Count
 
     credentials = _dra_credentials(options, paths)
     service = DraService(credentials, _node(options), paths, notifier, counts)
-    return [service.run(), *_metrics(options, counts, ())]
+    return [service.run(), *_metrics(options, counts, [service.health])]
 
 
 def _dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
@@ -207,11 +212,11 @@ def _device_plugins(options: PluginOptions, paths: Paths, notifier: Notifier, co
         _log_health(devices),
         _log_health(memory),
         _notify((first, second), notifier),
-        *_metrics(options, counts, (devices, memory)),
+        *_metrics(options, counts, (devices.health, memory.health)),
     ]
 
 
-def _metrics(options: PluginOptions, counts: Counts, resources: Sequence[ExtendedResource]) -> Work:
+def _metrics(options: PluginOptions, counts: Counts, resources: Sequence[ResourceHealth]) -> Work:
     address = options.metrics_address
     return [serve(address, MetricsPage(counts, resources))] if address else []
 
