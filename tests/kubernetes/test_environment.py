@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import grpc
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.grpc import RpcError
 
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
 from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin, Reconciler
 from simhost.host import IN_UNITS
@@ -88,6 +90,48 @@ def test_a_lease_outlives_lists_of_pods_that_are_not_complete_yet(configured: Da
         assert len(leases_of(configured)) == 1, "the kubelet was away meanwhile"
         reconciler.run(after_s=120.0)
         assert leases_of(configured) == []
+
+
+def test_the_lease_of_an_init_container_outlives_the_kubelet_s_lists(configured: Daemon) -> None:
+    """The kubelet lists only the pod's other containers, which get the devices of its init containers."""
+    configured.configure(cuda_mps_combine=2)
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(4)
+        init = kubelet.admit("init", kubelet.preferred(2))
+        main = kubelet.admit("main", init.devices[:1])
+        kubelet.start_container(init)
+        del kubelet.pods["init"]
+        Reconciler(host).release_missing()
+        assert [lease["devices"] for lease in leases_of(configured)] == [list(init.devices)]
+        kubelet.start_container(main)
+        assert [lease["devices"] for lease in leases_of(configured)] == [list(main.devices)]
+
+
+def test_a_lease_that_a_process_uses_is_not_released(configured: Daemon) -> None:
+    """As that of an init container in a pod whose other containers have no devices."""
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(4)
+        pod = kubelet.run_pod("init", 1)
+        kubelet.pods.clear()
+        process = subprocess.Popen(["sleep", "1000"], env=dict(pod.answer.envs))
+        try:
+            host.gpus[0].add_process(process.pid, 100, "M+C")
+            eventually(lambda: configured.polls() and states(configured) == ["in use"], "the process")
+            Reconciler(host).release_missing()
+            assert states(configured) == ["in use"]
+        finally:
+            process.kill()
+            process.wait()
+        host.gpus[0].remove_process(process.pid)
+        eventually(lambda: configured.polls() and states(configured) == ["idle"], "its end")
+        Reconciler(host).release_missing()
+        assert states(configured) == []
+
+
+def states(daemon: Daemon) -> list[str]:
+    return [lease["state"] for lease in leases_of(daemon)]
 
 
 def test_a_renamed_resource_keeps_the_leases_of_running_pods(configured: Daemon) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Retrier
-from yunion_mps.enums import KUBERNETES
+from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
@@ -22,7 +22,7 @@ from yunion_mps.kubernetes.resources import PREFIX, ExtendedResource, lease_name
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseDetails, LeaseRecord
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,8 @@ T = TypeVar("T")
 _RESTART_S = 10.0
 _KUBELET_S = 10.0
 #: How long the kubelet must not list a container before its lease is released, in s: a kubelet that has just
-#: started lists no pods, and it never lists init containers.
+#: started lists no pods.
 _MISSING_S = 120.0
-
-
 #: The driver's device nodes that CUDA needs in addition to the GPUs'.
 _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 
@@ -56,7 +54,7 @@ class ContainerLeases:
         #: The kubelet's device ids of the leases taken since the plugin started, by lease name.
         self._ids: dict[str, frozenset[str]] = {}
 
-    async def ours(self) -> Sequence[LeaseRecord]:
+    async def ours(self) -> Sequence[LeaseDetails]:
         """All leases of the kubelet's containers, started or not; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
         found = [
@@ -101,29 +99,39 @@ class ContainerLeases:
         if not self._awaits_containers:
             return
         try:
-            before = {lease["name"] for lease in await self.ours()}  # before the kubelet is asked
-            names = await self._listed()
+            leases = await self.ours()  # before the kubelet is asked
+            listed = await self._listed() if self._awaits_containers else []
         except (YunionError, grpc.RpcError, kubelet_api.DecodeError):
             self._missing_s.clear()
             raise
-        self._ids = {name: ids for name, ids in self._ids.items() if name in before}
         now_s = self._clock()
-        self._missing_s = {name: self._missing_s.get(name, now_s) for name in before - names}
+        missing = {lease["name"] for lease in leases if not self._is_needed(lease, listed)}
+        self._missing_s = {name: self._missing_s.get(name, now_s) for name in missing}
         await self._release_awaited(
             lambda lease: self._missing_s.get(lease["name"], now_s) <= now_s - _MISSING_S
         )
+        names = {lease["name"] for lease in leases}
+        self._ids = {name: ids for name, ids in self._ids.items() if name in names}
 
-    async def _listed(self) -> set[str]:
-        """The names that the leases of the kubelet's containers have; raises RpcError and DecodeError."""
+    def _is_needed(self, lease: LeaseDetails, listed: Sequence[frozenset[str]]) -> bool:
+        """Whether the kubelet lists its container, or the lease may be that of an init container.
+
+        The kubelet lists no init containers; they share devices with the other containers of their pod.
+        """
+        held, is_used = self._held(lease), lease["state"] in (IN_USE, OVER_BUDGET)
+        return is_used or any(lease_name(ids) == lease["name"] or not held.isdisjoint(ids) for ids in listed)
+
+    async def _listed(self) -> list[frozenset[str]]:
+        """The kubelet's ids of each container and resource; raises RpcError and DecodeError."""
         data = await grpc.call(
             self._paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S
         )
-        return {
-            lease_name(ids)
+        return [
+            frozenset(ids)
             for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
             for container in pod.containers
             for ids in _ids_by_resource(container).values()
-        }
+        ]
 
     def _held(self, lease: LeaseRecord) -> frozenset[str]:
         """The kubelet's ids of a lease; of memory, they are known only if the lease was taken by us."""
