@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from integration.image import make_image
+from kubernetes.cluster import Cluster
 from kubernetes.containerd import Containerd
+from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
+from kubernetes.peers import Loop
 from simhost import SimHost
 
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
@@ -35,6 +38,34 @@ def plugin(kubelet: Kubelet, ready_daemon: Daemon) -> Iterator[KubeletPlugin]:
     with KubeletPlugin(ready_daemon.host) as plugin:
         kubelet.wait_registered()
         yield plugin
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
+    add_node(cluster)
+    with DraKubelet(ready_daemon.host, cluster) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    """The DRA driver, which has registered, and whose devices are published."""
+    with DraPlugin(ready_daemon.host, cluster) as driver:
+        dra_kubelet.register()
+        eventually(dra_kubelet.devices, "its devices in slices")
+        yield driver
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with Loop() as loop:
+        yield loop
 
 
 @pytest.fixture

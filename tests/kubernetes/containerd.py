@@ -188,8 +188,6 @@ class Containerd(Closes):
 
     def run(self, pod: Pod) -> Container:
         """Start the container of a pod, in a new sandbox unless it has one; raises grpc.RpcError."""
-        if pod.name not in self._sandboxes:
-            self.run_sandbox(pod)
         return self.start_container(self.create_container(pod))
 
     def run_sandbox(self, pod: Pod) -> None:
@@ -204,7 +202,9 @@ class Containerd(Closes):
         self._sandboxes[pod.name] = answer.pod_sandbox_id, config
 
     def create_container(self, pod: Pod) -> str:
-        """The id of a container that is not started yet."""
+        """The id of a container that is not started yet; its pod's sandbox is started if there is none."""
+        if pod.name not in self._sandboxes:
+            self.run_sandbox(pod)
         sandbox, sandbox_config = self._sandboxes[pod.name]
         attempt = self._attempts[pod.name] = self._attempts.get(pod.name, -1) + 1
         config = cri.ContainerConfig(

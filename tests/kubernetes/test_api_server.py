@@ -27,18 +27,6 @@ COLLECTION = PODS.path()
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    with Loop() as loop:
-        yield loop
-
-
-@pytest.fixture
 def server(cluster: Cluster, tmp_path: Path) -> ApiServer:
     return ApiServer(Kubeconfig(str(cluster.write_kubeconfig(tmp_path / "kubeconfig"))))
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of, restart
-from kubernetes.cluster import Cluster
 from kubernetes.containerd import Container, Containerd
-from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
+from kubernetes.dra_kubelet import DraKubelet
 from kubernetes.kubelet import Pod
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
-
-
-@pytest.fixture
-def dra_kubelet(ready_daemon: Daemon) -> Iterator[DraKubelet]:
-    """A kubelet with which the driver has registered."""
-    with Cluster() as cluster:
-        add_node(cluster)
-        with DraKubelet(ready_daemon.host, cluster) as kubelet, DraPlugin(ready_daemon.host, cluster):
-            kubelet.register()
-            kubelet.wait_published(4)
-            yield kubelet
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"}), pytest.mark.usefixtures("driver")]
 
 
 def start(containerd: Containerd, pod: str, cdi: str) -> Container:

@@ -46,17 +46,21 @@ def start_another(kubelet: Kubelet, containerd: Containerd) -> Container:
     return containerd.run(kubelet.run_pod(f"another-{len(kubelet.pods)}", 1))
 
 
-def test_a_kubelet_restart_changes_no_container(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
-) -> None:
+@pytest.fixture
+def container(kubelet: Kubelet, plugin: KubeletPlugin, containerd: Containerd) -> Container:
+    """The running container of a pod."""
     kubelet.wait_healthy(4)
-    pod = kubelet.run_pod("trainer", 1)
+    return containerd.run(kubelet.run_pod("trainer", 1))
+
+
+def test_a_kubelet_restart_changes_no_container(
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
+) -> None:
     waiting = kubelet.run_pod("waiting", 1)  # its container is not there yet
-    container = containerd.run(pod)
     kubelet.restart()
     kubelet.wait_registered(2)
     kubelet.wait_healthy(4)
-    assert "the previous container still runs" in refusal(kubelet, pod.devices)
+    assert "the previous container still runs" in refusal(kubelet, kubelet.pods["trainer"].devices)
     kubelet.start_container(waiting)
     second = containerd.run(waiting)
     assert_leased_to(ready_daemon, container, second, start_another(kubelet, containerd))
@@ -79,7 +83,6 @@ def test_a_container_starts_whenever_the_plugin_is_killed_before(
     kill_plugin()  # between Allocate and PreStartContainer
     kubelet.start_container(pod)
     kill_plugin()  # between PreStartContainer and the container's creation
-    containerd.run_sandbox(pod)
     created = containerd.create_container(pod)
     kill_plugin()  # between its creation and its start
     container = containerd.start_container(created)
@@ -120,12 +123,9 @@ def test_a_plugin_that_is_killed_within_a_call_leases_nothing_twice(
 
 
 def test_killing_the_daemon_does_not_affect_containers(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    container = containerd.run(kubelet.run_pod("trainer", 1))
     next_pod = kubelet.run_pod("next", 1)
-    containerd.run_sandbox(next_pod)
     created = containerd.create_container(next_pod)
     ready_daemon.kill()
     ready_daemon.start()  # and while it starts, a container does, whose hook waits for it
@@ -137,10 +137,8 @@ def test_killing_the_daemon_does_not_affect_containers(
 
 
 def test_reexecuting_the_daemon_does_not_affect_containers(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    container = containerd.run(kubelet.run_pod("trainer", 1))
     pod = kubelet.admit("next", kubelet.preferred(1))
     ready_daemon.reexec()
     kubelet.start_container(pod)
@@ -149,12 +147,9 @@ def test_reexecuting_the_daemon_does_not_affect_containers(
 
 
 def test_no_container_starts_while_the_daemon_is_stopped(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    container = containerd.run(kubelet.run_pod("trainer", 1))
     pod = kubelet.run_pod("next", 1)
-    containerd.run_sandbox(pod)
     created = containerd.create_container(pod)
     assert ready_daemon.stop() == 0
     kubelet.wait_healthy(0)
@@ -169,10 +164,8 @@ def test_no_container_starts_while_the_daemon_is_stopped(
 
 
 def test_killing_the_control_daemon_ends_no_container(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    container = containerd.run(kubelet.run_pod("trainer", 1))
     os.kill(ready_daemon.control_pid(), signal.SIGKILL)
     eventually(lambda: _is_recovered(ready_daemon), "the next control daemon")
     kubelet.wait_healthy(4)
@@ -185,13 +178,10 @@ def _is_recovered(daemon: Daemon) -> bool:
 
 
 def test_a_lost_gpu_ends_no_container_and_refuses_new_ones(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    container = containerd.run(kubelet.run_pod("trainer", 1))
     pod = kubelet.admit("next", kubelet.preferred(1))
     starting = kubelet.run_pod("starting", 1)
-    containerd.run_sandbox(starting)
     created = containerd.create_container(starting)
     ready_daemon.host.gpus[0].lose()
     eventually(lambda: ready_daemon.polls() and not kubelet.healthy, "the loss of the devices")
@@ -207,19 +197,15 @@ def test_a_lost_gpu_ends_no_container_and_refuses_new_ones(
 
 
 def test_killing_containerd_ends_no_container(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, containerd: Containerd
+    kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
-    kubelet.wait_healthy(4)
-    pod = kubelet.run_pod("trainer", 1)
-    container = containerd.run(pod)
     next_pod = kubelet.run_pod("next", 1)
-    containerd.run_sandbox(next_pod)
     created = containerd.create_container(next_pod)
     containerd.restart()
     second = containerd.start_container(created)
     assert_leased_to(ready_daemon, container, second)
     assert containerd.state(container) == cri.RUNNING
-    containerd.remove_pod(pod)
+    containerd.remove_pod(kubelet.pods["trainer"])
     eventually(lambda: len(leases_of(ready_daemon)) == 1, "the end of the lease")
     assert_leased_to(ready_daemon, second)
 
@@ -234,7 +220,6 @@ def test_of_containers_that_race_for_a_device_one_starts(
     created = []
     for pod in pods:
         kubelet.start_container(pod)
-        containerd.run_sandbox(pod)
         created.append(containerd.create_container(pod))
     started: list[Container] = []
     refused: list[str] = []
@@ -261,7 +246,6 @@ def test_pods_deleted_while_the_plugin_is_down_leave_no_lease(
     running, starting = kubelet.run_pod("running", 1), kubelet.run_pod("starting", 1)
     stays = containerd.run(kubelet.run_pod("stays", 1))
     container = containerd.run(running)
-    containerd.run_sandbox(starting)
     containerd.create_container(starting)
     plugin.end()
     for pod in (running, starting):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 
 import pytest
 from yunion_mps.kubernetes import dra_api as api
@@ -13,31 +12,10 @@ from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, SLICES, DraKubelet, DraPlugin, add_node
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, SLICES, DraKubelet, DraPlugin
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 NAMES = [f"00-06-0-{slot}" for slot in range(4)]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        add_node(cluster)
-        yield cluster
-
-
-@pytest.fixture
-def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
-    with DraKubelet(ready_daemon.host, cluster) as kubelet:
-        yield kubelet
-
-
-@pytest.fixture
-def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
-    with DraPlugin(ready_daemon.host, cluster) as plugin:
-        dra_kubelet.register()
-        dra_kubelet.wait_published(4)
-        yield plugin
 
 
 def cdi_environment(daemon: Daemon, cdi: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from yunion_mps.kubernetes.api_server import ApiServer
@@ -18,32 +17,12 @@ from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
 from integration.lease_host import leases_of, needs_root, stranger, take
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, Claim, DraKubelet, DraPlugin, add_node
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, Claim, DraKubelet, DraPlugin
 from kubernetes.test_metrics import scrape
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 NAMES = [f"00-06-0-{slot}" for slot in range(4)]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        add_node(cluster)
-        yield cluster
-
-
-@pytest.fixture
-def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
-    with DraKubelet(ready_daemon.host, cluster) as kubelet:
-        yield kubelet
-
-
-@pytest.fixture
-def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
-    with DraPlugin(ready_daemon.host, cluster) as plugin:
-        dra_kubelet.register()
-        yield plugin
 
 
 def hook(daemon: Daemon, cdi: str, pid: int) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,18 +120,6 @@ def test_the_name_of_a_long_node_is_shortened() -> None:
 
 
 # -- with an API server
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    with Loop() as loop:
-        yield loop
 
 
 class Node:

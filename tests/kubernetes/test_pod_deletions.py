@@ -175,13 +175,22 @@ def containers(jobs: StandIns, ready_daemon: Daemon) -> Iterator[list[Container]
 
 
 @pytest.fixture
-def cluster(ready_daemon: Daemon) -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        host: SimHost = ready_daemon.host
-        kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
-        options = host.root / "etc/yunion/kubelet-plugin.yml"
-        options.write_text(f"kubeconfig: {kubeconfig}\nnodeName: {NODE}\n")
-        yield cluster
+def cluster(cluster: Cluster, host: SimHost, containers: list[Container]) -> Cluster:
+    """An API server that the plugin asks for the pods of its node; each has one of the containers."""
+    kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
+    options = host.root / "etc/yunion/kubelet-plugin.yml"
+    options.write_text(f"kubeconfig: {kubeconfig}\nnodeName: {NODE}\n")
+    for name, container in zip(("ending", "neighbour"), containers):
+        cluster.add(PODS, api_pod(name, container.id))
+    return cluster
+
+
+@pytest.fixture
+def plugin(ready_daemon: Daemon, cluster: Cluster) -> Iterator[KubeletPlugin]:
+    """The plugin, which watches the pods."""
+    with KubeletPlugin(ready_daemon.host) as plugin:
+        eventually(lambda: cluster.requests["GET"] >= 2, "a list and a watch of the pods")
+        yield plugin
 
 
 def api_pod(name: str, container: str) -> dict[str, Any]:
@@ -207,61 +216,46 @@ def wait_terminated(plugin: KubeletPlugin, ending: Container) -> None:
     eventually(lambda: report + how in plugin.log, "the end of the client")
 
 
-def is_followed(cluster: Cluster) -> bool:
-    return cluster.requests["GET"] >= 2  # a list and a watch
-
-
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
 def test_only_the_clients_of_a_deleted_pod_are_terminated(
-    containers: list[Container], ready_daemon: Daemon, cluster: Cluster
+    containers: list[Container], plugin: KubeletPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     ending, neighbour = containers
-    cluster.add(PODS, api_pod("ending", ending.id))
-    cluster.add(PODS, api_pod("neighbour", neighbour.id))
-    with KubeletPlugin(ready_daemon.host) as plugin:
-        eventually(lambda: is_followed(cluster), "the watch of the pods")
-        delete(cluster, "ending", 2)
-        wait_terminated(plugin, ending)
-        listed = ready_daemon.get("/v1/clients")[1]["clients"]
-        assert [client["pid"] for client in listed] == [neighbour.client.pid]
+    delete(cluster, "ending", 2)
+    wait_terminated(plugin, ending)
+    listed = ready_daemon.get("/v1/clients")[1]["clients"]
+    assert [client["pid"] for client in listed] == [neighbour.client.pid]
 
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
 def test_pods_that_a_list_wrongly_lacks_keep_their_clients(
-    containers: list[Container], ready_daemon: Daemon, cluster: Cluster
+    containers: list[Container], plugin: KubeletPlugin, cluster: Cluster
 ) -> None:
     ending, neighbour = containers
-    cluster.add(PODS, api_pod("ending", ending.id))
-    cluster.add(PODS, api_pod("neighbour", neighbour.id))
-    with KubeletPlugin(ready_daemon.host) as plugin:
-        eventually(lambda: is_followed(cluster), "the watch of the pods")
-        listing = cluster.listing
-        lists = [{}, {**listing(PODS, lambda _: False), "items": [{}]}]
-        cluster.listing = lambda *asked: lists.pop(0) if lists else listing(*asked)  # type: ignore[method-assign]
-        with cluster.changed:  # so that the watch ends, and the pods are listed again
-            cluster.add(PODS, api_pod("other", "c"))
-            cluster.forget_changes()
-        eventually(lambda: "pods.metadata.name is missing" in plugin.log, "the second list")
-        delete(cluster, "ending", 0)
-        wait_terminated(plugin, ending)
-        assert f"PID {neighbour.client.pid}" not in plugin.log
+    listing = cluster.listing
+    lists = [{}, {**listing(PODS, lambda _: False), "items": [{}]}]
+    cluster.listing = lambda *asked: lists.pop(0) if lists else listing(*asked)  # type: ignore[method-assign]
+    with cluster.changed:  # so that the watch ends, and the pods are listed again
+        cluster.add(PODS, api_pod("other", "c"))
+        cluster.forget_changes()
+    eventually(lambda: "pods.metadata.name is missing" in plugin.log, "the second list")
+    delete(cluster, "ending", 0)
+    wait_terminated(plugin, ending)
+    assert f"PID {neighbour.client.pid}" not in plugin.log
 
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
 def test_clients_are_terminated_once_the_daemon_is_back(
-    containers: list[Container], ready_daemon: Daemon, cluster: Cluster
+    containers: list[Container], plugin: KubeletPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     ending, _ = containers
-    cluster.add(PODS, api_pod("ending", ending.id))
-    with KubeletPlugin(ready_daemon.host) as plugin:
-        eventually(lambda: is_followed(cluster), "the watch of the pods")
-        ready_daemon.kill()
-        delete(cluster, "ending", 0)
-        ready_daemon.start().wait_ready()
-        wait_terminated(plugin, ending)
+    ready_daemon.kill()
+    delete(cluster, "ending", 0)
+    ready_daemon.start().wait_ready()
+    wait_terminated(plugin, ending)
 
 
 @pytest.mark.processes
@@ -270,7 +264,6 @@ def test_deletions_during_an_api_server_outage_are_noticed_later(
     containers: list[Container], ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     ending, _ = containers
-    cluster.add(PODS, api_pod("ending", ending.id))
     cluster.refusals["GET"] = [403]  # the rights are missing at first
     with KubeletPlugin(ready_daemon.host) as plugin, Kubelet(ready_daemon.host) as kubelet:
         eventually(lambda: cluster.requests["GET"] >= 3, "the watch of the pods")
