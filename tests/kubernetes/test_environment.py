@@ -67,6 +67,21 @@ def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> 
         assert leases_of(configured) == []
 
 
+def test_leases_are_compared_with_pods_also_while_nothing_is_offered(configured: Daemon) -> None:
+    options = configured.host.root / "etc/yunion/kubelet-plugin.yml"
+    labels = options.with_name("labels")
+    labels.write_text("mps=\n")
+    options.write_text("deviceListStrategy: environment\nonlyWithNodeLabel: mps\n")
+    host = configured.start().wait_ready().host
+    with Kubelet(host) as kubelet, KubeletPlugin(host, "--node-labels", str(labels)) as plugin:
+        kubelet.wait_healthy(4)
+        kubelet.run_pod("trainer", 1)
+        labels.write_text("")
+        eventually(lambda: not kubelet.lists, "the end of the offer")
+        kubelet.stop()
+        eventually(lambda: "cannot compare leases with the kubelet's pods" in plugin.log, "an attempt")
+
+
 def test_a_lease_outlives_lists_of_pods_that_are_not_complete_yet(configured: Daemon) -> None:
     host = configured.start().wait_ready().host
     reconciler = Reconciler(host)

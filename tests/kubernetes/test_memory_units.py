@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.resources import MemoryResource, lease_name
+from yunion_mps.kubernetes.selection import CONFIG_LABEL
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
@@ -35,12 +36,14 @@ class Node:
         self.daemon = daemon
         self.options = daemon.host.root / "etc/yunion/kubelet-plugin.yml"
 
-    def start(self, *divisions: object, options: str = "", resource: str = MEMORY) -> Kubelet:
+    def start(
+        self, *divisions: object, options: str = "", resource: str = MEMORY, arguments: Sequence[object] = ()
+    ) -> Kubelet:
         self.daemon.host.divide(*divisions)
         self.options.write_text(options)
         self.daemon.start().wait_ready()
         self.kubelet = self._stack.enter_context(Kubelet(self.daemon.host, resource, RESOURCE))
-        self.plugin = self._stack.enter_context(KubeletPlugin(self.daemon.host))
+        self.plugin = self._stack.enter_context(KubeletPlugin(self.daemon.host, *map(str, arguments)))
         return self.kubelet
 
 
@@ -216,6 +219,23 @@ def test_memory_of_a_pod_that_is_gone_is_released(node: Node) -> None:
     del kubelet.pods["next"]
     Reconciler(node.daemon.host).release_missing()
     assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(there.devices)]
+
+
+def test_memory_is_released_after_a_label_has_chosen_another_configuration(node: Node) -> None:
+    labels = node.options.with_name("labels")
+    labels.write_text(f"{CONFIG_LABEL}=first\n")
+    options = "configs: {first: {}, other: {preferred: spread}}\n"
+    kubelet = node.start(IN_UNITS, options=options, arguments=["--node-labels", labels])
+    kubelet.wait_healthy(16)
+    gone = kubelet.run_pod("gone", 10)
+    del kubelet.pods["gone"]
+    kubelet.wait_registered(2)
+    labels.write_text(f"{CONFIG_LABEL}=other\n")
+    kubelet.wait_registered(4)
+    kubelet.wait_healthy(16)
+    pod = kubelet.admit("next", gone.devices[:9])
+    kubelet.start_container(pod)
+    assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(pod.devices)]
 
 
 def test_the_units_of_64_large_gpus_fit_into_one_message(daemon: Daemon) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import urllib.error
 import urllib.request
@@ -36,7 +37,7 @@ def scrape(address: str) -> dict[tuple[str, ...], float]:
         try:
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
                 return str(answer.read().decode())
-        except urllib.error.URLError:
+        except (OSError, http.client.HTTPException):  # not there yet, or being replaced
             return ""
 
     text: str = eventually(read, "the metrics")

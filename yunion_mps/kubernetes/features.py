@@ -13,11 +13,11 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
 
 from yunion_mps.host.files import read_text, write_atomically
+from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.resources import ExtendedResource
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +61,19 @@ class FeatureFile:
     async def run(self) -> None:
         """Write the file whenever the labels change, without end; then remove it."""
         written: dict[str, str] = {}
-        failure = ""
+        failures = Failures(log)
         try:
             while True:
                 changes = [one.changed for one in self._resources]
                 labels = labels_of(*self._resources)
                 try:
                     self._write(labels, written)
-                    written, failure = labels, ""
+                    written = labels
+                    failures.clear()
                 except OSError as error:
-                    if failure != str(error):
-                        log.warning("featureFile %s cannot be written: %s", self._path, error.strerror)
-                    failure = str(error)
-                await _first_of(changes, _RETRY_S if failure else None)
+                    failures.report(f"featureFile {self._path} cannot be written: {error.strerror}")
+                retry = [asyncio.sleep(_RETRY_S)] if failures.cause else []
+                await first_of(*(changed.wait() for changed in changes), *retry)
         finally:
             self._remove()
 
@@ -92,12 +92,3 @@ class FeatureFile:
         if not is_foreign(self._path):
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-
-
-async def _first_of(events: Sequence[asyncio.Event], timeout_s: float | None) -> None:
-    """Return once any of the events is set."""
-    tasks = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancel(tasks)

@@ -28,6 +28,7 @@ from yunion_mps.http.messages import Answer, Request, Response, problem
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
+from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.resources import ResourceHealth
 
@@ -155,7 +156,7 @@ class MetricsPage:
 
 async def serve(address: str, page: MetricsPage) -> None:
     """Serve the metrics at the address, without end; wait while others have it."""
-    server, failure = Server(page, LIMITS), ""
+    server, failures = Server(page, LIMITS), Failures(log)
     try:
         while True:
             try:
@@ -163,9 +164,7 @@ async def serve(address: str, page: MetricsPage) -> None:
                 log.info("metrics: serving at http://%s%s", address, GET_METRICS.path)
                 await asyncio.Event().wait()
             except OSError as error:
-                if failure != str(error):
-                    log.warning("metrics: cannot listen on %s: %s; trying again", address, error.strerror)
-                failure = str(error)
+                failures.report(f"metrics: cannot listen on {address}: {error.strerror}")
                 await asyncio.sleep(_RETRY_S)
     finally:
         await server.close()

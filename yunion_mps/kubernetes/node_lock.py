@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -85,16 +86,13 @@ async def run_alone(
 
 
 async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -> None:
-    failure = ""
+    failures = Failures(log)
     while True:
         try:
             if lock.take():
                 return
-            cause = other
+            failures.report(other)
         except OSError as error:
-            cause = f"{error.filename}: {error.strerror}"
-        if cause != failure:
-            log.warning("%s; trying again every %g s", cause, _POLL_S)
-            report(cause)
-        failure = cause
+            failures.report(f"{error.filename}: {error.strerror}")
+        report(failures.cause)
         await asyncio.sleep(_POLL_S)

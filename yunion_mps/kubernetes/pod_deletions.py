@@ -19,8 +19,9 @@ from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import MpsClient
@@ -129,27 +130,20 @@ class PodDeletionWatch:
         self._server = server
         self._node = node
         self._daemon = daemon
-        self._counts = counts
+        self._failures = Failures(log, counts.errors)
         self._deletions = Deletions()
         self._changed = asyncio.Event()
-        self._failure = ""
 
     async def run(self) -> None:
         """Run without end."""
-        tasks = {asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._serve())}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await cancel(tasks)
+        await first_of(self._follow(), self._serve())
 
     async def _follow(self) -> None:
         fields = f"spec.nodeName={self._node}"
         async for pods in self._server.follow(PODS, fields=fields, confirm=True, on_failure=self._report):
-            if self._failure:
+            if self._failures.cause:
                 log.info("watching the pods of node %s again", self._node)
-                self._failure = ""
+            self._failures.clear()
             self._deletions.update(pods, time.monotonic(), time.time())
             self._changed.set()
 
@@ -162,22 +156,13 @@ class PodDeletionWatch:
                 terminating = {task for task in terminating if not task.done()}
                 await self._wait()
         finally:
-            for task in terminating:
-                task.cancel()
+            await cancel(terminating)
 
     async def _wait(self) -> None:
         """Wait for a change of the pods, or until the next one is due."""
         next_s = self._deletions.next_s()
-        timer = None
-        if next_s is not None:
-            timer = asyncio.get_running_loop().call_later(
-                max(next_s - time.monotonic(), 0), self._changed.set
-            )
-        try:
-            await self._changed.wait()
-        finally:
-            if timer:
-                timer.cancel()
+        timer = [] if next_s is None else [asyncio.sleep(max(next_s - time.monotonic(), 0))]
+        await first_of(self._changed.wait(), *timer)
         self._changed.clear()
 
     async def _terminate(self, pod: TerminatingPod) -> None:
@@ -206,12 +191,8 @@ class PodDeletionWatch:
             log.warning("pod %s: PID %d was not terminated: %s", pod.name, client["pid"], error)
 
     def _report(self, error: ApiServerError) -> None:
-        """Count a failure, and log it once."""
-        self._counts.errors[API_SERVER] += 1
-        if error.message != self._failure:
-            what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
-            log.warning("%s: %s; trying again", what, error.message)
-        self._failure = error.message
+        what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
+        self._failures.report(f"{what}: {error.message}", API_SERVER)
 
 
 def _containers(pod: Pod) -> frozenset[str]:

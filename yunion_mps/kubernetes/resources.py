@@ -8,6 +8,7 @@ started again gets the memory that its pod was promised, whatever is configured 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord, Pool
+
+log = logging.getLogger(__name__)
 
 #: The beginning of the names of our leases; the rest is a hash of the kubelet's ids.
 PREFIX = "k8s-"
@@ -175,6 +178,8 @@ class ExtendedResource:
     def _publish(self, offers: dict[str, Offer], status: str) -> None:
         if (offers, status) == (self.offers, self.status):
             return
+        if status != self.status:
+            log.info("%s: %s", self.name, status)
         self.health.update(_health(self.offers), _health(offers))
         self.offers, self.status = offers, status
         changed, self.changed = self.changed, asyncio.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,8 @@ from yunion_mps.errors import YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
+from yunion_mps.kubernetes.failures import Failures
+from yunion_mps.kubernetes.metrics import API_SERVER
 from yunion_mps.kubernetes.options import PluginOptions
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class Selector:
         daemon: AsyncDaemonClient,
         labels_file: str,
         api: tuple[ApiServer, str] | None,
+        errors: Counter[str],
     ) -> None:
         """`api` is the API server and the node's name, None without access to it."""
         self._options = options
@@ -87,6 +91,7 @@ class Selector:
         self._daemon = daemon
         self._labels_file = labels_file
         self._api = api
+        self._errors = errors
         needs_labels = bool(options.only_with_node_label or (options.configs and not name))
         self._follows_labels = needs_labels and bool(labels_file or api)
         self._follows_models = bool(not name and any(one.models for one in options.configs))
@@ -111,16 +116,13 @@ class Selector:
 
             nodes = Resource("/api/v1", "nodes", ApiObject)
             server, node = self._api
-            failure = ""
+            failures = Failures(log, self._errors)
 
             def report(error: ApiServerError) -> None:
-                nonlocal failure
-                if failure != error.message:
-                    log.warning("cannot read the labels of the node: %s", error.message)
-                failure = error.message
+                failures.report(f"cannot read the labels of the node: {error.message}", API_SERVER)
 
             async for found in server.follow(nodes, fields=f"metadata.name={node}", on_failure=report):
-                failure = ""
+                failures.clear()
                 for one in found.values():
                     self._labels = one["metadata"].get("labels", {})
                     self._update()

@@ -1,0 +1,78 @@
+"""A device plugin's socket, and its registration with the kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from yunion_mps.host.files import version_of
+from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.failures import Failures
+from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
+from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin
+from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
+
+_KUBELET = "kubelet.sock"
+#: How often the sockets are checked, in s.
+_POLL_S = 1.0
+#: How long the kubelet has to answer a registration, in s.
+_REGISTER_S = 10.0
+
+
+class Registration:
+    """Serves the methods of a resource's plugin, and keeps it registered; `registered` is set each time."""
+
+    def __init__(self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event) -> None:
+        self.resource = plugin.resource
+        self._kubelet = os.path.join(paths.device_plugins, _KUBELET)
+        self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
+        self._server = grpc.RpcServer(plugin.methods())
+        self._registered = registered
+        self._counts = plugin.counts
+        self._failures = Failures(log, plugin.counts.errors, "waiting for the kubelet")
+
+    @property
+    def status(self) -> str:
+        """The health of the resource, or why it is not registered."""
+        return self._failures.cause or f"{self.resource.name}: {self.resource.status}"
+
+    async def run(self) -> None:
+        """Serve and register, without end: a kubelet that starts removes the sockets of plugins."""
+        while True:
+            try:
+                await self._server.open(self._endpoint)
+                await self._register_and_wait()
+            except OSError as error:
+                self._failures.report(f"{self._endpoint}: {error.strerror or error}")
+                await asyncio.sleep(_POLL_S)
+            except grpc.RpcError as error:
+                self._counts.registrations[self.resource.name, REFUSED] += 1
+                what = f"cannot register {self.resource.name} with the kubelet: {error.message}"
+                self._failures.report(what, KUBELET)
+                await asyncio.sleep(_POLL_S)
+            finally:
+                await self._server.close()
+
+    async def run_once_offered(self) -> None:
+        """Like `run`, once there is anything to offer, so that other nodes do not show the resource."""
+        while not self.resource.offers:
+            await self.resource.changed.wait()
+        await self.run()
+
+    async def _register_and_wait(self) -> None:
+        """Register, and return once the kubelet has restarted; raises RpcError if it does not register."""
+        kubelet = version_of(self._kubelet)
+        name, endpoint = self.resource.name, self.resource.endpoint
+        request = kubelet_api.RegisterRequest(kubelet_api.VERSION, endpoint, name, OPTIONS)
+        await grpc.call(self._kubelet, kubelet_api.REGISTER.path, request.encode(), _REGISTER_S)
+        log.info("registered %s with the kubelet", name)
+        self._failures.clear()
+        self._counts.registrations[name, DONE] += 1
+        self._registered.set()
+        # Nothing announces that the kubelet starts.
+        while self._server.is_reachable and version_of(self._kubelet) == kubelet:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        log.info("the kubelet has restarted")
