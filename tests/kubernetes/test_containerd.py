@@ -72,7 +72,7 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     assert {name: found.get(name) for name in expected} == expected
     assert_has_gpu(container, 1)
     (lease,) = leases_of(ready_daemon)
-    assert (lease["name"], lease["devices"]) == (lease_name(pod.devices), ["00:07.0-1"])
+    assert (lease["name"], lease["devices"]) == (lease_name(pod.resource, pod.devices), ["00:07.0-1"])
     assert (lease["binding"], lease["pid"], lease["id"]) == (
         "container", container.pid, found["YUNION_MPS_LEASE"],
     )  # fmt: skip

@@ -154,8 +154,8 @@ def test_one_plugin_offers_devices_and_memory(node: Node) -> None:
     kubelet.wait_healthy(4)
     device = kubelet.run_pod("device", 1)
     assert {lease["name"] for lease in leases_of(node.daemon)} == {
-        lease_name(memory.devices),
-        lease_name(device.devices),
+        lease_name(memory.resource, memory.devices),
+        lease_name(device.resource, device.devices),
     }
     kubelet.restart()
     kubelet.wait_registered(4)
@@ -213,12 +213,12 @@ def test_memory_of_a_pod_that_is_gone_is_released(node: Node) -> None:
     pod = kubelet.admit("next", gone.devices[:9])
     kubelet.start_container(pod)  # the kubelet allocates the units again
     assert {lease["name"] for lease in leases_of(node.daemon)} == {
-        lease_name(pod.devices),
-        lease_name(there.devices),
+        lease_name(pod.resource, pod.devices),
+        lease_name(there.resource, there.devices),
     }
     del kubelet.pods["next"]
     Reconciler(node.daemon.host).release_missing()
-    assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(there.devices)]
+    assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(there.resource, there.devices)]
 
 
 def test_memory_is_released_after_a_label_has_chosen_another_configuration(node: Node) -> None:

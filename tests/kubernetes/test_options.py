@@ -15,6 +15,8 @@ from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOption
 from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths
 
+from kubernetes.kubelet import MEMORY, RESOURCE
+
 DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack", "yunion.io/mps-memory", None)
 GPU_OF = {f"{gpu}-{slot}": gpu for gpu, slots in (("a", 4), ("b", 2), ("c", 3)) for slot in range(slots)}
 
@@ -183,7 +185,9 @@ def test_devices_of_few_gpus_are_preferred(
     assert preferred(list(GPU_OF), required, size, GPU_OF, placement) == chosen.split()
 
 
-def test_a_lease_s_name_is_that_of_its_devices_in_any_order() -> None:
-    assert lease_name(["00:06.0-1", "00:06.0-0"]) == lease_name(["00:06.0-0", "00:06.0-1"])
-    assert lease_name(["00:06.0-0"]) != lease_name(["00:06.0-1"])
-    assert len(lease_name(["00:06.0-0"])) == 20
+def test_a_lease_s_name_is_that_of_its_resource_and_devices() -> None:
+    first, second = "00:06.0-0", "00:06.0-1"
+    assert lease_name(RESOURCE, [second, first]) == lease_name(RESOURCE, [first, second])
+    assert lease_name(RESOURCE, [first]) != lease_name(RESOURCE, [second])
+    assert lease_name(RESOURCE, [first]) != lease_name(MEMORY, [first])
+    assert len(lease_name(RESOURCE, [first])) == 27

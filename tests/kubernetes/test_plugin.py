@@ -100,7 +100,7 @@ def test_a_container_has_its_budget_and_its_lease_until_it_ends(
     for _ in range(2):  # the second container is the first one, started again
         kubelet.start_container(pod)
         (lease,) = leases_of(ready_daemon)
-        assert (lease["name"], lease["pid"]) == (lease_name(pod.devices), None)
+        assert (lease["name"], lease["pid"]) == (lease_name(pod.resource, pod.devices), None)
         container = start_container(pod)
         (lease,) = leases_of(ready_daemon)
         assert (lease["devices"], lease["pid"]) == (list(pod.devices), container.pid)
@@ -216,7 +216,7 @@ def test_the_lease_of_a_deleted_pod_is_released_by_any_plugin(
     del kubelet.pods["gone"]
     assert len(leases_of(ready_daemon)) == 2
     Reconciler(ready_daemon.host).release_missing()
-    assert [lease["name"] for lease in leases_of(ready_daemon)] == [lease_name(there.devices)]
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == [lease_name(there.resource, there.devices)]
 
 
 def test_a_device_that_is_allocated_again_is_taken_from_a_pod_that_is_gone(

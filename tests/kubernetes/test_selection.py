@@ -14,6 +14,7 @@ from yunion_mps.kubernetes.selection import CONFIG_LABEL, choose, parse_labels
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import ADDRESSES
 from kubernetes.cluster import Cluster
 from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
 
@@ -178,6 +179,21 @@ def test_the_node_s_label_in_the_cluster_chooses_at_once(node: Node, tmp_path: P
         cluster.stop()  # what was known stays valid
         node.kubelet.restart()
         node.kubelet.wait_healthy(4)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_a_device_that_a_pod_has_is_not_offered_by_another_name(node: Node) -> None:
+    node.labels.write_text("other=label\n")
+    node.start(NAMED, "--node-labels", str(node.labels))
+    node.kubelet.wait_healthy(4)
+    pod = node.kubelet.run_pod("trainer", 1)
+    node.labels.write_text(f"{CONFIG_LABEL}=large\n")
+    node.kubelet.resource = "example.com/large"
+    assert node.kubelet.wait_healthy(3) == sorted(set(ADDRESSES) - set(pod.devices))
+    node.labels.write_text("other=label\n")
+    node.kubelet.resource = RESOURCE
+    node.kubelet.wait_healthy(4)
 
 
 @pytest.mark.processes

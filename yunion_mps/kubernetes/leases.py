@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.client.transport import Retrier
@@ -84,12 +84,12 @@ class ContainerLeases:
             # The kubelet has allocated the devices again, so no earlier container will start with them.
             await self._release_awaited(lambda lease: not self._held(lease).isdisjoint(ids))
             lease = await self._call(TAKE_LEASE, **arguments)
-        self._ids[lease_name(ids)] = frozenset(ids)
+        self._ids[resource.lease_name(ids)] = frozenset(ids)
         return lease
 
-    def permit(self, ids: Sequence[str]) -> None:
+    def permit(self, lease: LeaseRecord) -> None:
         """Keep the lease for a while, because the container is about to start."""
-        self._missing_s.pop(lease_name(ids), None)
+        self._missing_s.pop(lease["name"], None)
 
     async def reconcile(self) -> None:
         """Release the leases of containers that have not started, and that the kubelet no longer lists.
@@ -100,7 +100,7 @@ class ContainerLeases:
             return
         try:
             leases = await self.ours()  # before the kubelet is asked
-            listed = await self._listed() if self._awaits_containers else []
+            listed = await self._listed() if self._awaits_containers else {}
         except (YunionError, grpc.RpcError, kubelet_api.DecodeError):
             self._missing_s.clear()
             raise
@@ -113,25 +113,26 @@ class ContainerLeases:
         names = {lease["name"] for lease in leases}
         self._ids = {name: ids for name, ids in self._ids.items() if name in names}
 
-    def _is_needed(self, lease: LeaseDetails, listed: Sequence[frozenset[str]]) -> bool:
+    def _is_needed(self, lease: LeaseDetails, listed: Mapping[str, frozenset[str]]) -> bool:
         """Whether the kubelet lists its container, or the lease may be that of an init container.
 
         The kubelet lists no init containers; they share devices with the other containers of their pod.
         """
         held, is_used = self._held(lease), lease["state"] in (IN_USE, OVER_BUDGET)
-        return is_used or any(lease_name(ids) == lease["name"] or not held.isdisjoint(ids) for ids in listed)
+        is_listed = lease["name"] in listed or any(not held.isdisjoint(ids) for ids in listed.values())
+        return is_used or is_listed
 
-    async def _listed(self) -> list[frozenset[str]]:
-        """The kubelet's ids of each container and resource; raises RpcError and DecodeError."""
+    async def _listed(self) -> dict[str, frozenset[str]]:
+        """The kubelet's ids of each container and resource, by lease name; raises RpcError, DecodeError."""
         data = await grpc.call(
             self._paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S
         )
-        return [
-            frozenset(ids)
+        return {
+            lease_name(resource, ids): frozenset(ids)
             for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
             for container in pod.containers
-            for ids in _ids_by_resource(container).values()
-        ]
+            for resource, ids in _ids_by_resource(container).items()
+        }
 
     def _held(self, lease: LeaseRecord) -> frozenset[str]:
         """The kubelet's ids of a lease; of memory, they are known only if the lease was taken by us."""
@@ -158,6 +159,6 @@ def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, lis
 
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:
     """Like the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
-    holder = {"kind": "container", "name": lease_name(ids)}
+    holder = {"kind": "container", "name": resource.lease_name(ids)}
     which = {**resource.lease_source(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
     return {**which, "cdi": True, "holder": holder}

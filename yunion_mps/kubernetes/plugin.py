@@ -44,7 +44,6 @@ from yunion_mps.kubernetes.resources import (
     KnownDevice,
     MemoryResource,
     known_device,
-    lease_name,
     only_reserved,
     preferred,
 )
@@ -203,7 +202,7 @@ class DevicePlugin:
         preview = await self._preview(ids)
         budget = self.resource.budget(ids)
         if self._uses_cdi:
-            device = kubelet_api.CdiDevice(f"{CDI_KIND}={lease_name(ids)}")
+            device = kubelet_api.CdiDevice(f"{CDI_KIND}={self.resource.lease_name(ids)}")
             return kubelet_api.ContainerAllocateResponse(budget, cdi_devices=(device,))
         if preview is None:
             what = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
@@ -254,8 +253,8 @@ class DevicePlugin:
         if lease["pid"] is not None:
             what = f"{_named(ids)}: the previous container still runs (PID {lease['pid']})"
             raise RpcError(Status.FAILED_PRECONDITION, what)
-        self._leases.permit(ids)
-        log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease_name(ids))
+        self._leases.permit(lease)
+        log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease["name"])
 
 
 def rpc_method(

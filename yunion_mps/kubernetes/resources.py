@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The beginning of the names of our leases; the rest is a hash of the kubelet's ids.
+#: The beginning of the names of our leases; hashes of the resource's name and of the kubelet's ids follow.
 PREFIX = "k8s-"
-_HASH_LENGTH = 16
+_RESOURCE_HASH_LENGTH, _IDS_HASH_LENGTH = 6, 16
 _MAX_NAMED = 4
 _UNIT_ID = re.compile(r"(?P<gpu>.+)-u(?P<mib>[1-9][0-9]*)-(?P<number>[0-9]+)")
 _TAKEN = "its memory is leased to other programs, or reserved beside each lease"
@@ -86,9 +86,18 @@ def known_device(device: Device) -> KnownDevice:
     }
 
 
-def lease_name(ids: Iterable[str]) -> str:
+def lease_name(resource: str, ids: Iterable[str]) -> str:
     """The name of the lease of a container with these ids: no other container has the same ones."""
-    return PREFIX + sha256(" ".join(sorted(ids)).encode()).hexdigest()[:_HASH_LENGTH]
+    return _lease_prefix(resource) + _hash(" ".join(sorted(ids)))[:_IDS_HASH_LENGTH]
+
+
+def _lease_prefix(resource: str) -> str:
+    """The beginning of the names of a resource's leases."""
+    return f"{PREFIX}{_hash(resource)[:_RESOURCE_HASH_LENGTH]}-"
+
+
+def _hash(value: str) -> str:
+    return sha256(value.encode()).hexdigest()
 
 
 def preferred(
@@ -150,6 +159,18 @@ class ExtendedResource:
         #: Set when an offer changes, and then replaced.
         self.changed = asyncio.Event()
 
+    def lease_name(self, ids: Iterable[str]) -> str:
+        return lease_name(self.name, ids)
+
+    def _ours(self, leases: Iterable[LeaseRecord]) -> Iterator[LeaseRecord]:
+        """The leases that the kubelet counts as this resource's.
+
+        Where a resource was renamed, containers may still have devices under its former name; the kubelet
+        would allocate those again if they were offered under the new one.
+        """
+        prefix = _lease_prefix(self.name)
+        return (lease for lease in leases if (lease["name"] or "").startswith(prefix))
+
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         """What the container's lease is of; raises RpcError if there can be no such lease."""
         raise NotImplementedError
@@ -200,7 +221,7 @@ class DeviceResource(ExtendedResource):
 
     def update(self, devices: Iterable[KnownDevice], leases: Iterable[LeaseRecord]) -> None:
         """Offer these devices; `leases` are those of containers of the kubelet."""
-        ours = {lease["id"] for lease in leases}
+        ours = {lease["id"] for lease in self._ours(leases)}
         self._devices = {one["addr"]: one for one in devices}
         self._offer(
             {
@@ -247,7 +268,7 @@ class MemoryResource(ExtendedResource):
         self._pools = {one["addr"]: one for one in pools}
         unit_mib = self._unit_mib or max((one["memory_unit_mib"] for one in pools), default=0)
         leased_mib = Counter[str]()
-        for lease in leases:
+        for lease in self._ours(leases):
             for budget in lease["budgets"]:
                 leased_mib[budget["gpu"]] += budget["memory_mib"]
         offers: dict[str, Offer] = {}
