@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from cluster.control_plane import KUBELET, NODE, ControlPlane, Object, Program
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.gateway_host import free_port
 from integration.image import IMAGE
 from kubernetes.containerd import Container, Containerd
@@ -114,7 +117,8 @@ class Node(Closes):
         """Start the plugin with these keys in its file."""
         keys = {"kubeconfig": str(self._write_kubeconfig()), "nodeName": NODE, **options}
         (self._root / "etc/yunion/kubelet-plugin.yml").write_text(json.dumps(keys))
-        return self._stack.enter_context(KubeletPlugin(self.daemon.host))
+        self._plugin = self._stack.enter_context(KubeletPlugin(self.daemon.host))
+        return self._plugin
 
     # -- the node
 
@@ -135,6 +139,25 @@ class Node(Closes):
     def label(self, **labels: str | None) -> None:
         self.cluster.patch(_NODE, {"metadata": {"labels": labels}})
 
+    def cut_power(self) -> None:
+        """End everything on the node at once."""
+        self.kubelet.kill()
+        self._plugin.end()
+        self.daemon.kill()
+        self.containerd.cut_power()
+        for pid in control_daemons(self._root):
+            os.kill(pid, signal.SIGKILL)
+        for path in (self._root / "run").iterdir():  # which is in memory
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def boot(self) -> None:
+        """Start everything again."""
+        self.daemon.start().wait_ready()
+        self.containerd.start()
+        self.kubelet.start()
+        self._plugin.start()
+
     # -- its pods
 
     def create(self, made: Object) -> None:
@@ -151,15 +174,21 @@ class Node(Closes):
     def wait_running(self, name: str) -> Container:
         return self.wait_all_running(name)[0]
 
-    def wait_all_running(self, name: str) -> list[Container]:
-        """The containers of a pod, which all run."""
+    def wait_restarted(self, name: str, before: Container) -> Container:
+        """The container that has replaced another one."""
+        (found,) = self.wait_all_running(name, without=before.id)
+        return found
 
-        def statuses() -> list[Object]:
+    def wait_all_running(self, name: str, without: str = "-") -> list[Container]:
+        """The containers of a pod, which all run; `without` is the id of one that is not to be there."""
+
+        def ids() -> list[str]:
             found = self.pod(name)["status"].get("containerStatuses", [])
-            return found if all("running" in one["state"] for one in found) else []
+            running = [one["containerID"] for one in found if "running" in one["state"]]
+            return running if len(running) == len(found) and without not in "".join(running) else []
 
-        found = eventually(statuses, f"pod {name}", trouble=lambda: self.why(name))
-        return [self.containerd.container(one["containerID"].rpartition("/")[2]) for one in found]
+        found = eventually(ids, f"pod {name}", trouble=lambda: self.why(name))
+        return [self.containerd.container(one.rpartition("/")[2]) for one in found]
 
     def wait_pending(self, name: str, reason: str) -> None:
         """Wait until a pod is said not to start for this reason."""
@@ -172,10 +201,22 @@ class Node(Closes):
         )
         return "\n".join([json.dumps(self.pod(name)["status"]), *(one["message"] for one in events["items"])])
 
-    def delete(self, name: str, **query: int) -> None:
-        """Delete a pod, as kubectl does: wait until it is gone."""
+    def phase(self, name: str) -> str:
+        return str(self.pod(name)["status"]["phase"])
+
+    def delete(self, name: str, *, wait: bool = True, **query: int) -> None:
+        """Delete a pod; as kubectl does, wait until it is gone."""
         self.cluster.delete(f"{_PODS}/{name}", **query)
+        if wait:
+            self.wait_gone(name)
+
+    def wait_gone(self, name: str) -> None:
         eventually(lambda: name not in self.names(), f"the end of pod {name}", trouble=lambda: self.why(name))
+
+    def move(self, pid: int, container: Container) -> None:
+        """Move a process into the cgroups of a container."""
+        for cgroup in self.containerd.cgroups_of(container):
+            (cgroup / "cgroup.procs").write_text(str(pid))
 
     def names(self) -> set[str]:
         return {one["metadata"]["name"] for one in self.cluster.get(_PODS)["items"]}

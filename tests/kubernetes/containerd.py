@@ -157,6 +157,10 @@ class Containerd(Closes):
         self.kill()
         self.start()
 
+    def signal(self, number: int) -> None:
+        assert self._process, "it was started"
+        self._process.send_signal(number)
+
     @property
     def log(self) -> str:
         return (self._folder / "log").read_text()
@@ -282,6 +286,9 @@ class Containerd(Closes):
             for file in ("cpuset.cpus", "cpuset.mems"):
                 if (cgroup / file).exists():  # version 1, where it is empty at first
                     (cgroup / file).write_text((root / file).read_text())
+
+    def cgroups_of(self, container: Container) -> list[Path]:
+        return [Path(path) for one in self._cgroups() for path, _, _ in os.walk(one) if container.id in path]
 
     def _cgroups(self) -> list[Path]:
         return [root / self.cgroup for root in _hierarchies() if (root / self.cgroup).is_dir()]
