@@ -235,7 +235,7 @@ def test_memory_is_released_after_a_label_has_chosen_another_configuration(node:
     kubelet.wait_healthy(16)
     pod = kubelet.admit("next", gone.devices[:9])
     kubelet.start_container(pod)
-    assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(pod.devices)]
+    assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(pod.resource, pod.devices)]
 
 
 def test_the_units_of_64_large_gpus_fit_into_one_message(daemon: Daemon) -> None:
