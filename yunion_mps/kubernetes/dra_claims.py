@@ -11,15 +11,13 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
-from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
 from yunion_mps.kubernetes.dra_devices import (
@@ -30,6 +28,7 @@ from yunion_mps.kubernetes.dra_devices import (
     ClaimRequest,
     ResourceClaim,
 )
+from yunion_mps.kubernetes.leases import call_patiently, list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -37,12 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
-#: How long a request waits for a daemon that restarts, and for the kubelet's list of pods, in s.
-_RESTART_S = 10.0
-_KUBELET_S = 10.0
 #: How long a lease has to be unneeded before `reconcile` releases it, in s.
 GONE_S = 120.0
 _MAX_NAME = 100
@@ -78,7 +72,7 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 class ClaimLeases:
     def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S) -> None:
         self._server = server
-        self._pod_resources = paths.pod_resources
+        self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
         #: Only one lease is changed at a time, so that none is released while it is being taken.
@@ -114,14 +108,20 @@ class ClaimLeases:
                 if lease["state"] in (IN_USE, OVER_BUDGET):
                     what = f"{claim.lease} is now allocated other devices, but a process still uses its lease"
                     raise HostError(what, "see: yunion-mps who")
-                await self._call(END_LEASE, lease=lease["id"])
+                await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
                 members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
             # Also devices of GPUs that do not enforce budgets, because the operator has offered them.
             holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
-            return await self._call(
-                TAKE_LEASE, **members, holder=holder, cdi=True, reserved_for=KUBERNETES, allow_unlimited=True
+            return await call_patiently(
+                self._daemon,
+                TAKE_LEASE,
+                **members,
+                holder=holder,
+                cdi=True,
+                reserved_for=KUBERNETES,
+                allow_unlimited=True,
             )
 
     async def release(self, uid: str) -> None:
@@ -162,17 +162,14 @@ class ClaimLeases:
 
     async def _listed(self) -> set[tuple[str, str]]:
         """The namespaces and names of the claims of all containers on this node."""
-        path = kubelet_api.LIST_POD_RESOURCES.path
-        data = await grpc.call(self._pod_resources, path, b"", _KUBELET_S)
         return {
             (claim.claim_namespace, claim.claim_name)
-            for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
-            for container in pod.containers
+            for container in await list_containers(self._paths)
             for claim in container.dynamic_resources
         }
 
     async def _leases(self) -> list[LeaseDetails]:
-        return (await self._call(GET_LEASES))["leases"]
+        return (await call_patiently(self._daemon, GET_LEASES))["leases"]
 
     async def _leases_of(self, uid: str) -> list[LeaseDetails]:
         return [
@@ -183,14 +180,10 @@ class ClaimLeases:
 
     async def _end(self, lease: LeaseRecord) -> None:
         try:
-            await self._call(END_LEASE, lease=lease["id"])
+            await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
         except NotFoundError:  # another process released it
             return
         log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))
-
-    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
-        """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
-        return await Retrier(self._daemon, _RESTART_S, log.info).call(operation, None, **arguments)
 
 
 def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:

@@ -67,7 +67,7 @@ class ContainerLeases:
 
     async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
         """The container's lease as it would be taken now; raises YunionError."""
-        return await self._daemon.call(TAKE_LEASE, **_arguments(resource, ids), dry_run=True)
+        return await self._daemon.call(TAKE_LEASE, None, **_arguments(resource, ids), dry_run=True)
 
     async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
         """The driver's nodes for these GPUs (UUIDs); raises YunionError."""
@@ -79,11 +79,11 @@ class ContainerLeases:
         """Take the container's lease, or return the one that it has; raises YunionError."""
         arguments = _arguments(resource, ids)
         try:
-            lease = await self._call(TAKE_LEASE, **arguments)
+            lease = await call_patiently(self._daemon, TAKE_LEASE, **arguments)
         except NothingFreeError:
             # The kubelet has allocated the devices again, so no earlier container will start with them.
             await self._release_awaited(lambda lease: not self._held(lease).isdisjoint(ids))
-            lease = await self._call(TAKE_LEASE, **arguments)
+            lease = await call_patiently(self._daemon, TAKE_LEASE, **arguments)
         self._ids[resource.lease_name(ids)] = frozenset(ids)
         return lease
 
@@ -124,13 +124,9 @@ class ContainerLeases:
 
     async def _listed(self) -> dict[str, frozenset[str]]:
         """The kubelet's ids of each container and resource, by lease name; raises RpcError, DecodeError."""
-        data = await grpc.call(
-            self._paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S
-        )
         return {
             lease_name(resource, ids): frozenset(ids)
-            for pod in kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
-            for container in pod.containers
+            for container in await list_containers(self._paths)
             for resource, ids in _ids_by_resource(container).items()
         }
 
@@ -142,11 +138,19 @@ class ContainerLeases:
         for lease in await self.ours():
             if lease["pid"] is None and is_stale(lease):
                 log.info("%s: released, because its pod is gone", ", ".join(lease["devices"]))
-                await self._call(END_LEASE, lease=lease["id"])
+                await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
 
-    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
-        """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
-        return await Retrier(self._daemon, _RESTART_S, log.info).call(operation, None, **arguments)
+
+async def call_patiently(daemon: AsyncDaemonClient, operation: Operation[T], **arguments: Value) -> T:
+    """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
+    return await Retrier(daemon, _RESTART_S, log.info).call(operation, None, **arguments)
+
+
+async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:
+    """The containers of the kubelet's pods, except init containers; raises RpcError and DecodeError."""
+    data = await grpc.call(paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S)
+    pods = kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
+    return [container for pod in pods for container in pod.containers]
 
 
 def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, list[str]]:
@@ -157,8 +161,8 @@ def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, lis
     return found
 
 
-def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Any]:
+def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Value]:
     """Like the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
+    source: Mapping[str, Any] = resource.lease_source(ids)
     holder = {"kind": "container", "name": resource.lease_name(ids)}
-    which = {**resource.lease_source(ids), "reserved_for": KUBERNETES, "allow_unlimited": True}
-    return {**which, "cdi": True, "holder": holder}
+    return {**source, "reserved_for": KUBERNETES, "allow_unlimited": True, "cdi": True, "holder": holder}

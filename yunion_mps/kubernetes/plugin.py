@@ -22,6 +22,7 @@ from yunion_mps.errors import (
 )
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import kubelet_api
 from yunion_mps.kubernetes.grpc import Method, RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import (
@@ -99,7 +100,7 @@ class OfferWatch:
         )
 
     async def _follow(self, operation: Operation[Any], accept: Callable[[Any], None], **query: int) -> None:
-        condition: dict[str, Any] = {}
+        condition: dict[str, Value] = {}
         failing_since_s = 0.0
         while True:
             try:

@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
 
 from yunion_mps.containers import MEMORY_VARIABLE, SM_VARIABLE
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
@@ -72,18 +72,8 @@ DeviceT = TypeVar("DeviceT", bound=KnownDevice)
 
 
 def known_device(device: Device) -> KnownDevice:
-    return {
-        "addr": device["addr"],
-        "gpu_uuid": device["gpu_uuid"],
-        "numa_node": device["numa_node"],
-        "memory_mib": device["memory_mib"],
-        "thread_percentage": device["thread_percentage"],
-        "state": device["state"],
-        "reason": device["reason"],
-        "lease": device["lease"],
-        "holder": device["holder"],
-        "reserved_for": device["reserved_for"],
-    }
+    every: Mapping[str, object] = device
+    return cast("KnownDevice", {name: every[name] for name in KnownDevice.__annotations__})
 
 
 def lease_name(resource: str, ids: Iterable[str]) -> str:
