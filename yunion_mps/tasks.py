@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 #: How soon a task that continues after its cancellation is cancelled again, in s: later than it may take to
@@ -25,7 +25,7 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
         await asyncio.gather(*done, return_exceptions=True)
 
 
-async def first_of(*work: Coroutine[object, object, object]) -> None:
+async def first_of(*work: Awaitable[object]) -> None:
     """Run all until one of them has ended, and cancel the others; raises what that one raises."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

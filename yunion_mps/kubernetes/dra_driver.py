@@ -25,6 +25,7 @@ from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra_devices import DRIVER, AllocatedDevice, requested_by
 from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
+from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
@@ -32,7 +33,7 @@ from yunion_mps.kubernetes.plugin import rpc_method
 from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class DraDriver:
             )
             if self._host.offered is not None:
                 yield dra_api.NodeWatchResourcesResponse(devices).encode()
-            await _wait(changed, _HEALTH_S)
+            await first_of(changed.wait(), asyncio.sleep(_HEALTH_S))
 
 
 class DraService:
@@ -145,7 +146,7 @@ class DraService:
         self._registrar = RpcServer(
             dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
         )
-        self._failure = ""
+        self._failures = Failures(log, counts.errors)
 
     @property
     def health(self) -> ResourceHealth:
@@ -153,9 +154,7 @@ class DraService:
 
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""
-        await asyncio.gather(
-            self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile()
-        )
+        await first_of(self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile())
 
     async def _offer(self) -> None:
         while True:
@@ -172,30 +171,27 @@ class DraService:
                     os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
                 await self._driver.open(self._endpoint)
                 await self._registrar.open(self._registration)
-                self._failure = ""
+                self._failures.clear()
                 while self._driver.is_reachable and self._registrar.is_reachable:
                     self._notifier.status(f"{DRIVER}: {self._host.status}; {self._slices.status}")
                     await asyncio.sleep(_POLL_S)
                 log.warning("%s: a socket was removed; creating it again", DRIVER)
             except OSError as error:
-                failure = f"{error.filename or self._endpoint}: {error.strerror or error}"
-                if failure != self._failure:
-                    log.warning("%s; trying again every %g s", failure, _POLL_S)
-                self._failure = failure
-                self._notifier.status(failure)
+                self._failures.report(f"{error.filename or self._endpoint}: {error.strerror or error}")
+                self._notifier.status(self._failures.cause)
                 await asyncio.sleep(_POLL_S)
             finally:
-                await self._registrar.close()
-                await self._driver.close()
+                await asyncio.gather(self._registrar.close(), self._driver.close())
 
     async def _reconcile(self) -> None:
-        backoff = Backoff(_RECONCILE_S / 4, _RECONCILE_S)
+        backoff, failures = Backoff(_RECONCILE_S / 4, _RECONCILE_S), Failures(log)
         while True:
             try:
                 await self._claims.reconcile()
+                failures.clear()
             except (YunionError, grpc.RpcError, DecodeError) as error:
                 _count(error, self._counts)
-                log.debug("cannot compare leases with claims now: %s", error)
+                failures.report(f"cannot compare leases with claims: {error}")
             await backoff.wait()
 
     async def _get_info(self, _: Empty) -> dra_api.PluginInfo:
@@ -238,11 +234,3 @@ def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> 
         counts.errors[DAEMON] += 1
     elif not isinstance(error, YunionError):
         counts.errors[KUBELET] += 1
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=timeout_s)
-    finally:
-        await cancel([waiting])

@@ -27,7 +27,7 @@ from yunion_mps.kubernetes.dra_devices import (
     SliceDevice,
 )
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import cancel, first_of
 
 log = logging.getLogger(__name__)
 
@@ -226,11 +226,7 @@ class SlicePublisher:
         left_s = self._written_s + self._interval_s - time.monotonic()
         if left_s <= 0 or self._urgent.is_set():
             return
-        waits = [asyncio.ensure_future(one) for one in (self._urgent.wait(), self._sleep(left_s))]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(waits)
+        await first_of(self._urgent.wait(), self._sleep(left_s))
 
     async def _write(self) -> None:
         if self._offered is None or self._existing is None:
