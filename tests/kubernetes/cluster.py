@@ -170,10 +170,16 @@ class Cluster(Closes):
 
     # -- requests
 
-    def listing(self, collection: str, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def listing(
+        self, collection: str, fits: Callable[[dict[str, Any]], bool], limit: int = 500, start: int = 0
+    ) -> dict[str, Any]:
+        """A page of at most `limit` objects; the token of the next one is where it starts."""
         with self.changed:
             items = [one for one in self.of(collection) if fits(one)]
-            return {"kind": "List", "metadata": {"resourceVersion": str(self._version)}, "items": items}
+            end = start + limit
+            more = {"continue": str(end)} if end < len(items) else {}
+            metadata = {"resourceVersion": str(self._version), **more}
+            return {"kind": "List", "metadata": metadata, "items": items[start:end]}
 
     def changes_after(self, version: int, collection: str) -> list[Change]:
         """Wait for changes; raises RefusalError if some have been forgotten."""
@@ -254,7 +260,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif query.get("watch") == "true":
             self._watch(collection, int(query["resourceVersion"]), fits)
         else:
-            self._send(200, cluster.listing(collection, fits))
+            limit, start = int(query["limit"]), int(query.get("continue", 0))
+            self._send(200, cluster.listing(collection, fits, limit, start))
 
     def _watch(self, collection: str, version: int, fits: Callable[[dict[str, Any]], bool]) -> None:
         self.send_response(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import shutil
 import subprocess
 import threading
@@ -86,6 +87,14 @@ def test_objects_are_created_replaced_and_deleted(cluster: Cluster, server: ApiS
     with pytest.raises(ApiServerError, match="not found") as caught:
         loop.run(server.get(PODS, "a", "default"))
     assert caught.value.status == 404
+
+
+def test_a_list_of_several_pages_is_read_whole(cluster: Cluster, server: ApiServer, loop: Loop) -> None:
+    for name in "abcde":
+        cluster.add(COLLECTION, pod(name))
+    found, version = loop.run(server.list(dataclasses.replace(PODS, page=2)))
+    assert [one["metadata"]["name"] for one in found] == list("abcde")
+    assert (version, cluster.requests["GET"]) == ("105", 3)
 
 
 def test_selected_objects_are_followed(cluster: Cluster, follower: Follower) -> None:

@@ -12,6 +12,7 @@ import pytest
 from yunion_mps.kubernetes.api_server import ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra_devices import OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra_slices import SLICES as SLICES_RESOURCE
 from yunion_mps.kubernetes.dra_slices import (
     ResourceSlice,
     SlicePublisher,
@@ -36,11 +37,11 @@ def stored(offered: list[OfferedDevice], generation: int = 1) -> dict[str, Resou
     found: dict[str, ResourceSlice] = {}
     for one in copy.deepcopy(list(plan_writes({}, slices_of(offered), NODE, None).stored)):
         one["spec"]["pool"] = {**one["spec"]["pool"], "generation": generation}
-        one["metadata"]["resourceVersion"] = "7"
+        one["metadata"]["resourceVersion"], one["metadata"]["uid"] = "7", one["metadata"]["name"]
         for device in one["spec"]["devices"]:
             for taint in device.get("taints", ()):
                 taint["timeAdded"] = "2026-11-23T12:00:00Z"
-        found[one["metadata"]["name"]] = one
+        found[one["metadata"]["name"]] = SLICES_RESOURCE.read(one)
     return found
 
 
@@ -111,6 +112,15 @@ def test_a_half_written_generation_is_replaced_by_the_next() -> None:
 def test_without_taints_unusable_devices_are_left_out() -> None:
     (devices,) = slices_of(shares(1, 4, **LOST), with_taints=False)
     assert len(devices) == 3
+
+
+def test_the_devices_of_stored_slices_are_not_kept() -> None:
+    """Those of a node with 64 GPUs take 30 MiB."""
+    few, lost = stored(shares(1, 4)), stored(shares(1, 4, **LOST))
+    name = slice_name(NODE, 0)
+    assert few[name]["spec"]["devices"] == []
+    assert (few[name]["stored"].have_taints, lost[name]["stored"].have_taints) == (False, True)
+    assert few[name]["stored"].digest != lost[name]["stored"].digest
 
 
 def test_the_name_of_a_long_node_is_shortened() -> None:

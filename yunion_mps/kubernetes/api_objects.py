@@ -6,7 +6,7 @@ other members are kept as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -79,12 +79,18 @@ ObjectT = TypeVar("ObjectT", bound=ApiObject)
 
 @dataclass(frozen=True)
 class Resource(Generic[ObjectT]):
-    """A type of object, its path and the first Kubernetes that serves it if that is a recent one."""
+    """A type of object, its path and the first Kubernetes that serves it if that is a recent one.
+
+    `page` is how many objects are listed at once. `keep` makes of an object that was read what is kept of it,
+    if that is not everything.
+    """
 
     prefix: str
     plural: str
     type: type[ObjectT]
     since: str = ""
+    page: int = 500
+    keep: Callable[[ObjectT], ObjectT] = lambda one: one
 
     def path(self, name: str = "", namespace: str = "") -> str:
         """The path of an object, or of all objects of the namespace or the cluster."""
@@ -101,7 +107,7 @@ class Resource(Generic[ObjectT]):
         missing = {"name", "uid", "resourceVersion"} - base.get("metadata", {}).keys()
         if missing:
             raise _invalid(f"{self.plural}.metadata.{min(missing)}", "missing")
-        return one
+        return self.keep(one)
 
     def read_list(self, value: object) -> ObjectList:
         """The value as a page of a list; raises ApiServerError."""

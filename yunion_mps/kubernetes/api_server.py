@@ -34,8 +34,6 @@ _WATCH_S = 300
 _DELAYS_S = (1.0, 60.0)
 _MAX_ANSWER_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 18
-#: How many objects are requested at once.
-_PAGE = "500"
 _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
 #: The types of a watch's events except ADDED and MODIFIED.
 _DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
@@ -84,7 +82,8 @@ class ApiServer:
         items: list[ObjectT] = []
         token = ""
         while True:
-            selection = {"fieldSelector": fields, "labelSelector": labels, "limit": _PAGE, "continue": token}
+            selection = {"fieldSelector": fields, "labelSelector": labels, "continue": token}
+            selection["limit"] = str(resource.page)
             answer = await self._call("GET", resource, resource.path("", namespace), selection)
             page = resource.read_list(answer)
             items += [one for item in page["items"] if (one := _readable(resource, item))]

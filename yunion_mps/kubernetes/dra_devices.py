@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.enums import AVAILABLE, FREE, LEASED, RESERVED, UNAVAILABLE
@@ -144,21 +145,40 @@ GpuAttributes = dict[str, dict[str, DeviceAttribute]]
 
 
 class OfferedDevice(NamedTuple):
-    """A device that can be allocated: an address, or a GPU whose memory is leased in units.
+    """A device that can be allocated: a share, or a GPU whose memory is leased in units.
 
     `taint` is why no other pod should get it, as a reason code or a state; empty if one may. `reason` says so
-    in words. `reserve_mib` is the part of a pool's allocation that its lease does not get.
+    in words. `reserve_mib` is the part of a pool's allocation that its lease does not get. The attributes of
+    its GPU and the capacity are the same objects for many devices, because a host may have thousands.
     """
 
     name: str
     address: str
     gpu: str
     is_pool: bool
-    device: SliceDevice
+    gpu_attributes: Mapping[str, DeviceAttribute]
+    budget_enforced: bool
+    capacity: Mapping[str, DeviceCapacity]
     taint: str
     reason: str
     is_healthy: bool
     reserve_mib: int = 0
+
+    @property
+    def device(self) -> SliceDevice:
+        """The device as slices have it."""
+        attributes: dict[str, DeviceAttribute] = {
+            **self.gpu_attributes,
+            "address": {"string": self.address},
+            "type": {"string": "pool" if self.is_pool else "share"},
+            "budgetEnforced": {"bool": self.budget_enforced},
+        }
+        made: SliceDevice = {"name": self.name, "attributes": attributes, "capacity": {**self.capacity}}
+        if self.is_pool:
+            made["allowMultipleAllocations"] = True
+        if self.taint:
+            made["taints"] = [{"key": f"{DRIVER}/{self.taint}", "effect": NO_SCHEDULE}]
+        return made
 
 
 class HostFacts(NamedTuple):
@@ -186,7 +206,7 @@ def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
     devices, pools = only_reserved(facts.devices, facts.pools)
     common: GpuAttributes = {}
     for gpu in (*devices, *pools):
-        if gpu["gpu_uuid"] not in common:  # shared by its devices: a host may have thousands
+        if gpu["gpu_uuid"] not in common:
             common[gpu["gpu_uuid"]] = _attributes(gpu["gpu_uuid"], gpu["model"], gpu["numa_node"], facts)
     return [*(_share(one, facts, common) for one in devices), *(_pool(one, common) for one in pools)]
 
@@ -219,7 +239,7 @@ def requested_by(
 def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
     """The memory of a pool that is allocated; all of it if the cluster does not share devices."""
     consumed = {name.rpartition("/")[2]: value for name, value in result.get("consumedCapacity", {}).items()}
-    text = consumed.get(MEMORY) or offered.device["capacity"][MEMORY]["value"]
+    text = consumed.get(MEMORY) or offered.capacity[MEMORY]["value"]
     return round(quantity(text)) >> 20
 
 
@@ -227,24 +247,35 @@ def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
 
 
 def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
-    name = device_name(one["addr"])
-    attributes = dict(common[one["gpu_uuid"]])
-    attributes["address"] = {"string": one["addr"]}
-    attributes["type"] = {"string": "share"}
-    attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
-    capacity: dict[str, DeviceCapacity] = {
-        MEMORY: {"value": memory_quantity(one["memory_mib"])},
-        SM_PERCENTAGE: {"value": percentage_quantity(one["thread_percentage"])},
-    }
     is_ours = one["state"] == LEASED and one["lease"] in facts.our_leases
-    is_healthy = one["state"] != UNAVAILABLE
     taint = "" if is_ours or one["state"] in (FREE, RESERVED) else one["reason_code"] or one["state"]
-    device: SliceDevice = {"name": name, "attributes": attributes, "capacity": capacity}
     reason = one["reason"] or (f"leased to {one['holder']}" if one["holder"] else one["state"])
+    address = _copied(one["addr"])
     return OfferedDevice(
-        name, one["addr"], one["gpu_uuid"], is_pool=False, device=device, taint=taint.replace(" ", "_"),
-        reason=reason if taint else "", is_healthy=is_healthy,
-    )  # fmt: skip
+        name=device_name(address),
+        address=address,
+        gpu=common[one["gpu_uuid"]]["uuid"]["string"],
+        is_pool=False,
+        gpu_attributes=common[one["gpu_uuid"]],
+        budget_enforced=one["budget_enforced"],
+        capacity=_budget(one["memory_mib"], one["thread_percentage"]),
+        taint=taint.replace(" ", "_"),
+        reason=reason if taint else "",
+        is_healthy=one["state"] != UNAVAILABLE,
+    )
+
+
+@lru_cache
+def _budget(memory_mib: int, percentage: float) -> Mapping[str, DeviceCapacity]:
+    return {
+        MEMORY: {"value": memory_quantity(memory_mib)},
+        SM_PERCENTAGE: {"value": percentage_quantity(percentage)},
+    }
+
+
+def _copied(text: str) -> str:
+    """A copy of a text of the daemon's answer, whose memory is only freed as a whole."""
+    return text.encode().decode()
 
 
 def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
@@ -253,11 +284,6 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     What is consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
-    name = device_name(one["addr"])
-    attributes = dict(common[one["gpu_uuid"]])
-    attributes["address"] = {"string": one["addr"]}
-    attributes["type"] = {"string": "pool"}
-    attributes["budgetEnforced"] = {"bool": one["budget_enforced"]}
     unit_mib = one["memory_unit_mib"]
     reserve_mib = _in_units(one["memory_reserve_mib"], unit_mib)
     least_mib = unit_mib + reserve_mib
@@ -266,19 +292,21 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     if least_mib < whole_mib:  # the API server refuses a step to more than there is
         amounts["step"] = memory_quantity(unit_mib)
     policy: RequestPolicy = {"default": memory_quantity(least_mib), "validRange": amounts}
-    device: SliceDevice = {
-        "name": name,
-        "attributes": attributes,
-        "capacity": {MEMORY: {"value": memory_quantity(whole_mib), "requestPolicy": policy}},
-        "allowMultipleAllocations": True,
-    }
     is_healthy = one["state"] == AVAILABLE
     taint = "" if is_healthy else one["reason_code"] or one["state"]
     return OfferedDevice(
-        name, one["addr"], one["gpu_uuid"], is_pool=True, device=device, taint=taint.replace(" ", "_"),
-        reason="" if is_healthy else one["reason"], is_healthy=is_healthy,
+        name=device_name(one["addr"]),
+        address=one["addr"],
+        gpu=one["gpu_uuid"],
+        is_pool=True,
+        gpu_attributes=common[one["gpu_uuid"]],
+        budget_enforced=one["budget_enforced"],
+        capacity={MEMORY: {"value": memory_quantity(whole_mib), "requestPolicy": policy}},
+        taint=taint.replace(" ", "_"),
+        reason="" if is_healthy else one["reason"],
+        is_healthy=is_healthy,
         reserve_mib=reserve_mib,
-    )  # fmt: skip
+    )
 
 
 def _in_units(mib: int, unit_mib: int) -> int:
@@ -303,7 +331,7 @@ def _attributes(
         "driverVersion": version_of(facts.driver_version),
     }
     attributes: dict[str, DeviceAttribute] = {
-        name: {"string": text[:_MAX_VALUE]} for name, text in texts.items() if text
+        name: {"string": _copied(text[:_MAX_VALUE])} for name, text in texts.items() if text
     }
     attributes.update({name: {"version": text} for name, text in versions.items() if text})
     if numa_node is not None and numa_node >= 0:

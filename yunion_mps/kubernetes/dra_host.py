@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
@@ -22,8 +22,6 @@ from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import cancel
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -78,31 +76,35 @@ class DraHost:
             await self.changed.wait()
         return {one.name: one for one in self.offered}
 
-    async def _watch(self, operation: Operation[T], **arguments: Value) -> None:
+    async def _watch(self, operation: Operation[Any], **arguments: Value) -> None:
         condition: dict[str, Value] = {}
         while True:
             try:
-                result = await self._daemon.call_if_changed(operation, **arguments, **condition)
-                answer, etag = result
+                etag = await self._note_change(operation, **arguments, **condition)
                 condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
-                if answer is not None:
-                    self._stale.set()
             except YunionError:
                 condition = {}
                 self._stale.set()  # the attempt to read everything reports it
                 await asyncio.sleep(_RETRY_S)
 
+    async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
+        """Wait for a change, and return its ETag; the answer would take much memory until the next one."""
+        answer, etag = await self._daemon.call_if_changed(operation, **arguments)
+        if answer is not None:
+            self._stale.set()
+        return etag
+
     async def _facts(self) -> HostFacts:
         call = self._daemon.call
-        devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
-        pools = (await call(GET_POOLS))["pools"]
         gpus = {gpu["uuid"]: gpu for gpu in (await call(GET_GPUS))["gpus"] if gpu["uuid"]}
+        roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
         status = await call(GET_STATUS)
         domains = {uuid: domain["name"] for domain in status["domains"] for uuid in domain["gpus"]}
-        roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
-        leases = (await call(GET_LEASES))["leases"]
-        ours = {lease["id"] for lease in leases if is_claim_lease(lease)}
         driver_version = status["driver"]["version"] or ""
+        pools = (await call(GET_POOLS))["pools"]
+        devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
+        leases = (await call(GET_LEASES))["leases"]  # after the devices, so that it has theirs
+        ours = {lease["id"] for lease in leases if is_claim_lease(lease)}
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, ours)
 
     def _pcie_root(self, address: str) -> str:

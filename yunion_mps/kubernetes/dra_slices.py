@@ -7,6 +7,7 @@ nodes has to store each of them and to tell every scheduler.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -21,7 +22,6 @@ from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.dra_devices import (
     API_VERSION,
     DRIVER,
-    NO_SCHEDULE,
     SINCE,
     OfferedDevice,
     SliceDevice,
@@ -38,7 +38,6 @@ MAX_DEVICES = 64
 INTERVAL_S = 5.0
 #: Taints that say how a device is used, not whether it is healthy.
 _USE_TAINTS = ("leased", "no_memory", "pending", "reserved")
-_TAINT_PREFIX = f"{DRIVER}/"
 _MAX_NAME = 253
 _HASH_LENGTH = 8
 
@@ -59,11 +58,29 @@ class SliceSpec(PooledSpec, total=False):
     devices: list[SliceDevice]
 
 
-class ResourceSlice(ApiObject):
+class StoredDevices(NamedTuple):
+    """What is kept of a stored slice's devices: several thousand would take much memory."""
+
+    digest: str
+    have_taints: bool
+
+
+class SpecifiedSlice(ApiObject):
     spec: SliceSpec
 
 
-SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE)
+class ResourceSlice(SpecifiedSlice, total=False):
+    """One that the API server has stored has `stored` instead of its devices."""
+
+    stored: StoredDevices
+
+
+def _summarized(one: ResourceSlice) -> ResourceSlice:
+    return {**one, "spec": {**one["spec"], "devices": []}, "stored": summary(one["spec"].get("devices", ()))}
+
+
+#: A page of a host with thousands of devices takes 2 MiB once it is parsed.
+SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE, page=8, keep=_summarized)
 NODES = Resource("/api/v1", "nodes", ApiObject)
 
 
@@ -74,19 +91,16 @@ class Writes(NamedTuple):
     deleted: Sequence[str]
 
 
-def slices_of(offered: Iterable[OfferedDevice], *, with_taints: bool = True) -> list[list[SliceDevice]]:
+def slices_of(offered: Iterable[OfferedDevice], *, with_taints: bool = True) -> list[list[OfferedDevice]]:
     """The devices of each slice. A GPU's are in one slice if they fit, so that its loss changes only one.
 
     Without taints, because the cluster does not support them, devices that would have one are left out.
     """
-    by_gpu: dict[str, list[SliceDevice]] = {}
+    by_gpu: dict[str, list[OfferedDevice]] = {}
     for one in offered:
-        device = one.device
-        if one.taint:
-            device = {**device, "taints": [{"key": _TAINT_PREFIX + one.taint, "effect": NO_SCHEDULE}]}
         if with_taints or not one.taint:
-            by_gpu.setdefault(one.gpu, []).append(device)
-    slices: list[list[SliceDevice]] = [[]]
+            by_gpu.setdefault(one.gpu, []).append(one)
+    slices: list[list[OfferedDevice]] = [[]]
     for devices in by_gpu.values():
         if len(slices[-1]) + min(len(devices), MAX_DEVICES) > MAX_DEVICES:
             slices.append([])
@@ -107,7 +121,7 @@ def slice_name(node: str, index: int) -> str:
 
 def plan_writes(
     existing: Mapping[str, ResourceSlice],
-    desired: Sequence[Sequence[SliceDevice]],
+    desired: Sequence[Sequence[OfferedDevice]],
     node: str,
     owner: OwnerReference | None,
 ) -> Writes:
@@ -124,7 +138,7 @@ def plan_writes(
         for name, devices in zip(names, desired)
         if name not in existing
         or existing[name]["spec"]["pool"] != pool
-        or _without_times(existing[name]["spec"].get("devices", ())) != list(devices)
+        or existing[name]["stored"] != summary(one.device for one in devices)
     ]
     deleted = [name for name in existing if name not in names]
     if len(changed) + len(deleted) > 1 or (changed and changed[0] not in existing):
@@ -132,7 +146,8 @@ def plan_writes(
     stored: list[ResourceSlice] = []
     for name, devices in zip(names, desired):
         if name in changed:
-            spec: SliceSpec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": list(devices)}
+            spec: SliceSpec = {"driver": DRIVER, "nodeName": node, "pool": pool}
+            spec["devices"] = [one.device for one in devices]
             made: ResourceSlice = {"apiVersion": API_VERSION, "kind": "ResourceSlice", "spec": spec}
             made["metadata"] = {"name": name}
             if owner:
@@ -143,15 +158,16 @@ def plan_writes(
     return Writes(stored, deleted)
 
 
-def _without_times(devices: Iterable[SliceDevice]) -> list[SliceDevice]:
-    """The devices without the times that the API server adds to taints."""
-    found: list[SliceDevice] = []
+def summary(devices: Iterable[SliceDevice]) -> StoredDevices:
+    """A summary of the devices without the times that the API server adds to taints."""
+    digest, have_taints = sha256(), False
     for device in devices:
         taints = device.get("taints")
         if taints:
+            have_taints = True
             device = {**device, "taints": [{"key": one["key"], "effect": one["effect"]} for one in taints]}
-        found.append(device)
-    return found
+        digest.update(json.dumps(device, sort_keys=True).encode())
+    return StoredDevices(digest.hexdigest(), have_taints)
 
 
 class SlicePublisher:
@@ -177,7 +193,7 @@ class SlicePublisher:
         #: The number of states that the watch has delivered: the answer to an overlapping write may be older.
         self._seen = 0
         #: The devices as they were sent, by resource version: a cluster drops what it does not support.
-        self._sent: dict[str, list[SliceDevice]] = {}
+        self._sent: dict[str, StoredDevices] = {}
         self._with_taints = True
         self._owner: OwnerReference | None = None
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
@@ -261,15 +277,14 @@ class SlicePublisher:
                 await self._read()  # another writer, or a kubelet that removed the slices
             raise
         self._existing[name] = stored
-        sent = one["spec"]["devices"]
+        sent = summary(one["spec"]["devices"])
         self._sent = {
             version: devices
             for version, devices in self._sent.items()
             if version in {other["metadata"]["resourceVersion"] for other in self._existing.values()}
         }
         self._sent[stored["metadata"]["resourceVersion"]] = sent
-        kept = stored["spec"].get("devices", ())
-        if any("taints" in device for device in sent) and not any("taints" in device for device in kept):
+        if sent.have_taints and not stored["stored"].have_taints:
             log.warning(
                 "the cluster drops device taints: devices that cannot serve are left out of the slices"
             )
@@ -291,7 +306,7 @@ class SlicePublisher:
         found: dict[str, ResourceSlice] = {}
         for name, one in (self._existing or {}).items():
             sent = self._sent.get(one["metadata"]["resourceVersion"])
-            found[name] = one if sent is None else {**one, "spec": {**one["spec"], "devices": sent}}
+            found[name] = one if sent is None else {**one, "stored": sent}
         return found
 
     async def _find_owner(self) -> None:
@@ -308,7 +323,7 @@ class SlicePublisher:
             "controller": True,
         }  # fmt: skip
 
-    def _note_published(self, desired: Sequence[Sequence[SliceDevice]]) -> None:
+    def _note_published(self, desired: Sequence[Sequence[OfferedDevice]]) -> None:
         status = f"{sum(map(len, desired))} devices are published in {len(desired)} slices"
         if status != self.status:
             log.info("%s", status)
