@@ -17,9 +17,10 @@ from pathlib import Path
 from yunion_mps.errors import YunionError
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
-from yunion_mps.mps.conversation import front_end_at
+from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import client_variables, control_environment
 from yunion_mps.mps.states import READY
 
@@ -28,7 +29,7 @@ from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-from .front_ends import PATIENCE_S, connections_to, converse, wait_until_it_answers
+from .front_ends import PATIENCE_S, converse, serves_front_end, wait_until_it_answers
 
 
 class Jobs:
@@ -248,8 +249,8 @@ class Bench:
         os.makedirs(plan.pipe_directory, exist_ok=True)
         os.makedirs(plan.log_directory, exist_ok=True)
         variables = control_environment(plan) if environment is None else environment
-        with open("/dev/null", "wb") as null:
-            output = null.fileno()
+        with open(Path(plan.log_directory, LOG_NAME), "ab") as log:
+            output = log.fileno()
             process = spawn([self.program, "-f"], variables, stdin=None, stdout=output, stderr=output)
         self.stack.callback(_kill, process)
         wait_until_it_answers(plan, process.pid)
@@ -277,16 +278,14 @@ class Bench:
         It is left once the control daemon has noticed: until then it turns others away.
         """
         place = self.plan.pipe_directory
-        before = connections_to(place)
+        eventually(lambda: not serves_front_end(self.plan))  # an earlier one of ours
         front_end = subprocess.Popen([self.program], env=client_variables(place), stdin=-1, stdout=-1)
-        eventually(lambda: f"PID {front_end.pid} " in front_end_at(place))
-        eventually(lambda: bool(connections_to(place) - before))
-        its = connections_to(place) - before
+        eventually(lambda: serves_front_end(self.plan))
 
         def leave() -> None:
             front_end.kill()
             front_end.communicate()
-            eventually(lambda: not connections_to(place) & its)
+            eventually(lambda: not serves_front_end(self.plan) or peer_of(place) is None)
 
         once = self.stack.enter_context(ExitStack())
         once.callback(leave)

@@ -22,6 +22,7 @@ import pytest
 from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Conversation, peer_of
+from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import our_processes
 
 from integration.daemon_host import eventually
@@ -32,11 +33,11 @@ STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
 
 
-def connections_to(pipe_directory: str) -> set[str]:
-    """The inodes of its control daemon's ends, by the kernel's list: state 3, inode, path."""
-    places = (f"{pipe_directory}/control", f"{pipe_directory}/control_privileged")
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return {row[6] for row in rows if row[-1] in places and row[5] == "03"}
+def serves_front_end(plan: DomainPlan) -> bool:
+    """Whether its control daemon serves a front-end now, according to its log: it turns others away."""
+    log = Path(plan.log_directory, LOG_NAME).read_bytes()
+    ends = (b"] UI closed\n", b"] Starting control daemon")
+    return log.rfind(b"] NEW UI\n") > max(map(log.rfind, ends))
 
 
 def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
