@@ -356,8 +356,9 @@ class Server:
         self._listener = listener
         create_server = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
         self._server = await create_server(
-            lambda: Connection(self.pool), sock=listener, backlog=_ACCEPTS_A_TURN
+            lambda: Connection(self.pool), sock=listener, backlog=_ACCEPTS_A_TURN, start_serving=False
         )
+        await self._server.start_serving()  # which may be cancelled once it accepts clients
         listener.listen(_BACKLOG)
 
     async def reopen(self, listener: Listener) -> None:

@@ -7,7 +7,7 @@ import os
 from concurrent.futures import Future
 
 import pytest
-from yunion_mps.http.listener import Listener
+from yunion_mps.http.listener import Listener, listen_on
 from yunion_mps.http.server import Server
 
 from integration.daemon_host import eventually
@@ -43,6 +43,19 @@ def test_a_client_that_connects_between_programs_is_answered_by_the_next(host: S
     go_on(host)
     for client in clients:
         assert client.answer().status == 200
+
+
+def test_a_server_whose_opening_is_cancelled_still_closes_its_socket(host: ServerHost) -> None:
+    async def work() -> None:
+        server, listener = Server(host.server.pool.application), listen_on("127.0.0.1:0")
+        opening = asyncio.ensure_future(server.open(listener))
+        await asyncio.sleep(0)  # it accepts clients now
+        opening.cancel()
+        await asyncio.wait([opening])
+        await server.close()
+        assert (opening.cancelled(), listener.fileno()) == (True, -1)
+
+    host.call(work())
 
 
 def test_requests_in_progress_are_answered_before_a_handover(host: ServerHost) -> None:
