@@ -123,7 +123,7 @@ class ControlPlane(Closes):
             f"--service-account-signing-key-file={key}",
             "--disable-admission-plugins=ServiceAccount",  # pods have no tokens
         )
-        eventually(self.is_ready, "the API server", trouble=lambda: self.api_server.log)
+        self._wait_ready()
         kubeconfig = self.write_kubeconfig(folder / "kubeconfig", ADMIN)
         shared = f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0"
         self._run("kube-scheduler", *shared)
@@ -132,6 +132,20 @@ class ControlPlane(Closes):
     def _run(self, name: str, *options: str) -> Program:
         log = self._folder / f"{name}.log"
         return self._stack.enter_context(Program(log, [self.assets / name, *options]))
+
+    def start_api_server(self) -> None:
+        """Start it again, once it was killed."""
+        self.api_server.start()
+        self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        eventually(self._is_ready, "the API server", trouble=lambda: self.api_server.log)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(OSError, ApiError):
+            self.request("GET", "/readyz")
+            return True
+        return False
 
     def close(self) -> None:
         self._stack.close()
@@ -151,12 +165,6 @@ class ControlPlane(Closes):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def is_ready(self) -> bool:
-        with contextlib.suppress(OSError, ApiError):
-            self.request("GET", "/readyz")
-            return True
-        return False
-
     def create(self, path: str, made: Object) -> Object:
         return self.request("POST", path, made)
 
@@ -174,12 +182,12 @@ class ControlPlane(Closes):
             if error.status != http.client.NOT_FOUND:
                 raise
 
-    def request(self, method: str, path: str, body: Object | None = None) -> Object:
+    def request(self, method: str, path: str, body: Object | None = None, token: str = ADMIN) -> Object:
         """Raises ApiError, OSError."""
         tls = ssl.create_default_context(cafile=str(self._authority))
         connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=tls, timeout=PATIENCE_S)
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": kind}
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
         data = json.dumps(body) if body else None
         with contextlib.closing(connection):
             connection.request(method, path, data, headers)

@@ -19,17 +19,25 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster.control_plane import KUBELET, NODE, ControlPlane, Object, Program
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.gateway_host import free_port
 from integration.image import IMAGE
 from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import RESOURCE, KubeletPlugin
+from simhost.environment import CHECKOUT
 from simhost.host import Closes
 
 _NODE = f"/api/v1/nodes/{NODE}"
 _PODS = "/api/v1/namespaces/default/pods"
 _EVENTS = "/api/v1/namespaces/default/events"
+_DRA = "/apis/resource.k8s.io/v1"
+_CLAIMS, _TEMPLATES = (f"{_DRA}/namespaces/default/resourceclaim{end}" for end in ("s", "templates"))
+_EXAMPLES = CHECKOUT / "etc/kubernetes/examples"
+#: The image of the examples.
+_DEBIAN = "docker.io/library/debian:13-slim"
 _SERVICE_ACCOUNT = "/api/v1/namespaces/yunion-mps/serviceaccounts/kubelet-plugin"
 _MOUNTS = """\
 set -e
@@ -65,6 +73,7 @@ class Node(Closes):
         folder.mkdir(parents=True, exist_ok=True)
         self._stack.callback(self._forget)
         self.containerd = self._stack.enter_context(Containerd(self.daemon.host, image))
+        self.containerd.tag(_DEBIAN)
         self.containerd.make_cgroup()
         subprocess.run(self.containerd.command("sh", "-c", _MOUNTS, "sh", folder), check=True)
         self.kubelet = self._stack.enter_context(
@@ -110,8 +119,8 @@ class Node(Closes):
         """One of the DaemonSet's service account, on this node."""
         where = {"kind": "Node", "apiVersion": "v1", "name": NODE}
         request = {"spec": {"boundObjectRef": where, "audiences": [], "expirationSeconds": 3600}}
-        token = self.cluster.create(f"{_SERVICE_ACCOUNT}/token", request)["status"]["token"]
-        return self.cluster.write_kubeconfig(self._root / "etc/plugin.conf", token)
+        self.token = self.cluster.create(f"{_SERVICE_ACCOUNT}/token", request)["status"]["token"]
+        return self.cluster.write_kubeconfig(self._root / "etc/plugin.conf", self.token)
 
     def start_plugin(self, **options: object) -> KubeletPlugin:
         """Start the plugin with these keys in its file."""
@@ -135,6 +144,15 @@ class Node(Closes):
 
     def wait_allocatable(self, number: int, resource: str = RESOURCE) -> None:
         eventually(lambda: self.allocatable(resource) == number, f"{number} of {resource}")
+
+    def published(self) -> int:
+        """How many devices a claim can have."""
+        slices = self.cluster.get(f"{_DRA}/resourceslices")["items"]
+        devices = [device for one in slices for device in one["spec"].get("devices", ())]
+        return sum("taints" not in device for device in devices)
+
+    def wait_published(self, number: int) -> None:
+        eventually(lambda: self.published() == number, f"{number} devices in slices")
 
     def label(self, **labels: str | None) -> None:
         self.cluster.patch(_NODE, {"metadata": {"labels": labels}})
@@ -162,6 +180,17 @@ class Node(Closes):
 
     def create(self, made: Object) -> None:
         self.cluster.create(_PODS, made)
+
+    def create_example(self, file: str) -> Object:
+        """Create what a file of the examples has besides its pod; returns that pod."""
+        *others, made = yaml.safe_load_all((_EXAMPLES / f"{file}.yaml").read_text())
+        for one in others:
+            self.cluster.create(_TEMPLATES if one["kind"].endswith("Template") else _CLAIMS, one)
+        made["spec"]["terminationGracePeriodSeconds"] = 1
+        return dict(made)
+
+    def claims(self) -> int:
+        return len(self.cluster.get(_CLAIMS)["items"])
 
     def pod(self, name: str) -> Object:
         return self.cluster.get(f"{_PODS}/{name}")
@@ -228,9 +257,17 @@ class Node(Closes):
         self.cluster.delete(_NODE)
         for name in self.names():
             self.cluster.delete(f"{_PODS}/{name}", gracePeriodSeconds=0)
+        for collection in (_TEMPLATES, _CLAIMS, f"{_DRA}/resourceslices"):
+            self.cluster.delete(collection)
+        eventually(lambda: not self.claims(), "the end of all claims")
 
     def close(self) -> None:
         self._stack.close()
+
+
+def named(made: Object, name: str) -> Object:
+    """The same pod with another name."""
+    return {**made, "metadata": {"name": name}}
 
 
 def pod(name: str, devices: int = 1, *, resource: str = RESOURCE, **spec: Any) -> Object:

@@ -129,14 +129,12 @@ def test_pods_lease_again_after_the_node_has_restarted(node: Node, plugin: Kubel
 
 def test_containers_start_again_while_the_api_server_is_away(node: Node, plugin: KubeletPlugin) -> None:
     container = node.run(pod("trainer"))
-    server = node.cluster.api_server
-    server.kill()
+    node.cluster.api_server.kill()
     try:
         os.kill(container.pid, signal.SIGKILL)
         eventually(lambda: holders(node.daemon) - {None, container.pid}, "the next container")
     finally:
-        server.start()
-        eventually(node.cluster.is_ready, "the API server")
+        node.cluster.start_api_server()
     after = node.wait_restarted("trainer", container)
     assert_leased_to(node.daemon, after, node.run(pod("another")))
 

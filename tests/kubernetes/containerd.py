@@ -178,8 +178,15 @@ class Containerd(Closes):
         return False
 
     def _import(self, image: Path) -> None:
-        words = ["--address", self.socket, "--namespace", "k8s.io", "image", "import", "--local"]
-        command = self.command(self._programs / "ctr", *words, "--snapshotter", "native", image)
+        self._ctr("import", "--local", "--snapshotter", "native", image)
+
+    def tag(self, name: str) -> None:
+        """Give the image another name."""
+        self._ctr("tag", IMAGE, name)
+
+    def _ctr(self, *words: object) -> None:
+        program = self._programs / "ctr", "--address", self.socket, "--namespace", "k8s.io"
+        command = self.command(*program, "image", *words)
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr
 
