@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from yunion_mps.enums import AVAILABLE, FREE, LEASED, RESERVED, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.api_objects import ApiObject
-from yunion_mps.kubernetes.resources import only_reserved
+from yunion_mps.kubernetes.resources import only_reserved, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -247,9 +247,8 @@ def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
 
 
 def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
-    is_ours = one["state"] == LEASED and one["lease"] in facts.our_leases
-    taint = "" if is_ours or one["state"] in (FREE, RESERVED) else one["reason_code"] or one["state"]
-    reason = one["reason"] or (f"leased to {one['holder']}" if one["holder"] else one["state"])
+    cause = unhealthy_cause(one, facts.our_leases)
+    taint = one["reason_code"] or one["state"] if cause else ""
     address = _copied(one["addr"])
     return OfferedDevice(
         name=device_name(address),
@@ -260,7 +259,7 @@ def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> Offe
         budget_enforced=one["budget_enforced"],
         capacity=_budget(one["memory_mib"], one["thread_percentage"]),
         taint=taint.replace(" ", "_"),
-        reason=reason if taint else "",
+        reason=cause,
         is_healthy=one["state"] != UNAVAILABLE,
     )
 

@@ -21,7 +21,7 @@ from yunion_mps.kubernetes.metrics import DAEMON, Counts
 from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
@@ -52,23 +52,19 @@ class DraHost:
 
     async def run(self) -> None:
         """Follow the daemon, without end."""
-        watches = [
-            asyncio.ensure_future(self._watch(GET_DEVICES, limit=0)),
-            asyncio.ensure_future(self._watch(GET_POOLS)),
-        ]
-        try:
-            while True:
-                await self._stale.wait()
-                self._stale.clear()
-                try:
-                    self._publish(offered_devices(await self._facts()))
-                    self._failing_since_s = 0.0
-                except YunionError as error:
-                    self._note_failure(error)
-                    self._stale.set()
-                    await asyncio.sleep(_RETRY_S)
-        finally:
-            await cancel(watches)
+        await first_of(self._watch(GET_DEVICES, limit=0), self._watch(GET_POOLS), self._read())
+
+    async def _read(self) -> None:
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            try:
+                self._publish(offered_devices(await self._facts()))
+                self._failing_since_s = 0.0
+            except YunionError as error:
+                self._note_failure(error)
+                self._stale.set()
+                await asyncio.sleep(_RETRY_S)
 
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered."""

@@ -27,7 +27,7 @@ from yunion_mps.kubernetes.dra_devices import (
     SliceDevice,
 )
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
-from yunion_mps.tasks import cancel, first_of
+from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
@@ -212,23 +212,22 @@ class SlicePublisher:
 
     async def run(self) -> None:
         """Follow the stored slices, and write those that differ, without end."""
-        following = asyncio.ensure_future(self._follow())
-        try:
-            while True:
-                await self._changed.wait()
-                await self._wait_for_turn()
-                self._changed.clear()
-                self._urgent.clear()
-                try:
-                    await self._write()
-                    self._backoff.reset()
-                except ApiServerError as error:
-                    self._report(error)
-                    self._changed.set()
-                    self._urgent.set()  # the backoff is the only wait
-                    await self._sleep(self._backoff.next_s())
-        finally:
-            await cancel([following])
+        await first_of(self._follow(), self._publish())
+
+    async def _publish(self) -> None:
+        while True:
+            await self._changed.wait()
+            await self._wait_for_turn()
+            self._changed.clear()
+            self._urgent.clear()
+            try:
+                await self._write()
+                self._backoff.reset()
+            except ApiServerError as error:
+                self._report(error)
+                self._changed.set()
+                self._urgent.set()  # the backoff is the only wait
+                await self._sleep(self._backoff.next_s())
 
     async def _follow(self) -> None:
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"

@@ -49,6 +49,7 @@ from yunion_mps.kubernetes.resources import (
     preferred,
 )
 from yunion_mps.models import CDI_KIND
+from yunion_mps.tasks import first_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class OfferWatch:
         def accept_pools(answer: PoolList | None) -> None:
             self._pools = answer and answer["pools"]
 
-        await asyncio.gather(
+        await first_of(
             self._follow(GET_DEVICES, accept_devices, limit=0), self._follow(GET_POOLS, accept_pools)
         )
 

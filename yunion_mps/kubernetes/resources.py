@@ -215,7 +215,7 @@ class DeviceResource(ExtendedResource):
         self._devices = {one["addr"]: one for one in devices}
         self._offer(
             {
-                address: Offer(one["gpu_uuid"], one["numa_node"], _unhealthy_cause(one, ours))
+                address: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, ours))
                 for address, one in self._devices.items()
             }
         )
@@ -315,7 +315,7 @@ def _is_made_for_a_lease(device: KnownDevice) -> bool:
     return device["addr"].rpartition("-")[2].startswith("m")
 
 
-def _unhealthy_cause(device: KnownDevice, our_leases: Collection[str]) -> str:
+def unhealthy_cause(device: KnownDevice, our_leases: Collection[str]) -> str:
     """Why no container may get the device, empty if one may, or has it."""
     if device["state"] in (FREE, RESERVED) or (device["state"] == LEASED and device["lease"] in our_leases):
         return ""
