@@ -213,6 +213,17 @@ def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
     assert [lease["name"] for lease in leases_of(ready_daemon)] == [f"{NAMESPACE}/trainer@{new.uid}"]
 
 
+def test_the_lease_of_a_claim_with_the_longest_name_is_released(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    name = ".".join(["a" * 63] * 3 + ["b" * 61])
+    claim = dra_kubelet.allocate(name, [NAMES[0]])
+    dra_kubelet.prepared(claim)
+    assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/{name}"]
+    cluster.remove(CLAIMS, name, NAMESPACE)
+    assert Reconciler(ready_daemon, cluster).run() == []
+
+
 def test_prepared_claims_and_errors_are_counted(
     dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster
 ) -> None:

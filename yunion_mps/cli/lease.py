@@ -49,6 +49,7 @@ from yunion_mps.http.operations import (
     GET_LEASES,
     MAX_TTL_S,
     NAME,
+    NAME_LENGTH,
     RENEW_LEASE,
 )
 from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
@@ -125,7 +126,7 @@ def take_lease(name: str, request: RequestMembers, wait_s: int, ttl: int, output
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(
             "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, and may be at "
-            "most 100 characters long."
+            f"most {NAME_LENGTH} characters long."
         )
     lease = take({**request, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))

@@ -172,7 +172,9 @@ MAX_TTL_S = 100_000 * 86_400
 COMMAND_LENGTH = 100
 #: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is
 #: also a CDI device's, so it has neither the form of a device's address nor of an id.
-NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
+#: Of a lease's holder: also a Kubernetes claim's NAMESPACE/NAME@UID, with 63, 253 and 36 characters.
+NAME_LENGTH = 354
+NAME = f"^[A-Za-z0-9][A-Za-z0-9._:/@-]{{0,{NAME_LENGTH - 1}}}$"
 CONTAINER_NAME = "(?=.{1,32}$)[a-z0-9]+(-[a-z0-9]+)*"
 IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
 
@@ -198,7 +200,7 @@ _LEASE = Parameter(
     pattern="^.+$",
     example="7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
 )
-_NAME_HINT = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
+_NAME_HINT = f"write letters, digits and ._:/@-, a letter or digit first, at most {NAME_LENGTH}"
 _GIVE_ONE = "omit it, or name one"
 
 GET_DEVICES: Operation[answers.DeviceList] = Operation(

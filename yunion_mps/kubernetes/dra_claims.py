@@ -39,13 +39,10 @@ log = logging.getLogger(__name__)
 CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
 #: How long a lease has to be unneeded before `reconcile` releases it, in s.
 GONE_S = 120.0
-_MAX_NAME = 100
-_LEASE_NAME = re.compile(r"(?:claim|(?P<namespace>[^/@]+)/(?P<name>[^/@]+))@(?P<uid>[^/@]+)")
+_LEASE_NAME = re.compile(r"([^/@]+)/([^/@]+)@([^/@]+)")
 
 
 class ClaimName(NamedTuple):
-    """A claim; without namespace and name if they are too long for the name of its lease."""
-
     namespace: str
     name: str
     uid: str
@@ -53,8 +50,7 @@ class ClaimName(NamedTuple):
     @property
     def lease(self) -> str:
         """The name of its lease, which people see in `yunion-mps who`."""
-        name = f"{self.namespace}/{self.name}@{self.uid}"
-        return name if len(name) <= _MAX_NAME else f"claim@{self.uid}"
+        return f"{self.namespace}/{self.name}@{self.uid}"
 
     @classmethod
     def of(cls, lease: LeaseRecord) -> ClaimName | None:
@@ -62,7 +58,7 @@ class ClaimName(NamedTuple):
         match = _LEASE_NAME.fullmatch(lease["name"] or "")
         if not match or lease["binding"] != "name" or lease["expires"] is not None:
             return None
-        return cls(match["namespace"] or "", match["name"] or "", match["uid"])
+        return cls(*match.groups())
 
 
 def is_claim_lease(lease: LeaseRecord) -> bool:
@@ -143,7 +139,7 @@ class ClaimLeases:
         listed = await self._listed()
         now_s, gone = time.monotonic(), {}
         for lease, claim in leases:
-            is_needed = lease["state"] != IDLE or not claim.name or (claim.namespace, claim.name) in listed
+            is_needed = lease["state"] != IDLE or (claim.namespace, claim.name) in listed
             if not is_needed and not await self._is_reserved(claim):
                 gone[lease["id"]] = self._gone_since_s.get(lease["id"], now_s)
         self._gone_since_s = gone
