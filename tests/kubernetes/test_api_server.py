@@ -40,13 +40,13 @@ def names(objects: dict[str, ApiObject]) -> list[str]:
     return sorted(one["metadata"]["name"] for one in objects.values())
 
 
-class Follower:
-    """What `follow` has yielded, one step after another."""
+class Watcher:
+    """What `watch` has yielded, one step after another."""
 
     def __init__(self, loop: Loop, server: ApiServer) -> None:
         self._loop = loop
         self.failures: list[int] = []
-        self._objects: AsyncGenerator[dict[str, ApiObject], None] = server.follow(
+        self._objects: AsyncGenerator[dict[str, ApiObject], None] = server.watch(
             PODS,
             fields="spec.nodeName=node-1",
             on_failure=lambda error: self.failures.append(error.status),
@@ -64,10 +64,10 @@ class Follower:
 
 
 @pytest.fixture
-def follower(loop: Loop, server: ApiServer) -> Iterator[Follower]:
-    follower = Follower(loop, server)
-    yield follower
-    follower.close()
+def watcher(loop: Loop, server: ApiServer) -> Iterator[Watcher]:
+    watcher = Watcher(loop, server)
+    yield watcher
+    watcher.close()
 
 
 def test_objects_are_created_replaced_and_deleted(cluster: Cluster, server: ApiServer, loop: Loop) -> None:
@@ -97,38 +97,38 @@ def test_a_list_of_several_pages_is_read_whole(cluster: Cluster, server: ApiServ
     assert (version, cluster.requests["GET"]) == ("105", 3)
 
 
-def test_selected_objects_are_followed(cluster: Cluster, follower: Follower) -> None:
+def test_selected_objects_are_watched(cluster: Cluster, watcher: Watcher) -> None:
     cluster.add(COLLECTION, pod("a"))
     cluster.add(COLLECTION, pod("elsewhere", "node-2"))
-    assert follower.next() == ["a"]
+    assert watcher.next() == ["a"]
     cluster.add(COLLECTION, pod("b"))
-    assert follower.next() == ["a", "b"]
+    assert watcher.next() == ["a", "b"]
     cluster.add(COLLECTION, pod("c", "node-2"))
     cluster.remove(COLLECTION, "a", "default")
-    assert follower.next() == ["b"]
+    assert watcher.next() == ["b"]
 
 
-def test_a_follower_lists_again_when_its_version_has_expired(cluster: Cluster, follower: Follower) -> None:
+def test_a_watcher_lists_again_when_its_version_has_expired(cluster: Cluster, watcher: Watcher) -> None:
     cluster.add(COLLECTION, pod("a"))
-    assert follower.next() == ["a"]
+    assert watcher.next() == ["a"]
     cluster.add(COLLECTION, pod("b"))
-    assert follower.next() == ["a", "b"]
+    assert watcher.next() == ["a", "b"]
     cluster.remove(COLLECTION, "a", "default")
     cluster.forget_changes()
-    while follower.next() != ["b"]:
+    while watcher.next() != ["b"]:
         pass
-    assert follower.failures == []
+    assert watcher.failures == []
 
 
-def test_a_follower_survives_an_unreachable_api_server(cluster: Cluster, follower: Follower) -> None:
+def test_a_watcher_survives_an_unreachable_api_server(cluster: Cluster, watcher: Watcher) -> None:
     cluster.add(COLLECTION, pod("a"))
-    assert follower.next() == ["a"]
+    assert watcher.next() == ["a"]
     cluster.stop()
     cluster.add(COLLECTION, pod("b"))
     threading.Timer(0.2, cluster.start).start()
-    while follower.next() != ["a", "b"]:
+    while watcher.next() != ["a", "b"]:
         pass
-    assert set(follower.failures) == {0}
+    assert set(watcher.failures) == {0}
 
 
 def test_a_request_to_a_silent_api_server_ends_at_the_deadline(
@@ -203,13 +203,13 @@ def test_a_version_that_is_not_served_is_said_with_the_first_release(loop: Loop,
         assert answering.refusal().status == 503
 
 
-def test_malformed_objects_are_left_out_of_what_is_followed(cluster: Cluster, follower: Follower) -> None:
+def test_malformed_objects_are_left_out_of_a_watch(cluster: Cluster, watcher: Watcher) -> None:
     cluster.add(COLLECTION, pod("a"))
     cluster.add(COLLECTION, {**pod("wrong"), "kind": 5})
-    assert follower.next() == ["a"]
+    assert watcher.next() == ["a"]
     cluster.add(COLLECTION, {**pod("wrong-2"), "kind": 5})
     cluster.add(COLLECTION, pod("b"))
-    assert follower.next() == ["a", "b"]
+    assert watcher.next() == ["a", "b"]
 
 
 @pytest.mark.parametrize("status", [403, 500])
@@ -218,7 +218,7 @@ def test_an_object_missing_in_a_list_is_gone_only_if_confirmed(
 ) -> None:
     for name in ("a", "b", "c"):
         cluster.add(COLLECTION, pod(name))
-    pods = server.follow(PODS, confirm=True, backoff=Backoff(0.01, 0.02))
+    pods = server.watch(PODS, confirm=True, backoff=Backoff(0.01, 0.02))
 
     def step() -> list[str]:
         async def step() -> dict[str, ApiObject]:

@@ -108,7 +108,7 @@ def test_parameters_for_the_driver_are_refused_rather_than_ignored(
     opaque = {"driver": "mps.yunion.io", "parameters": {"memory": "1Mi"}}
     stored["status"]["allocation"]["devices"]["config"] = [{"source": "FromClaim", "opaque": opaque}]
     stored = cluster.replace(CLAIMS, stored)
-    assert "mps.yunion.io takes no parameters" in dra_kubelet.refused(claim)
+    assert "parameters for mps.yunion.io, which takes none" in dra_kubelet.refused(claim)
     assert leases_of(ready_daemon) == []
     opaque = {**opaque, "driver": "gpu.example.com"}
     stored["status"]["allocation"]["devices"]["config"] = [{"source": "FromClaim", "opaque": opaque}]
@@ -125,7 +125,7 @@ def test_a_claim_that_cannot_be_prepared_is_refused(
     unknown = dra_kubelet.allocate("unknown", ["00-99-0-0"])
     assert "there is no device 00-99-0-0" in dra_kubelet.refused(unknown)
     cluster.replace(CLAIMS, {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "status": {}})
-    assert "nothing is allocated" in dra_kubelet.refused(claim)
+    assert "no devices are allocated" in dra_kubelet.refused(claim)
     assert leases_of(ready_daemon) == []
 
 

@@ -153,7 +153,7 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
         ([result("06-00-0-9")], "there is no device 06-00-0-9"),
         ([result("06-00-0-0", in_pool="other")], "in the pool other on this node"),
         ([result("06-00-0-0"), result("08-00-0", "1Gi")], "but not both"),
-        ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of one GPU only"),
+        ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of only one GPU"),
         ([result("08-00-0", "lots")], "is not a quantity"),
     ],
 )

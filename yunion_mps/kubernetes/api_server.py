@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API server: get, list, follow, create, replace and delete objects.
+"""A client of the Kubernetes API server: get, list, watch, create, replace and delete objects.
 
 The requests and answers are those of kubernetes.io/docs/reference/using-api/api-concepts. Every request has a
 connection of its own, for which the credentials are read again, because they are replaced regularly.
@@ -63,7 +63,7 @@ class Backoff:
 
 
 class ApiServer:
-    """Its methods raise ApiServerError. Every wait has a deadline; only `follow` retries."""
+    """Its methods raise ApiServerError. Every wait has a deadline; only `watch` retries."""
 
     def __init__(self, credentials: ApiCredentials, timeout_s: float = TIMEOUT_S) -> None:
         self._credentials = credentials
@@ -109,7 +109,7 @@ class ApiServer:
         with contextlib.suppress(MissingObjectError):
             await self._call("DELETE", resource, resource.path(name, namespace), {}, body)
 
-    async def follow(
+    async def watch(
         self,
         resource: Resource[ObjectT],
         namespace: str = "",
@@ -139,9 +139,9 @@ class ApiServer:
                 backoff.reset()
                 while True:
                     query = {"fieldSelector": fields, "labelSelector": labels, "resourceVersion": version}
-                    watch = self._watch(resource, namespace, query)
+                    events = self._events(resource, namespace, query)
                     try:
-                        async for kind, stated in watch:
+                        async for kind, stated in events:
                             if kind == _BOOKMARK:  # it has a version only
                                 version = read_as(Bookmark, stated, kind)["metadata"]["resourceVersion"]
                                 continue
@@ -155,7 +155,7 @@ class ApiServer:
                                 objects[changed["metadata"]["uid"]] = changed
                             yield dict(objects)
                     finally:
-                        await watch.aclose()
+                        await events.aclose()
                     await backoff.wait()
                     backoff.reset()
             except ApiServerError as error:
@@ -176,7 +176,7 @@ class ApiServer:
             return False
         return found["metadata"]["uid"] != metadata["uid"]
 
-    async def _watch(
+    async def _events(
         self, resource: Resource[Any], namespace: str, query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the kind of each change and the object, until the API server ends the watch."""

@@ -84,15 +84,15 @@ class ClaimLeases:
             raise NotFoundError(what, "delete the pod")
         devices = stored.get("status", {}).get("allocation", {}).get("devices", {})
         if any(one.get("opaque", {}).get("driver") == DRIVER for one in devices.get("config", ())):
-            what = f"{claim.namespace}/{claim.name}: {DRIVER} takes no parameters, but config has some for it"
+            what = f"{claim.namespace}/{claim.name}: config has parameters for {DRIVER}, which takes none"
             hint = "remove them from the claim or its DeviceClass, then delete the claim and the pod"
             raise HostError(what, hint)
         ours = [one for one in devices.get("results", ()) if one["driver"] == DRIVER]
         if not ours:
-            raise NotFoundError(f"{claim.namespace}/{claim.name}: nothing is allocated", "delete the pod")
+            raise NotFoundError(f"{claim.namespace}/{claim.name}: no devices are allocated", "delete the pod")
         if any(one.get("adminAccess") for one in ours):
             what = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
-            raise HostError(what, "the host's tools show all devices: yunion-mps who")
+            raise HostError(what, "to see all devices of a host, run there: yunion-mps who")
         return ours
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
@@ -102,7 +102,7 @@ class ClaimLeases:
                 if _satisfies(lease, request):
                     return lease
                 if lease["state"] in (IN_USE, OVER_BUDGET):
-                    what = f"{claim.lease} is now allocated other devices, but a process still uses its lease"
+                    what = f"{claim.lease} now has other devices, but a process still uses the previous ones"
                     raise HostError(what, "see: yunion-mps who")
                 await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
@@ -146,7 +146,7 @@ class ClaimLeases:
         for lease, claim in leases:
             if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
                 async with self._changing:
-                    log.warning("%s: released, because no pod uses this claim", claim.lease)
+                    log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
                     await self._end(lease)
 
     async def _is_reserved(self, claim: ClaimName) -> bool:

@@ -230,8 +230,8 @@ def requested_by(
     if not pools:
         return ClaimRequest(tuple(sorted({one.address for one in found})))
     if len(pools) > 1 or not all(one.is_pool for one in found):
-        what = "a claim can have memory of one GPU only, or whole devices, but not both"
-        raise InfeasibleError(what, "request each in a claim of its own, for a container of its own")
+        what = "a claim can have memory of only one GPU, or whole devices, but not both"
+        raise InfeasibleError(what, "request each in a separate claim, for a separate container")
     mib = sum(_consumed_mib(result, one) for result, one in zip(results, found)) - found[0].reserve_mib
     return ClaimRequest((), found[0].address, max(1, mib))
 

@@ -212,7 +212,7 @@ class SlicePublisher:
 
     async def run(self) -> None:
         """Follow the stored slices, and write those that differ, without end."""
-        await first_of(self._follow(), self._publish())
+        await first_of(self._watch(), self._publish())
 
     async def _publish(self) -> None:
         while True:
@@ -229,9 +229,9 @@ class SlicePublisher:
                 self._urgent.set()  # the backoff is the only wait
                 await self._sleep(self._backoff.next_s())
 
-    async def _follow(self) -> None:
+    async def _watch(self) -> None:
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
-        async for found in self._server.follow(SLICES, fields=selection, on_failure=self._report):
+        async for found in self._server.watch(SLICES, fields=selection, on_failure=self._report):
             self._existing = {one["metadata"]["name"]: one for one in found.values()}
             self._seen += 1
             self._changed.set()
@@ -284,9 +284,7 @@ class SlicePublisher:
         }
         self._sent[stored["metadata"]["resourceVersion"]] = sent
         if sent.have_taints and not stored["stored"].have_taints:
-            log.warning(
-                "the cluster drops device taints: devices that cannot serve are left out of the slices"
-            )
+            log.warning("the cluster does not support device taints: publishing only devices that can serve")
             self._with_taints = False
             self._changed.set()
             self._urgent.set()

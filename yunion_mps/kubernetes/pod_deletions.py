@@ -136,11 +136,11 @@ class PodDeletionWatch:
 
     async def run(self) -> None:
         """Run without end."""
-        await first_of(self._follow(), self._serve())
+        await first_of(self._watch(), self._serve())
 
-    async def _follow(self) -> None:
+    async def _watch(self) -> None:
         fields = f"spec.nodeName={self._node}"
-        async for pods in self._server.follow(PODS, fields=fields, confirm=True, on_failure=self._report):
+        async for pods in self._server.watch(PODS, fields=fields, confirm=True, on_failure=self._report):
             if self._failures.cause:
                 log.info("watching the pods of node %s again", self._node)
             self._failures.clear()

@@ -121,7 +121,7 @@ class Selector:
             def report(error: ApiServerError) -> None:
                 failures.report(f"cannot read the labels of the node: {error.message}", API_SERVER)
 
-            async for found in server.follow(nodes, fields=f"metadata.name={node}", on_failure=report):
+            async for found in server.watch(nodes, fields=f"metadata.name={node}", on_failure=report):
                 failures.clear()
                 for one in found.values():
                     self._labels = one["metadata"].get("labels", {})
