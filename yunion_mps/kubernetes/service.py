@@ -41,9 +41,9 @@ Exit status:
 """
 #: What a plugin reports while it waits for another one.
 _OTHER_PLUGIN = f"""\
-another {PROGRAM} serves this node; waiting until it ends. Run the service or the DaemonSet, not both; \
-see: systemctl status {PROGRAM}; \
-kubectl get pods -A -l app.kubernetes.io/name={PROGRAM} --field-selector spec.nodeName={{node}}"""
+another {PROGRAM} serves this node; find it with `systemctl status {PROGRAM}` or \
+`kubectl get pods -A -l app.kubernetes.io/name={PROGRAM} --field-selector spec.nodeName={{node}}`, \
+and stop one of them"""
 
 
 async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
