@@ -42,6 +42,7 @@ def test_four_claims_are_prepared_and_a_fifth_follows_the_first(node: Node, driv
     node.wait_pending("trainer-4", "cannot allocate all claims")
     node.delete("trainer-0")
     assert_leased_to(node.daemon, *containers[1:], node.wait_running("trainer-4"))
+    assert "3 of 4 devices" not in driver.log, "none was unhealthy when its claim ended"
 
 
 def test_two_containers_share_a_claim_until_their_pod_ends(node: Node, driver: KubeletPlugin) -> None:

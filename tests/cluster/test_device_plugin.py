@@ -28,7 +28,7 @@ def jobs(host: SimHost) -> Iterator[StandIns]:
 
 
 def test_four_pods_run_and_a_fifth_follows_the_first(node: Node) -> None:
-    node.start_plugin()
+    plugin = node.start_plugin()
     node.wait_allocatable(4)
     names = [f"trainer-{number}" for number in range(5)]
     for name in names[:4]:
@@ -39,6 +39,7 @@ def test_four_pods_run_and_a_fifth_follows_the_first(node: Node) -> None:
     node.wait_pending(names[4], "Insufficient yunion.io/mps")
     node.delete(names[0])
     assert_leased_to(node.daemon, *containers[1:], node.wait_running(names[4]))
+    assert "3 of 4 devices" not in plugin.log, "none was unhealthy when its container ended"
 
 
 def test_of_two_pods_that_race_for_the_last_device_one_runs(node: Node) -> None:

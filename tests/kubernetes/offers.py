@@ -67,12 +67,12 @@ def gpu_of(gpu: int) -> answers.Gpu:
 def facts(
     devices: list[answers.Device] | None = None,
     pools: list[answers.Pool] | None = None,
-    our_leases: set[str] | None = None,
+    other_leases: set[str] | None = None,
 ) -> HostFacts:
     uuids = {one["gpu_uuid"] for one in [*(devices or []), *(pools or [])]}
     gpus = {uuid: gpu_of(int(uuid[-12:], 16)) for uuid in uuids}
     domains, roots = dict.fromkeys(uuids, "host"), dict.fromkeys(uuids, "pci0000:00")
-    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", our_leases or set())
+    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", other_leases or set())
 
 
 def shares(gpus: int, each: int, **changed: object) -> list[OfferedDevice]:

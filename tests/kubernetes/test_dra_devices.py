@@ -82,7 +82,7 @@ def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
     [
         ({"state": "free"}, "", True),
         ({"state": "reserved"}, "", True),
-        ({"state": "leased", "lease": "ours"}, "", True),
+        ({"state": "leased", "lease": "ours, or ended", "holder": "alice (job)"}, "", True),
         ({"state": "leased", "lease": "theirs", "holder": "alice (job)"}, "leased", True),
         ({"state": "no memory"}, "no_memory", True),
         ({"state": "unavailable", "reason_code": "gpu_lost"}, "gpu_lost", False),
@@ -91,7 +91,7 @@ def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
 def test_a_device_that_no_pod_should_get_has_a_taint(
     changed: dict[str, str], taint: str, is_healthy: bool
 ) -> None:
-    (one,) = offered_devices(facts([share(6, 0, **changed)], our_leases={"ours"}))
+    (one,) = offered_devices(facts([share(6, 0, **changed)], other_leases={"theirs"}))
     assert (one.taint, one.is_healthy) == (taint, is_healthy)
     assert bool(one.reason) == bool(taint)
 

@@ -190,7 +190,7 @@ class HostFacts(NamedTuple):
     domains: Mapping[str, str]
     pcie_roots: Mapping[str, str]
     driver_version: str
-    our_leases: Collection[str]
+    other_leases: Collection[str]
 
 
 class ClaimRequest(NamedTuple):
@@ -247,7 +247,7 @@ def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
 
 
 def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
-    cause = unhealthy_cause(one, facts.our_leases)
+    cause = unhealthy_cause(one, facts.other_leases)
     taint = one["reason_code"] or one["state"] if cause else ""
     address = _copied(one["addr"])
     return OfferedDevice(

@@ -99,9 +99,9 @@ class DraHost:
         driver_version = status["driver"]["version"] or ""
         pools = (await call(GET_POOLS))["pools"]
         devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
-        leases = (await call(GET_LEASES))["leases"]  # after the devices, so that it has theirs
-        ours = {lease["id"] for lease in leases if is_claim_lease(lease)}
-        return HostFacts(devices, pools, gpus, domains, roots, driver_version, ours)
+        leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
+        others = {lease["id"] for lease in leases if not is_claim_lease(lease)}
+        return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
 
     def _pcie_root(self, address: str) -> str:
         """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""

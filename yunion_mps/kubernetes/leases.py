@@ -18,7 +18,7 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.resources import PREFIX, ExtendedResource, lease_name
+from yunion_mps.kubernetes.resources import ExtendedResource, is_container_lease, lease_name
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -54,16 +54,15 @@ class ContainerLeases:
         #: The kubelet's device ids of the leases taken since the plugin started, by lease name.
         self._ids: dict[str, frozenset[str]] = {}
 
-    async def ours(self) -> Sequence[LeaseDetails]:
-        """All leases of the kubelet's containers, started or not; raises YunionError."""
+    async def all(self) -> Sequence[LeaseDetails]:
+        """All leases, also those of other programs; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
-        found = [
-            lease
-            for lease in leases
-            if lease["binding"] == "container" and (lease["name"] or "").startswith(PREFIX)
-        ]
-        self._awaits_containers = any(lease["pid"] is None for lease in found)
-        return found
+        self._awaits_containers = any(lease["pid"] is None for lease in leases if is_container_lease(lease))
+        return leases
+
+    async def ours(self) -> Sequence[LeaseDetails]:
+        """The leases of the kubelet's containers, started or not; raises YunionError."""
+        return [lease for lease in await self.all() if is_container_lease(lease)]
 
     async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
         """The container's lease as it would be taken now; raises YunionError."""

@@ -124,13 +124,13 @@ class OfferWatch:
     async def _update(self) -> None:
         if self._devices is None or self._pools is None:
             return
-        ours = await self._leases.ours()
+        leases = await self._leases.all()
         if self._devices is None or self._pools is None:
             return
         offered, pools = only_reserved(self._devices, self._pools)
         devices, memory = self._resources
-        devices.update(offered, ours)
-        memory.update(pools, ours)
+        devices.update(offered, leases)
+        memory.update(pools, leases)
 
 
 class DevicePlugin:

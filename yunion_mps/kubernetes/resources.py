@@ -86,6 +86,11 @@ def _lease_prefix(resource: str) -> str:
     return f"{PREFIX}{_hash(resource)[:_RESOURCE_HASH_LENGTH]}-"
 
 
+def is_container_lease(lease: LeaseRecord, prefix: str = PREFIX) -> bool:
+    """Whether it is the lease of a container of the kubelet."""
+    return lease["binding"] == "container" and (lease["name"] or "").startswith(prefix)
+
+
 def _hash(value: str) -> str:
     return sha256(value.encode()).hexdigest()
 
@@ -159,7 +164,7 @@ class ExtendedResource:
         would allocate those again if they were offered under the new one.
         """
         prefix = _lease_prefix(self.name)
-        return (lease for lease in leases if (lease["name"] or "").startswith(prefix))
+        return (lease for lease in leases if is_container_lease(lease, prefix))
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         """What the container's lease is of; raises RpcError if there can be no such lease."""
@@ -209,13 +214,13 @@ class DeviceResource(ExtendedResource):
         self._options = options
         self._devices: dict[str, KnownDevice] = {}
 
-    def update(self, devices: Iterable[KnownDevice], leases: Iterable[LeaseRecord]) -> None:
-        """Offer these devices; `leases` are those of containers of the kubelet."""
-        ours = {lease["id"] for lease in self._ours(leases)}
+    def update(self, devices: Iterable[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
+        """Offer these devices; `leases` are all that there were after the devices had been read."""
+        others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
         self._devices = {one["addr"]: one for one in devices}
         self._offer(
             {
-                address: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, ours))
+                address: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, others))
                 for address, one in self._devices.items()
             }
         )
@@ -250,7 +255,7 @@ class MemoryResource(ExtendedResource):
         self._pools: dict[str, Pool] = {}
 
     def update(self, pools: Sequence[Pool], leases: Sequence[LeaseRecord]) -> None:
-        """Offer the memory of these pools; `leases` are those of containers of the kubelet.
+        """Offer the memory of these pools; `leases` are all that there are.
 
         What others have leased, or is reserved beside each lease, is not healthy: then the scheduler counts
         only what a pod can get. Which units that are does not matter, as long as there are so many.
@@ -315,9 +320,13 @@ def _is_made_for_a_lease(device: KnownDevice) -> bool:
     return device["addr"].rpartition("-")[2].startswith("m")
 
 
-def unhealthy_cause(device: KnownDevice, our_leases: Collection[str]) -> str:
-    """Why no container may get the device, empty if one may, or has it."""
-    if device["state"] in (FREE, RESERVED) or (device["state"] == LEASED and device["lease"] in our_leases):
+def unhealthy_cause(device: KnownDevice, other_leases: Collection[str]) -> str:
+    """Why no container may get the device, empty if one may, or has it.
+
+    `other_leases` are those of other holders, read after the device: one that has ended since is not there.
+    """
+    is_ours = device["state"] == LEASED and device["lease"] not in other_leases
+    if is_ours or device["state"] in (FREE, RESERVED):
         return ""
     return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])
 
