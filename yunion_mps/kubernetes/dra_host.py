@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 #: How long each request for a change waits, in s.
 _CHANGE_WAIT_S = 60
-_RETRY_S = 0.2
+#: Between two readings, in s: many claims at once cause few, and failures are tried again.
+_PAUSE_S = 0.2
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
 OUTAGE_S = 5.0
 #: The root of a PCI hierarchy in sysfs' path of a device.
@@ -64,7 +65,7 @@ class DraHost:
             except YunionError as error:
                 self._note_failure(error)
                 self._stale.set()
-                await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_PAUSE_S)
 
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered."""
@@ -81,7 +82,7 @@ class DraHost:
             except YunionError:
                 condition = {}
                 self._stale.set()  # the attempt to read everything reports it
-                await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_PAUSE_S)
 
     async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
         """Wait for a change, and return its ETag; the answer would take much memory until the next one."""

@@ -277,11 +277,8 @@ class SlicePublisher:
             raise
         self._existing[name] = stored
         sent = summary(one["spec"]["devices"])
-        self._sent = {
-            version: devices
-            for version, devices in self._sent.items()
-            if version in {other["metadata"]["resourceVersion"] for other in self._existing.values()}
-        }
+        versions = {other["metadata"]["resourceVersion"] for other in self._existing.values()}
+        self._sent = {version: devices for version, devices in self._sent.items() if version in versions}
         self._sent[stored["metadata"]["resourceVersion"]] = sent
         if sent.have_taints and not stored["stored"].have_taints:
             log.warning("the cluster does not support device taints: publishing only devices that can serve")
