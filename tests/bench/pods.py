@@ -1,4 +1,4 @@
-"""Pods: the plugin's calls, a container's start on the real containerd, and what the plugin takes."""
+"""Pods and claims: the plugin's calls, a container's start on containerd, and what the plugin takes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
 from integration.daemon_host import eventually
 from integration.image import make_image
 from integration.lease_host import leases_of
+from kubernetes.cluster import Cluster
 from kubernetes.containerd import Containerd
+from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
 from kubernetes.kubelet import Kubelet, KubeletPlugin, Pod
 
 _CALL_FLOOR = "a call of GetDevicePluginOptions"
+_CLAIM_FLOOR = "a call of NodeUnprepareResources without claims"
 _CONTAINER_FLOOR = "a container without a device"
 _SIZES = ((1, 4), (64, 48))
 #: Each changes a device, so that the plugin gets the whole list again.
@@ -39,6 +42,7 @@ def lines(settings: Settings) -> Iterator[Line]:
                 yield _container_line(settings, daemon, kubelet, containerd)
     for gpus, virtual_number in _SIZES:
         yield from _plugin_lines(settings, gpus, virtual_number)
+        yield from _claim_lines(settings, gpus, virtual_number)
 
 
 def _call_lines(settings: Settings, daemon: Daemon, kubelet: Kubelet) -> Iterator[Line]:
@@ -56,12 +60,44 @@ def _call_lines(settings: Settings, daemon: Daemon, kubelet: Kubelet) -> Iterato
         "PreStartContainer": lease_ms,
     }
     for name, step in steps.items():  # one after the other, because a lease is followed by other work
-        rounds = Rounds("ms")
-        floor = ("floor", lambda: _ms(lambda: kubelet.call(api.GET_OPTIONS, api.Empty())))
-        rounds.run(settings.rounds(500, 50), [floor, (name, step)])
-        measured = rounds.of(name)
-        slowest_ms = statistics.quantiles(measured.values, n=100, method="inclusive")[-1]
-        yield Line(f"{name} (99th percentile {slowest_ms:.1f} ms)", measured, rounds.of("floor"), _CALL_FLOOR)
+
+        def floor_ms() -> float:
+            return _ms(lambda: kubelet.call(api.GET_OPTIONS, api.Empty()))
+
+        yield _call_line(settings, name, step, floor_ms, _CALL_FLOOR)
+
+
+def _call_line(
+    settings: Settings, name: str, step: Callable[[], float], floor: Callable[[], float], floor_name: str
+) -> Line:
+    rounds = Rounds("ms")
+    rounds.run(settings.rounds(500, 50), [("floor", floor), (name, step)])
+    measured = rounds.of(name)
+    slowest_ms = statistics.quantiles(measured.values, n=100, method="inclusive")[-1]
+    return Line(f"{name} (99th percentile {slowest_ms:.1f} ms)", measured, rounds.of("floor"), floor_name)
+
+
+def _claim_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterator[Line]:
+    number = gpus * virtual_number
+    with (
+        running(gpus, virtual_number) as daemon,
+        Cluster() as cluster,
+        DraKubelet(daemon.host, cluster) as kubelet,
+        DraPlugin(daemon.host, cluster) as driver,
+    ):
+        add_node(cluster)
+        kubelet.register()
+        claim = kubelet.allocate("trainer", [kubelet.wait_published(number)[0]["name"]])
+
+        def prepare_ms() -> float:
+            taken_ms = _ms(lambda: kubelet.prepared(claim))
+            kubelet.unprepare(claim)
+            return taken_ms
+
+        name = f"NodePrepareResources, {number:,} devices"
+        yield _call_line(settings, name, prepare_ms, lambda: _ms(kubelet.unprepare), _CLAIM_FLOOR)
+        rss = Samples((memory_mib(driver.process.pid, "Rss"),), "MiB")
+    yield Line(f"DRA driver's RSS, {number:,} devices", rss, None, "one process", Aim(40, "MiB"))
 
 
 def _container_line(settings: Settings, daemon: Daemon, kubelet: Kubelet, containerd: Containerd) -> Line:
