@@ -1,4 +1,4 @@
-"""Ends of asyncio tasks."""
+"""How asyncio tasks end: cancelled for certain, or with the first of them to end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
-#: How soon a task that continues after its cancellation is cancelled again, in s: later than it may take to
-#: end, which would be interrupted. A gRPC server gives its calls 2 s to finish.
+#: How long a cancelled task may take to end before it is cancelled again, in s. A gRPC server gives its calls
+#: 2 s to finish, which a second cancellation would interrupt.
 _RETRY_S = 3.0
 
 
@@ -26,7 +26,7 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
 
 
 async def first_of(*work: Awaitable[object]) -> None:
-    """Run all until one of them has ended, and cancel the others; raises what that one raises."""
+    """Run all of them until one ends, then cancel the others; raises what that one raises."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -91,5 +91,5 @@ def test_a_feature_file_that_would_replace_a_file_is_refused(daemon: Daemon) -> 
     for arguments in (["--check"], []):
         with KubeletPlugin(daemon.host, *arguments) as plugin:
             assert plugin.process.wait(60) == 6
-            assert "a file that is not this plugin's" in plugin.log
+            assert "which exists and is not a feature file of this plugin" in plugin.log
     assert options.exists()

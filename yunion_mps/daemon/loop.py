@@ -36,7 +36,7 @@ _LATE_S = 10.0
 _CHECK_INTERVAL_S = 15.0
 #: How long the daemon's own answer may take.
 _ANSWER_S = 5.0
-#: The tasks here end at once, unless their cancellation was lost.
+#: A cancelled task of the loop that has not ended by then has lost its cancellation.
 _CANCEL_RETRY_S = 0.1
 #: A HEAD request, because only the status line is read.
 _REQUEST = Exchange("HEAD", GET_HEALTH.encode({})).request

@@ -358,7 +358,7 @@ class Server:
         self._server = await create_server(
             lambda: Connection(self.pool), sock=listener, backlog=_ACCEPTS_A_TURN, start_serving=False
         )
-        await self._server.start_serving()  # which may be cancelled once it accepts clients
+        await self._server.start_serving()  # if this is cancelled, `close` has a server to close
         listener.listen(_BACKLOG)
 
     async def reopen(self, listener: Listener) -> None:

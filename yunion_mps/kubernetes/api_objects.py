@@ -1,7 +1,7 @@
 """Objects of the Kubernetes API: what all have in common, and how an answer is read as one.
 
-A type declares the members that are used here. What is read has those with their types; null is no value,
-other members are kept as they are.
+A type declares the members that are used here. Reading checks their types; null counts as missing, and other
+members are kept unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from yunion_mps.kubernetes.credentials import ApiServerError
 #: The API's `Time`: 2026-01-31T12:00:00Z.
 Time = NewType("Time", str)
 #: All integers of the API are smaller.
-_INTEGERS = 1 << 63
+_INTEGER_LIMIT = 1 << 63
 
 
 class OwnerReference(TypedDict, total=False):
@@ -57,7 +57,7 @@ class BookmarkMeta(TypedDict):
 
 
 class Bookmark(TypedDict):
-    """The object of a watch's event that only says how far the watch has come."""
+    """The object of a watch event that only says how far the watch has come."""
 
     metadata: BookmarkMeta
 
@@ -79,10 +79,10 @@ ObjectT = TypeVar("ObjectT", bound=ApiObject)
 
 @dataclass(frozen=True)
 class Resource(Generic[ObjectT]):
-    """A type of object, its path and the first Kubernetes that serves it if that is a recent one.
+    """A type of object, its path and the first Kubernetes that serves it, if that is a recent one.
 
-    `page` is how many objects are listed at once. `keep` makes of an object that was read what is kept of it,
-    if that is not everything.
+    `page` is how many objects are listed at once. `keep` returns what to keep of an object that was read, by
+    default everything.
     """
 
     prefix: str
@@ -157,7 +157,7 @@ def _is_scalar(expected: Any, value: Any) -> bool:
         elif expected is str:
             value.encode()
         elif expected is int:
-            return type(value) is int and abs(value) < _INTEGERS
+            return type(value) is int and abs(value) < _INTEGER_LIMIT
         return isinstance(value, str if expected is Time else expected)
     except (AttributeError, TypeError, ValueError):
         return False

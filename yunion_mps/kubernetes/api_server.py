@@ -123,8 +123,8 @@ class ApiServer:
         """List and watch: yield all objects that the selectors match, by uid, now and after each change.
 
         It never ends. While the API server is unreachable, nothing is yielded, because what was known stays
-        valid, and `on_failure` is called for each failed attempt. With `confirm`, an object that a later list
-        lacks is gone only if the API server also says so when it is asked for that object.
+        valid, and `on_failure` is called for each failed attempt. With `confirm`, an object that is missing
+        from a later list is gone only if the API server also says so when it is asked for that object.
         """
         backoff = backoff or Backoff()
         objects: dict[str, ObjectT] = {}
@@ -132,8 +132,8 @@ class ApiServer:
             try:
                 found, version = await self.list(resource, namespace, fields=fields, labels=labels)
                 listed = {one["metadata"]["uid"]: one for one in found}
-                lacking = [one for uid, one in objects.items() if confirm and uid not in listed]
-                kept = [one for one in lacking if not await self._is_gone(resource, one)]
+                missing = [one for uid, one in objects.items() if confirm and uid not in listed]
+                kept = [one for one in missing if not await self._is_gone(resource, one)]
                 objects = {**{one["metadata"]["uid"]: one for one in kept}, **listed}
                 yield dict(objects)
                 backoff.reset()
@@ -141,11 +141,11 @@ class ApiServer:
                     query = {"fieldSelector": fields, "labelSelector": labels, "resourceVersion": version}
                     events = self._events(resource, namespace, query)
                     try:
-                        async for kind, stated in events:
-                            if kind == _BOOKMARK:  # it has a version only
-                                version = read_as(Bookmark, stated, kind)["metadata"]["resourceVersion"]
+                        async for kind, value in events:
+                            if kind == _BOOKMARK:  # it has only a version
+                                version = read_as(Bookmark, value, kind)["metadata"]["resourceVersion"]
                                 continue
-                            changed = _readable(resource, stated)
+                            changed = _readable(resource, value)
                             if not changed:
                                 continue
                             version = changed["metadata"]["resourceVersion"]
@@ -260,9 +260,8 @@ class _Exchange:
                 access.host, access.port, ssl=access.tls, server_hostname=access.server_name
             )
             self._writer.write(self._request)
-            with contextlib.suppress(
-                ConnectionError
-            ):  # the answer of a server that has closed already can be read
+            # the answer of a server that has already closed can still be read
+            with contextlib.suppress(ConnectionError):
                 await self._writer.drain()
             event = await self._next()
             assert isinstance(event, h11.Response)
@@ -311,7 +310,7 @@ def _failures(access: Access) -> Iterator[None]:
 
 
 async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.wait_for, which until Python 3.12 forgets a cancellation that comes with the result."""
+    """Like asyncio.wait_for, which before Python 3.12 loses a cancellation that coincides with the result."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

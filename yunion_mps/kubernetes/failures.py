@@ -1,4 +1,4 @@
-"""Failures of what is tried again: each is logged once, and each attempt is counted."""
+"""Failures of work that is retried: a cause is logged once, and every failed request is counted."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 
 
 class Failures:
-    """The failures of one activity. `cause` is that of the last attempt, empty if it succeeded."""
+    """The failures of one activity. `cause` is why the last attempt failed, empty if it succeeded."""
 
     def __init__(self, log: logging.Logger, errors: Counter[str] | None = None, cause: str = "") -> None:
-        """`errors` counts failed requests, by the program that was asked."""
+        """`errors` counts failed requests by program; `cause` is why there was no attempt yet."""
         self._log = log
         self._errors = Counter[str]() if errors is None else errors
         self.cause = cause
 
     def report(self, cause: str, program: str = "") -> None:
-        """Take note of a failed attempt; of a request to the program, if one is named."""
+        """Record a failed attempt; `program` is the one that was asked, if any."""
         if program:
             self._errors[program] += 1
         if cause != self.cause:
@@ -24,5 +24,5 @@ class Failures:
         self.cause = cause
 
     def clear(self) -> None:
-        """Take note of a successful attempt."""
+        """Record a successful attempt."""
         self.cause = ""

@@ -2,7 +2,7 @@
 
 The format is `NAME=VALUE` on each line (kubernetes-sigs.github.io/node-feature-discovery, local features).
 The names of nvidia.com are those of NVIDIA's GPU Feature Discovery, so its node selectors also match ours.
-A file whose first line is not our own label belongs to another program: it is neither replaced nor removed.
+A file whose first line is not our own label belongs to another program: it is not overwritten or removed.
 """
 
 from __future__ import annotations

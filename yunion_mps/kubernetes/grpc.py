@@ -1,6 +1,6 @@
-"""gRPC over Unix sockets: a server, and calls of one answer. HTTP/2 is h2's, without a thread or a C part.
+"""gRPC over Unix sockets: a server, and unary calls, over h2's HTTP/2, without threads or C code.
 
-What is sent is described in github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md. Messages are bytes here and are not
+The protocol is described in github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md. Messages are bytes here and are not
 compressed. grpcio is not used because its wheels are for one version of Python each.
 """
 
@@ -81,11 +81,11 @@ class Method(NamedTuple):
 
 
 class _Inbox:
-    """Receives one message in pieces; `message` is that, or an RpcError if it cannot be accepted."""
+    """Receives one message in pieces; `message` is the message, or an RpcError if it is not acceptable."""
 
     def __init__(self) -> None:
         self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        # asyncio logs an exception that nothing has retrieved, but the call may have ended before.
+        # asyncio would log an exception that is never retrieved, as when the call has already ended.
         self.message.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._data = bytearray()
 
@@ -135,8 +135,8 @@ class _Connection(asyncio.Protocol):
             for event in self._http.receive_data(data):
                 self._on_event(event)
             self._flush()
-        except H2Error as error:  # of which h2 has told the peer
-            log.debug("a peer does not keep to HTTP/2: %s", error)
+        except H2Error as error:  # h2 has queued a GOAWAY frame for the peer
+            log.debug("a peer violated HTTP/2: %s", error)
             self._flush()
             self._transport.close()
 

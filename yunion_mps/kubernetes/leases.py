@@ -1,7 +1,7 @@
 """The leases of the kubelet's containers: taken before a container starts, released if it never does.
 
-The kubelet allocates devices to containers; a lease tells the daemon. It is taken under a name
-made of the kubelet's ids, the container's hook binds it (containers/hook), and it ends with the container.
+The kubelet allocates devices to containers; a lease tells the daemon. Its name is made of the resource's name
+and the kubelet's ids, the container's hook binds it (containers/hook), and it ends with the container.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 
 
 class ContainerLeases:
-    """The leases of containers, of whatever resources; `clock` is monotonic, in s."""
+    """The leases of containers, of all resources; `clock` is monotonic, in s."""
 
     def __init__(
         self, daemon: AsyncDaemonClient, paths: Paths, clock: Callable[[], float] = time.monotonic
@@ -113,9 +113,9 @@ class ContainerLeases:
         self._ids = {name: ids for name, ids in self._ids.items() if name in names}
 
     def _is_needed(self, lease: LeaseDetails, listed: Mapping[str, frozenset[str]]) -> bool:
-        """Whether the kubelet lists its container, or the lease may be that of an init container.
+        """Whether a process uses it, or the kubelet lists its container or one that shares its devices.
 
-        The kubelet lists no init containers; they share devices with the other containers of their pod.
+        The kubelet does not list init containers, which share devices with the other containers of their pod.
         """
         held, is_used = self._held(lease), lease["state"] in (IN_USE, OVER_BUDGET)
         is_listed = lease["name"] in listed or any(not held.isdisjoint(ids) for ids in listed.values())
@@ -130,7 +130,7 @@ class ContainerLeases:
         }
 
     def _held(self, lease: LeaseRecord) -> frozenset[str]:
-        """The kubelet's ids of a lease; of memory, they are known only if the lease was taken by us."""
+        """The kubelet's ids of a lease; those of memory are known only if this process took the lease."""
         return self._ids.get(lease["name"] or "", frozenset(lease["devices"]))
 
     async def _release_awaited(self, is_stale: Callable[[LeaseRecord], bool]) -> None:
@@ -153,7 +153,7 @@ async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:
 
 
 def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, list[str]]:
-    """Of all resources, because a pod keeps its devices when its resource is renamed."""
+    """The ids of all resources, because a pod keeps its devices when its resource is renamed."""
     found: dict[str, list[str]] = {}
     for devices in container.devices:
         found.setdefault(devices.resource_name, []).extend(devices.device_ids)

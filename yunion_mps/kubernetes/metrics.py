@@ -40,7 +40,7 @@ _PROGRAM = "yunion_mps_kubelet_plugin"
 DONE, REFUSED = "done", "refused"
 #: The programs whose failures are counted.
 DAEMON, KUBELET, API_SERVER = "daemon", "kubelet", "api_server"
-#: The buckets of the time that a container's start waits, in s: up to a daemon that restarts.
+#: The buckets of the time that a container's start waits, in s: up to that for a daemon that restarts.
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 #: Few clients, and all of them on this host.
 LIMITS = Limits(first_request_timeout_s=2.0, connections=16, reserved_for_root=0, reserved_for_new_clients=4)

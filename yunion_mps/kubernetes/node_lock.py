@@ -1,7 +1,7 @@
-"""The lock of the node: only one plugin serves it, whether as a service or in a pod.
+"""The lock of the node, so that only one plugin serves it, whether as a service or in a pod.
 
 Two would take each other's sockets away. The lock is on the kubelet's directory of device plugins, which all
-plugins of a node share, also DRA drivers. A file in it would be removed when the kubelet starts.
+plugins of a node share, DRA drivers too. A lock file in it would be removed when the kubelet starts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from yunion_mps.tasks import cancel
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-#: As the kubelet creates the directory.
+#: The mode with which the kubelet creates the directory.
 _MODE = 0o750
 
 
 class NodeLock:
-    """Held by the process that has taken it until it releases it or ends."""
+    """A lock that lasts until the process that took it releases it or ends."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -47,7 +47,7 @@ class NodeLock:
 
     @property
     def is_effective(self) -> bool:
-        """Whether other processes would find the lock: the directory may be another one meanwhile."""
+        """Whether other processes would find the lock: the directory may have been replaced since."""
         assert self._descriptor is not None
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory))
@@ -67,8 +67,8 @@ async def run_alone(
 ) -> None:
     """Do the work while no other plugin serves the node; raises what it raises.
 
-    While one does, `report` is told so, with the text `other`. The work is cancelled, and done again once the
-    lock is held again, if the directory has been replaced: by a mount, or with all of the kubelet's files.
+    While one does, `report` is called with the text `other`. If the directory is replaced (by a mount, or
+    with all of the kubelet's files), the work is cancelled, and starts again with the new directory's lock.
     """
     lock = NodeLock(directory)
     while True:
@@ -82,7 +82,7 @@ async def run_alone(
             lock.release()
         if not serving.cancelled():
             return serving.result()
-        log.warning("%s has been replaced: registering again", directory)
+        log.warning("%s was replaced: starting again", directory)
 
 
 async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -> None:

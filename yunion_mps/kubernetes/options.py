@@ -40,7 +40,7 @@ _SHARED = ".shared"
 _MAX_NAME = 63
 #: The longest domain and the longest name of a node, which are DNS subdomains.
 _MAX_DOMAIN = 253
-#: How containers get their devices: by a CDI device, or by environment, mounts and device nodes.
+#: How containers get their devices: as a CDI device, or as variables, mounts and device nodes.
 CDI, ENVIRONMENT = "cdi", "environment"
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"

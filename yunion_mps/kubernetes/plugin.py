@@ -61,7 +61,7 @@ OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred
 #: How long each request for a change of the devices or pools waits, in s.
 _CHANGE_WAIT_S = 60
 _RETRY_S = 0.1
-#: The daemon may be unreachable for this long, as in a re-exec, before nothing is healthy, in s.
+#: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
 _OUTAGE_S = 0.5
 _MAX_NAMED = 4
 #: NVIDIA's container runtime adds the driver's libraries for these GPUs.
@@ -69,7 +69,7 @@ _NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
 
 
 class OfferWatch:
-    """Keeps what is offered current: the daemon tells each change of its devices and pools."""
+    """Keeps what is offered current: the daemon reports each change of its devices and pools."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OfferWatch:
         self._counts = counts
         self._resources = devices, memory
         self._leases = leases
-        #: What the daemon has answered last; None while it does not.
+        #: The daemon's last answers; None while it is unreachable.
         self._devices: list[KnownDevice] | None = None
         self._pools: list[Pool] | None = None
 

@@ -34,7 +34,7 @@ _MARGIN_S = 3.0
 _GRACE_S = 30
 #: How often, and until how long after the end of the grace period, a termination is retried, in s.
 _RETRY_S, _LATE_S = 0.5, 60.0
-#: A static pod's mirror: the pod continues when this object is deleted.
+#: Marks the mirror of a static pod, which continues when this object is deleted.
 _MIRROR = "kubernetes.io/config.mirror"
 _ENDED = ("Succeeded", "Failed")
 

@@ -23,7 +23,7 @@ _REGISTER_S = 10.0
 
 
 class Registration:
-    """Serves the methods of a resource's plugin, and keeps it registered; `registered` is set each time."""
+    """Serves the methods of a resource's plugin, and keeps it registered; it sets `registered` each time."""
 
     def __init__(self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event) -> None:
         self.resource = plugin.resource
@@ -63,7 +63,7 @@ class Registration:
         await self.run()
 
     async def _register_and_wait(self) -> None:
-        """Register, and return once the kubelet has restarted; raises RpcError if it does not register."""
+        """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
         kubelet = version_of(self._kubelet)
         name, endpoint = self.resource.name, self.resource.endpoint
         request = kubelet_api.RegisterRequest(kubelet_api.VERSION, endpoint, name, OPTIONS)
@@ -72,7 +72,7 @@ class Registration:
         self._failures.clear()
         self._counts.registrations[name, DONE] += 1
         self._registered.set()
-        # Nothing announces that the kubelet starts.
+        # Nothing announces that the kubelet has started.
         while self._server.is_reachable and version_of(self._kubelet) == kubelet:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        log.info("the kubelet has restarted")
+        log.info("%s: the kubelet has restarted, or the socket was removed", name)

@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
 
 class KnownDevice(TypedDict):
-    """What is kept of a `Device`: hosts have thousands, and all of the answer would take 10 MiB."""
+    """What is kept of a `Device`: hosts have thousands, which would take 10 MiB in full."""
 
     addr: str
     gpu_uuid: str
@@ -160,7 +160,7 @@ class ExtendedResource:
     def _ours(self, leases: Iterable[LeaseRecord]) -> Iterator[LeaseRecord]:
         """The leases that the kubelet counts as this resource's.
 
-        Where a resource was renamed, containers may still have devices under its former name; the kubelet
+        After a resource was renamed, containers may still have devices under its former name; the kubelet
         would allocate those again if they were offered under the new one.
         """
         prefix = _lease_prefix(self.name)

@@ -85,7 +85,7 @@ class Selector:
         api: tuple[ApiServer, str] | None,
         errors: Counter[str],
     ) -> None:
-        """`api` is the API server and the node's name, None without access to it."""
+        """`api` is the API server and the node's name; None if there is no access to it."""
         self._options = options
         self._name = name
         self._daemon = daemon
@@ -98,7 +98,7 @@ class Selector:
         self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
         self._models: Collection[str] | None = None if self._follows_models else ()
         self.choice: Choice | None = None
-        #: What it is waiting for while there is no choice.
+        #: What the choice waits for, while there is none.
         self.waiting = ""
         #: Set when the choice changes, and then replaced.
         self.changed = asyncio.Event()
@@ -129,7 +129,7 @@ class Selector:
             return
         while True:
             text = read_text(self._labels_file)
-            if text or self._labels is not None:  # a file that is missing at the start may come
+            if text or self._labels is not None:  # a file that is missing at the start may still appear
                 self._labels = parse_labels(text)
                 self._update()
             await asyncio.sleep(_POLL_S)

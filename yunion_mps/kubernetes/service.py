@@ -39,15 +39,15 @@ _STATUSES = """\b
 Exit status:
   0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
 """
-#: What a plugin reports while it waits for another one.
+#: What a plugin reports while it waits for another one to end.
 _OTHER_PLUGIN = f"""\
 another {PROGRAM} serves this node; find it with `systemctl status {PROGRAM}` or \
 `kubectl get pods -A -l app.kubernetes.io/name={PROGRAM} --field-selector spec.nodeName={{node}}`, \
-and stop one of them"""
+and stop one of the two"""
 
 
 async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
-    """Run until SIGTERM or SIGINT, once no other plugin serves the node."""
+    """Serve the node until SIGTERM or SIGINT, once no other plugin serves it."""
     notifier = Notifier()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,7 +59,10 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
 
 
 def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) -> None:
-    """Raise ConfigError for what this host does not allow, unless the node's label or GPUs choose it."""
+    """Raise ConfigError if the configuration cannot work on this host.
+
+    What a label or the GPUs of the node choose is only checked once it is chosen.
+    """
     if options.only_with_node_label and not labels_file and api_server(options, paths) is None:
         what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
         raise config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
@@ -70,12 +73,12 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
         dra_credentials(options, paths)
     file = options.feature_file
     if file and is_foreign(paths.under(file)):
-        what = f"featureFile is {file}, where there is a file that is not this plugin's"
-        raise config_error(paths, what, "remove that file, or write another path")
+        what = f"featureFile is {file}, which exists and is not a feature file of this plugin"
+        raise config_error(paths, what, "remove that file, or set another path")
 
 
 def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
-    """Raise ConfigError if the file cannot be used; the start only waits, because it may come later."""
+    """Raise ConfigError if the file cannot be used. Without --check, the plugin waits for it instead."""
     if options.kubeconfig:
         from yunion_mps.kubernetes.credentials import Kubeconfig
 

@@ -59,7 +59,7 @@ export class Gpus {
 const isIdle = ({ gpu, parts }) =>
   gpu.state !== "unavailable" && !gpu.reserved_for && !gpu.memory_used_mib && parts.every((part) => part.state === "free");
 
-/** The state of the memory of a pool that is not leased. */
+/** The state of that part of a pool's memory that is not leased. */
 const poolState = (gpu) => (gpu.reserved_for ? "reserved" : "free");
 
 class Row {
