@@ -134,11 +134,11 @@ def run_test_kubernetes(assets: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_root
-def test_the_tests_on_a_cluster_are_skipped_without_its_programs() -> None:
+def test_cluster_tests_are_skipped_without_the_programs_of_a_cluster() -> None:
     done = run_test_kubernetes("")
     assert (done.returncode, done.stderr) == (0, "")
     names = " ".join(PROGRAMS)
-    assert done.stdout == f"skipped: KUBERNETES_ASSETS is not set; it names a folder with {names}\n"
+    assert done.stdout == f"skipped: KUBERNETES_ASSETS is not set: set it to a folder with {names}\n"
 
 
 @needs_root
