@@ -1,4 +1,4 @@
-"""Pods and claims: the plugin's calls, a container's start on containerd, and what the plugin takes."""
+"""Pods and claims: the plugin's calls, a container's start on containerd, and what the plugin itself uses."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def memory_lines(settings: Settings) -> Iterator[Line]:
     for gpus, virtual_number in SIZES:
         with running(gpus, virtual_number) as daemon, _idle_python() as floor_pid:
             daemon.answered_ms()
-            time.sleep(_SETTLE_S)  # nothing tells when its work after the answer is over
+            time.sleep(_SETTLE_S)  # nothing signals the end of its work after the answer
             for kind in ("Rss", "Pss"):
                 what = (
                     f"{kind.upper()}, {gpus} GPU{'s' if gpus > 1 else ''}, {gpus * virtual_number:,} devices"
@@ -191,7 +191,7 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
         daemons = {gpus: stack.enter_context(running(gpus, number)) for gpus, number in SIZES}
         for daemon in daemons.values():
             daemon.answered_ms()
-        time.sleep(_SETTLE_S)  # nothing tells when its work after the answer is over
+        time.sleep(_SETTLE_S)  # nothing signals the end of its work after the answer
         before = {gpus: processor_s(daemon.pid) for gpus, daemon in daemons.items()}
         time.sleep(wait_s)  # what they use while nothing asks them is what is measured
         taken = {gpus: processor_s(daemon.pid) - before[gpus] for gpus, daemon in daemons.items()}

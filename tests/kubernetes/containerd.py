@@ -57,7 +57,7 @@ state = "{state}"
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "native"
 """
-#: A network plugin that connects nothing: pods that do not use the machine's network have none.
+#: A CNI plugin that connects nothing: pods that do not use the machine's network have none.
 _NETWORK = '{"cniVersion": "0.3.1", "name": "test", "type": "nothing"}'
 _NETWORK_PLUGIN = """\
 #!/bin/sh
@@ -286,12 +286,12 @@ class Containerd(Closes):
         self._sandboxes.clear()
 
     def make_cgroup(self) -> None:
-        """Make the cgroup of all pods before a pod does."""
+        """Create the cgroup of all pods before the kubelet looks for it."""
         for root in _hierarchies():
             cgroup = root / self.cgroup
             cgroup.mkdir(exist_ok=True)
             for file in ("cpuset.cpus", "cpuset.mems"):
-                if (cgroup / file).exists():  # version 1, where it is empty at first
+                if (cgroup / file).exists():  # version 1, in which it is empty at first
                     (cgroup / file).write_text((root / file).read_text())
 
     def cgroups_of(self, container: Container) -> list[Path]:
@@ -321,7 +321,7 @@ class Containerd(Closes):
 
 
 def _hierarchies() -> list[Path]:
-    """Each of the hierarchies of version 1, or the one of version 2."""
+    """The cgroup hierarchies: each of version 1, or the one of version 2."""
     root = Path(_CGROUPS)
     if (root / "cgroup.procs").exists():
         return [root]

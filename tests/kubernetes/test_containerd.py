@@ -39,10 +39,10 @@ def host(host: SimHost) -> SimHost:
     return host
 
 
-def assert_has_gpu(container: Container, slot: int) -> None:
-    """It has the driver's nodes of this GPU alone, and shares memory with the MPS server."""
+def assert_has_gpu(container: Container, minor: int) -> None:
+    """It has the device nodes of this GPU and the driver alone, and shares memory with the MPS server."""
     nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
-    assert {path.name for path in nodes} == {f"nvidia{slot}", "nvidiactl", "nvidia-uvm"}
+    assert {path.name for path in nodes} == {f"nvidia{minor}", "nvidiactl", "nvidia-uvm"}
     assert {path.stat().st_rdev for path in nodes} == {_NODE}
     assert os.path.samefile(container.root / "dev/shm", "/dev/shm")
 

@@ -67,7 +67,7 @@ def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> 
         assert leases_of(configured) == []
 
 
-def test_leases_are_compared_with_pods_also_while_nothing_is_offered(configured: Daemon) -> None:
+def test_leases_are_compared_with_pods_even_while_nothing_is_offered(configured: Daemon) -> None:
     options = configured.host.root / "etc/yunion/kubelet-plugin.yml"
     labels = options.with_name("labels")
     labels.write_text("mps=\n")
@@ -124,7 +124,7 @@ def test_the_lease_of_an_init_container_outlives_the_kubelet_s_lists(configured:
 
 
 def test_a_lease_that_a_process_uses_is_not_released(configured: Daemon) -> None:
-    """As that of an init container in a pod whose other containers have no devices."""
+    """Such as that of an init container in a pod whose other containers have no devices."""
     host = configured.start().wait_ready().host
     with Kubelet(host) as kubelet, KubeletPlugin(host):
         kubelet.wait_healthy(4)

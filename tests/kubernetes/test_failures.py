@@ -1,4 +1,4 @@
-"""Failures of what is tried again."""
+"""Failures of work that is retried."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods
     assert not path.exists()
 
 
-def test_a_closing_server_leaves_a_later_socket_of_its_name(path: Path) -> None:
+def test_a_closing_server_does_not_remove_a_newer_socket_at_its_path(path: Path) -> None:
     with Loop() as loop:
         first, second = RpcServer({}), RpcServer({})
         loop.run(first.open(str(path)))

@@ -37,7 +37,7 @@ def scrape(address: str) -> dict[tuple[str, ...], float]:
         try:
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
                 return str(answer.read().decode())
-        except (OSError, http.client.HTTPException):  # not there yet, or being replaced
+        except (OSError, http.client.HTTPException):  # not served yet, or being replaced
             return ""
 
     text: str = eventually(read, "the metrics")
@@ -126,7 +126,9 @@ def test_the_plugin_works_while_its_metrics_port_is_in_use(ready_daemon: Daemon,
         assert scrape(address)["devices", RESOURCE, "healthy"] == 4
 
 
-def test_a_label_that_chooses_other_metrics_replaces_them(ready_daemon: Daemon, address: str) -> None:
+def test_the_metrics_follow_the_configuration_that_a_label_chooses(
+    ready_daemon: Daemon, address: str
+) -> None:
     labels = ready_daemon.host.root / "labels"
     labels.write_text("")
     (ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text(

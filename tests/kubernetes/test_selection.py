@@ -183,7 +183,7 @@ def test_the_node_s_label_in_the_cluster_chooses_at_once(node: Node, tmp_path: P
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_a_device_that_a_pod_has_is_not_offered_by_another_name(node: Node) -> None:
+def test_a_running_pods_device_is_unhealthy_under_another_resource_name(node: Node) -> None:
     node.labels.write_text("other=label\n")
     node.start(NAMED, "--node-labels", str(node.labels))
     node.kubelet.wait_healthy(4)

@@ -1,4 +1,4 @@
-"""Tasks that are cancelled."""
+"""How asyncio tasks end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     assert lost == ["a cancellation"]
 
 
-def test_a_cancelled_task_that_has_ended_keeps_its_fault() -> None:
+def test_a_task_that_has_already_ended_keeps_its_exception() -> None:
     async def run() -> BaseException | None:
         async def work() -> None:
             raise ValueError("a fault")
@@ -43,7 +43,7 @@ def test_a_cancelled_task_that_has_ended_keeps_its_fault() -> None:
     assert str(asyncio.run(run())) == "a fault"
 
 
-def test_what_has_not_ended_first_is_cancelled() -> None:
+def test_the_tasks_that_do_not_end_first_are_cancelled() -> None:
     ended: list[str] = []
 
     async def wait() -> None:

@@ -55,7 +55,7 @@ class ContainerLeases:
         self._ids: dict[str, frozenset[str]] = {}
 
     async def all(self) -> Sequence[LeaseDetails]:
-        """All leases, also those of other programs; raises YunionError."""
+        """All leases, including those of other programs; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
         self._awaits_containers = any(lease["pid"] is None for lease in leases if is_container_lease(lease))
         return leases

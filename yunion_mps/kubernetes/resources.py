@@ -87,7 +87,7 @@ def _lease_prefix(resource: str) -> str:
 
 
 def is_container_lease(lease: LeaseRecord, prefix: str = PREFIX) -> bool:
-    """Whether it is the lease of a container of the kubelet."""
+    """Whether it is the lease of one of the kubelet's containers."""
     return lease["binding"] == "container" and (lease["name"] or "").startswith(prefix)
 
 
@@ -215,7 +215,7 @@ class DeviceResource(ExtendedResource):
         self._devices: dict[str, KnownDevice] = {}
 
     def update(self, devices: Iterable[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
-        """Offer these devices; `leases` are all that there were after the devices had been read."""
+        """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
         self._devices = {one["addr"]: one for one in devices}
         self._offer(
@@ -255,7 +255,7 @@ class MemoryResource(ExtendedResource):
         self._pools: dict[str, Pool] = {}
 
     def update(self, pools: Sequence[Pool], leases: Sequence[LeaseRecord]) -> None:
-        """Offer the memory of these pools; `leases` are all that there are.
+        """Offer the memory of these pools; `leases` are all leases.
 
         What others have leased, or is reserved beside each lease, is not healthy: then the scheduler counts
         only what a pod can get. Which units that are does not matter, as long as there are so many.
@@ -323,7 +323,7 @@ def _is_made_for_a_lease(device: KnownDevice) -> bool:
 def unhealthy_cause(device: KnownDevice, other_leases: Collection[str]) -> str:
     """Why no container may get the device, empty if one may, or has it.
 
-    `other_leases` are those of other holders, read after the device: one that has ended since is not there.
+    `other_leases` are those of other holders, read after the device, so one that has ended since is missing.
     """
     is_ours = device["state"] == LEASED and device["lease"] not in other_leases
     if is_ours or device["state"] in (FREE, RESERVED):

@@ -120,7 +120,7 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
         while not told:  # noqa: ASYNC110 - its task tells
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(threads, "_idle", [])  # other tests have left threads that would be used again
+    monkeypatch.setattr(threads, "_idle", [])  # idle threads of earlier tests would be reused
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     asyncio.run(refresh())
     short = "cannot start a thread: out of memory, processes or threads (can't start new thread)"

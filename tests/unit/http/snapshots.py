@@ -34,7 +34,7 @@ IN_MIG_MODE = H100._replace(
     pci_address="0000:81:00.0", uuid="GPU-aaaaaaaa-2222-3333-4444-555555555555", mig_enabled=True
 )
 
-#: An entry that has the memory of P40 leased in units, by pods only.
+#: An entry that lets only pods lease the memory of P40, in units.
 RESERVED_POOL = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, reserved_for="kubernetes")
 
 

@@ -34,7 +34,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another
 
 
 def serves_front_end(plan: DomainPlan) -> bool:
-    """Whether its control daemon serves a front-end now, according to its log: it turns others away."""
+    """Whether the control daemon is serving a front-end, by its log: it then turns others away."""
     log = Path(plan.log_directory, LOG_NAME).read_bytes()
     ends = (b"] UI closed\n", b"] Starting control daemon")
     return log.rfind(b"] NEW UI\n") > max(map(log.rfind, ends))
