@@ -170,11 +170,11 @@ class Node(Closes):
                 shutil.rmtree(path, ignore_errors=True)
 
     def boot(self) -> None:
-        """Start everything again."""
+        """Start everything again, the kubelet last, so that the plugin waits for it."""
         self.daemon.start().wait_ready()
+        self._plugin.start()
         self.containerd.start()
         self.kubelet.start()
-        self._plugin.start()
 
     # -- its pods
 

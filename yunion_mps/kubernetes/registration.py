@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 
-from yunion_mps.host.files import version_of
+from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
@@ -16,8 +17,11 @@ from yunion_mps.paths import Paths
 log = logging.getLogger(__name__)
 
 _KUBELET = "kubelet.sock"
-#: How often the sockets are checked, in s.
-_POLL_S = 1.0
+#: How often the sockets are checked, in s: about a second after its start, the kubelet refuses those of its
+#: pods whose resource is not registered, such as those that it finds after a restart of the node.
+_POLL_S = 0.2
+#: How long a failed attempt is not repeated while the kubelet does not start, in s.
+_RETRY_S = 1.0
 #: How long the kubelet has to answer a registration, in s.
 _REGISTER_S = 10.0
 
@@ -25,12 +29,15 @@ _REGISTER_S = 10.0
 class Registration:
     """Serves the methods of a resource's plugin, and keeps it registered; it sets `registered` each time."""
 
-    def __init__(self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event) -> None:
+    def __init__(
+        self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event, retry_s: float = _RETRY_S
+    ) -> None:
         self.resource = plugin.resource
         self._kubelet = os.path.join(paths.device_plugins, _KUBELET)
         self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
         self._server = grpc.RpcServer(plugin.methods())
         self._registered = registered
+        self._retry_s = retry_s
         self._counts = plugin.counts
         self._failures = Failures(log, plugin.counts.errors, "waiting for the kubelet")
 
@@ -42,17 +49,18 @@ class Registration:
     async def run(self) -> None:
         """Serve and register, without end: a kubelet that starts removes the sockets of plugins."""
         while True:
+            kubelet = version_of(self._kubelet)
             try:
                 await self._server.open(self._endpoint)
                 await self._register_and_wait()
             except OSError as error:
                 self._failures.report(f"{self._endpoint}: {error.strerror or error}")
-                await asyncio.sleep(_POLL_S)
+                await self._wait_for_start(kubelet)
             except grpc.RpcError as error:
                 self._counts.registrations[self.resource.name, REFUSED] += 1
                 what = f"cannot register {self.resource.name} with the kubelet: {error.message}"
                 self._failures.report(what, KUBELET)
-                await asyncio.sleep(_POLL_S)
+                await self._wait_for_start(kubelet)
             finally:
                 await self._server.close()
 
@@ -61,6 +69,12 @@ class Registration:
         while not self.resource.offers:
             await self.resource.changed.wait()
         await self.run()
+
+    async def _wait_for_start(self, kubelet: FileVersion | None) -> None:
+        """Wait until the kubelet has replaced its socket, which was this one, or until the next attempt."""
+        end_s = time.monotonic() + self._retry_s
+        while version_of(self._kubelet) == kubelet and time.monotonic() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     async def _register_and_wait(self) -> None:
         """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
