@@ -98,8 +98,8 @@ def test_an_invalid_value_is_reported_with_its_line(read: Read, text: str) -> No
     [
         ("{preferred: spread, preferred: binpack}\n", "duplicate key preferred"),
         ("configs: {a: {}, a: {}}\n", "duplicate configuration a"),
-        ("configs: {}\n", "configs is a mapping, not a mapping with configurations"),
-        ("configs: {a: {models: [1]}}\n", "models is a list, not a list of the names of models"),
+        ("configs: {}\n", "configs is a mapping, not a mapping of one or more configurations"),
+        ("configs: {a: {models: [1]}}\n", "models is a list, not a list of one or more model names"),
         ("? [a]\n: 1\n", "unknown key a list"),
         (f"resource: {'a' * 60}.{'.'.join(['b' * 60] * 4)}/x\n", "not the name of an extended resource"),
         ("resource: requests.io/x\n", "not the name of an extended resource"),

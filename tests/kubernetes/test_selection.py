@@ -111,7 +111,7 @@ def test_all_problems_of_named_configurations_are_reported(tmp_path: Path, read:
         '3: memoryUnit is "2GiB", but must be 1GiB or 128MiB',
         '4: "a b" is not the name of a configuration: ',
         "5: configuration c is 1, not a mapping: ",
-        '6: models is "T4", not a list of the names of models: ',
+        '6: models is "T4", not a list of one or more model names: ',
         "6: unknown key kubeconfig: remove it; ",
         "7: duplicate configuration a: ",
         "8: resource and memoryResource are both yunion.io/mps: ",

@@ -126,14 +126,14 @@ def _models(key: str, node: Node) -> tuple[str, ...]:
     models = [value_of(one) for one in node.value] if isinstance(node, SequenceNode) else []
     if not models or not all(isinstance(one, str) and one for one in models):
         hint = 'write a list of names, where * is any text: ["Tesla T4", "NVIDIA A100*"]'
-        raise InvalidValueError(key, node, "not a list of the names of models", hint)
+        raise InvalidValueError(key, node, "not a list of one or more model names", hint)
     return tuple(models)
 
 
 def _mapping(key: str, node: Node) -> MappingNode:
     if not isinstance(node, MappingNode) or not node.value:
         hint = "write the name of each configuration, and its keys indented below"
-        raise InvalidValueError(key, node, "not a mapping with configurations", hint)
+        raise InvalidValueError(key, node, "not a mapping of one or more configurations", hint)
     return node
 
 
