@@ -21,7 +21,7 @@ _MANIFESTS = CHECKOUT / "etc/kubernetes"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
+    config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from integration.daemon_host import PATIENCE_S, eventually
 from integration.gateway_host import free_port
 from simhost.host import Closes
 
-#: Names the folder of the programs, as for Kubebuilder's tests.
+#: The environment variable with the folder of the programs.
 ASSETS = "KUBERNETES_ASSETS"
 NODE = "node-1"
 #: Tokens of an administrator and of the node's kubelet.
@@ -78,7 +78,7 @@ class Program(Closes):
 
     @property
     def log(self) -> str:
-        """The end of it."""
+        """The last lines of the log."""
         return "\n".join(self._log.read_text().splitlines()[-30:])
 
 
@@ -97,7 +97,7 @@ class ControlPlane(Closes):
             raise
 
     def _start(self) -> None:
-        folder, key = self._folder, self._authority.with_suffix(".key")  # which it makes, too
+        folder, key = self._folder, self._authority.with_suffix(".key")  # the API server creates both
         (folder / "tokens").write_text(_TOKENS)
         etcd, peers = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         self._run(
@@ -134,7 +134,7 @@ class ControlPlane(Closes):
         return self._stack.enter_context(Program(log, [self.assets / name, *options]))
 
     def start_api_server(self) -> None:
-        """Start it again, once it was killed."""
+        """Start the API server after it was killed."""
         self.api_server.start()
         self._wait_ready()
 

@@ -5,7 +5,7 @@ with Node(cluster, daemon, image) as node:
     node.wait_running("trainer")
 
 The kubelet runs in containerd's mount namespace, where its directories are those of the simulated host, and
-the kernel's settings are as it would set them, because they are the machine's.
+where it finds the kernel settings that it would otherwise change for the whole machine.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Node(Closes):
         return path
 
     def _write_kubeconfig(self) -> Path:
-        """One of the DaemonSet's service account, on this node."""
+        """A kubeconfig of the DaemonSet's service account, bound to this node."""
         where = {"kind": "Node", "apiVersion": "v1", "name": NODE}
         request = {"spec": {"boundObjectRef": where, "audiences": [], "expirationSeconds": 3600}}
         self.token = self.cluster.create(f"{_SERVICE_ACCOUNT}/token", request)["status"]["token"]
@@ -146,7 +146,7 @@ class Node(Closes):
         eventually(lambda: self.allocatable(resource) == number, f"{number} of {resource}")
 
     def published(self) -> int:
-        """How many devices a claim can have."""
+        """How many devices without a taint are published."""
         slices = self.cluster.get(f"{_DRA}/resourceslices")["items"]
         devices = [device for one in slices for device in one["spec"].get("devices", ())]
         return sum("taints" not in device for device in devices)
@@ -220,11 +220,11 @@ class Node(Closes):
         return [self.containerd.container(one.rpartition("/")[2]) for one in found]
 
     def wait_pending(self, name: str, reason: str) -> None:
-        """Wait until a pod is said not to start for this reason."""
+        """Wait until the status or the events of a pod give this reason."""
         eventually(lambda: reason in self.why(name), reason, trouble=lambda: self.why(name))
 
     def why(self, name: str) -> str:
-        """What is said of a pod: its status and its events."""
+        """Why a pod does not run: its status and its events."""
         events = self.cluster.get(
             f"/api/v1/namespaces/default/events?fieldSelector=involvedObject.name={name}"
         )
@@ -253,7 +253,7 @@ class Node(Closes):
     # -- its end
 
     def _forget(self) -> None:
-        """Delete the node and all pods."""
+        """Delete the node, all pods, claims and slices."""
         self.cluster.delete(_NODE)
         for name in self.names():
             self.cluster.delete(f"{_PODS}/{name}", gracePeriodSeconds=0)

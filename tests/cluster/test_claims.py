@@ -125,7 +125,7 @@ def test_claims_have_their_leases_after_the_node_has_restarted(node: Node, drive
     assert_leased_to(node.daemon, after, node.run(named(trainer, "second")))
 
 
-def test_a_pod_can_end_while_the_api_server_is_away(node: Node, driver: KubeletPlugin) -> None:
+def test_a_pod_can_end_while_the_api_server_is_down(node: Node, driver: KubeletPlugin) -> None:
     trainer = node.create_example("dra-one-device")
     stays, ends = (node.run(named(trainer, name)) for name in ("stays", "ends"))
     node.cluster.api_server.kill()

@@ -1,4 +1,4 @@
-"""What happens to pods on a real cluster if a part of it fails, and when it is back."""
+"""Pods on a real cluster when a part of it fails, and after that has recovered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_kubelet_restart_changes_no_pod(node: Node, plugin: KubeletPlugin) -> 
 
 def test_a_pod_starts_if_the_plugin_is_killed_after_its_allocation(node: Node, plugin: KubeletPlugin) -> None:
     container = node.run(pod("trainer"))
-    node.containerd.signal(signal.SIGSTOP)  # which creates the sandbox between Allocate and PreStartContainer
+    node.containerd.signal(signal.SIGSTOP)  # it creates the sandbox between Allocate and PreStartContainer
     node.create(pod("next"))
     eventually(lambda: "startTime" in node.pod("next")["status"], "Allocate")
     plugin.restart()
@@ -47,7 +47,7 @@ def test_a_pod_starts_if_the_plugin_is_killed_after_its_allocation(node: Node, p
     assert_leased_to(node.daemon, container, node.wait_running("next"))
 
 
-def test_a_pod_starts_if_the_plugin_is_killed_when_it_has_leased(node: Node, plugin: KubeletPlugin) -> None:
+def test_a_pod_starts_if_the_plugin_is_killed_after_its_lease(node: Node, plugin: KubeletPlugin) -> None:
     container = node.run(pod("trainer"))
     node.create(pod("next"))
     eventually(lambda: len(leases_of(node.daemon)) == 2, "the lease")
@@ -127,7 +127,7 @@ def test_pods_lease_again_after_the_node_has_restarted(node: Node, plugin: Kubel
     assert_leased_to(node.daemon, *after)
 
 
-def test_containers_start_again_while_the_api_server_is_away(node: Node, plugin: KubeletPlugin) -> None:
+def test_containers_start_again_while_the_api_server_is_down(node: Node, plugin: KubeletPlugin) -> None:
     container = node.run(pod("trainer"))
     node.cluster.api_server.kill()
     try:

@@ -47,7 +47,7 @@ class Access(NamedTuple):
     prefix: str
 
     def checked(self, path: str) -> Access:
-        """Itself; raises ApiServerError if a value cannot be in a request or a connection."""
+        """Return this object; raises ApiServerError if a value cannot be in a request or a connection."""
         for what, value in (
             ("host", self.host),
             ("path", self.prefix),
@@ -55,11 +55,11 @@ class Access(NamedTuple):
             ("tls-server-name", self.server_name or ""),
         ):
             if not value.isascii() or not value.isprintable() or " " in value:
-                raise ApiServerError(f"{path}: the {what} has characters that are not valid")
+                raise ApiServerError(f"{path}: the {what} contains invalid characters")
         for host in (self.host, self.server_name or "name"):
             labels = host.rstrip(".").split(".")
             if not all(0 < len(label) <= _MAX_LABEL for label in labels):
-                raise ApiServerError(f"{path}: {host[:_MAX_LABEL]} is not the name of a host")
+                raise ApiServerError(f"{path}: {host[:_MAX_LABEL]} is not a host name")
         return self
 
     @property
@@ -105,7 +105,7 @@ class Kubeconfig:
             is_tls = url.scheme == "https"
             unsupported = [key for key in ("exec", "auth-provider") if key in user]
         except (KeyError, TypeError, ValueError, AttributeError):
-            what = f"{self._path} has no current context with a cluster, its server and a user"
+            what = f"{self._path} has no current context with a cluster, a server and a user"
             raise ApiServerError(what) from None
         if unsupported:
             what = f"{self._path}: {unsupported[0]} is not supported: use a token or a client certificate"
@@ -141,7 +141,7 @@ class Kubeconfig:
 
 
 def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials:
-    """Those of the kubeconfig file if one is named, otherwise the pod's; raises ApiServerError."""
+    """The credentials of the kubeconfig file if one is set, otherwise the pod's; raises ApiServerError."""
     kubeconfig = kubeconfig or environment.get("KUBECONFIG", "")
     if kubeconfig:
         return Kubeconfig(kubeconfig)

@@ -1,7 +1,7 @@
 """Prepares resource claims: each gets a lease of its own, which its containers share until it is unprepared.
 
 The lease is named after the claim and does not expire. The kubelet unprepares a claim after the last pod that
-uses it; `reconcile` releases the leases of claims that it has forgotten, as after the loss of its state.
+uses it; `reconcile` releases the leases of claims that it has forgotten, as when it has lost its state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ClaimName(NamedTuple):
 
     @property
     def lease(self) -> str:
-        """The name of its lease, which people see in `yunion-mps who`."""
+        """The name of its lease, which `yunion-mps who` shows."""
         return f"{self.namespace}/{self.name}@{self.uid}"
 
     @classmethod
@@ -92,7 +92,7 @@ class ClaimLeases:
             raise NotFoundError(f"{claim.namespace}/{claim.name}: no devices are allocated", "delete the pod")
         if any(one.get("adminAccess") for one in ours):
             what = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
-            raise HostError(what, "to see all devices of a host, run there: yunion-mps who")
+            raise HostError(what, "to see all devices of a node, run on it: yunion-mps who")
         return ours
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
@@ -108,7 +108,7 @@ class ClaimLeases:
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
                 members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
-            # Also devices of GPUs that do not enforce budgets, because the operator has offered them.
+            # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
             holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
             return await call_patiently(
                 self._daemon,
@@ -129,8 +129,8 @@ class ClaimLeases:
     async def reconcile(self) -> None:
         """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
 
-        One is kept if a process uses its devices, if the kubelet lists a container with its claim, or if the
-        API server has the claim and it is reserved for a pod, or cannot be asked.
+        A lease is kept if a process uses its devices, if the kubelet lists a container with its claim, or if
+        the API server has reserved the claim for a pod. If the API server does not answer, all are kept.
         """
         leases = [(lease, claim) for lease in await self._leases() if (claim := ClaimName.of(lease))]
         if not leases:

@@ -1,4 +1,4 @@
-"""What the host offers as devices of ResourceSlices, and which lease an allocation of them needs.
+"""What the host offers as devices of ResourceSlices, and which lease an allocation of them requires.
 
 All names, members and limits are those of the API group resource.k8s.io/v1 (k8s.io/api/resource/v1/types.go).
 Nothing here does I/O.
@@ -273,7 +273,7 @@ def _budget(memory_mib: int, percentage: float) -> Mapping[str, DeviceCapacity]:
 
 
 def _copied(text: str) -> str:
-    """A copy of a text of the daemon's answer, whose memory is only freed as a whole."""
+    """A copy of a string in the daemon's answer, whose memory is only freed as a whole."""
     return text.encode().decode()
 
 
@@ -288,7 +288,7 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
     least_mib = unit_mib + reserve_mib
     whole_mib = max(least_mib, (one["memory_mib"] + one["memory_reserve_mib"]) // unit_mib * unit_mib)
     amounts: RequestRange = {"min": memory_quantity(least_mib)}
-    if least_mib < whole_mib:  # the API server refuses a step to more than there is
+    if least_mib < whole_mib:  # the API server refuses a min + step that exceeds the value
         amounts["step"] = memory_quantity(unit_mib)
     policy: RequestPolicy = {"default": memory_quantity(least_mib), "validRange": amounts}
     is_healthy = one["state"] == AVAILABLE

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 #: How long the API server has for a claim, in s: the kubelet waits for 45 s.
 _CLAIM_S = 10.0
-#: How often the health is sent to the kubelet again, which forgets it after 30 s, in s.
+#: How often the health is sent to the kubelet, which forgets it after 30 s, in s.
 _HEALTH_S = 10.0
 _RECONCILE_S = 60.0
 _POLL_S = 1.0
@@ -227,7 +227,7 @@ def _error_text(error: YunionError) -> str:
 
 
 def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:
-    """Count it as a failure of the program that was asked, unless that has answered why it refuses."""
+    """Count a failed request by the program that was asked; the daemon's refusals do not count."""
     if isinstance(error, ApiServerError):
         counts.errors[API_SERVER] += 1
     elif isinstance(error, UnreachableError):

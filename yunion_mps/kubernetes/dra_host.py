@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 #: How long each request for a change waits, in s.
 _CHANGE_WAIT_S = 60
-#: Between two readings, in s: many claims at once cause few, and failures are tried again.
+#: The pause between two requests, in s: many changes at once cause few of them, and failures are retried.
 _PAUSE_S = 0.2
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
 OUTAGE_S = 5.0
-#: The root of a PCI hierarchy in sysfs' path of a device.
+#: The root of the PCI hierarchy in a device's sysfs path.
 _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 
 
@@ -85,7 +85,7 @@ class DraHost:
             await asyncio.sleep(_PAUSE_S)
 
     async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
-        """Wait for a change, and return its ETag; the answer would take much memory until the next one."""
+        """Wait for a change, and return its ETag; an answer kept until the next one takes much memory."""
         answer, etag = await self._daemon.call_if_changed(operation, **arguments)
         if answer is not None:
             self._stale.set()

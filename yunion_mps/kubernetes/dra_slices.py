@@ -1,4 +1,4 @@
-"""Publishes the node's devices as ResourceSlices, and keeps them as they should be.
+"""Publishes the node's devices as ResourceSlices, and keeps these current.
 
 All slices form one pool, named after the node, with one generation. Writes are rare: the API server of 5,000
 nodes has to store each of them and to tell every scheduler.
@@ -30,7 +30,6 @@ from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
-
 
 #: A slice may have 128 devices, but only 64 if any has a taint, and any device may get one.
 MAX_DEVICES = 64
@@ -79,13 +78,13 @@ def _summarized(one: ResourceSlice) -> ResourceSlice:
     return {**one, "spec": {**one["spec"], "devices": []}, "stored": summary(one["spec"].get("devices", ()))}
 
 
-#: A page of a host with thousands of devices takes 2 MiB once it is parsed.
+#: A page of 8 full slices takes 2 MiB once it is parsed.
 SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE, page=8, keep=_summarized)
 NODES = Resource("/api/v1", "nodes", ApiObject)
 
 
 class Writes(NamedTuple):
-    """What makes the stored slices those that are desired; a slice with a resource version is replaced."""
+    """The writes that make the stored slices the desired ones; one with a resource version is replaced."""
 
     stored: Sequence[ResourceSlice]
     deleted: Sequence[str]
@@ -281,7 +280,7 @@ class SlicePublisher:
         self._sent = {version: devices for version, devices in self._sent.items() if version in versions}
         self._sent[stored["metadata"]["resourceVersion"]] = sent
         if sent.have_taints and not stored["stored"].have_taints:
-            log.warning("the cluster does not support device taints: publishing only devices that can serve")
+            log.warning("the cluster does not support device taints: publishing only untainted devices")
             self._with_taints = False
             self._changed.set()
             self._urgent.set()

@@ -85,7 +85,7 @@ class _MapEntry(Message):
 
 @dataclass(frozen=True)
 class Empty(Message):
-    """Also stands for other messages without fields: they are encoded alike."""
+    """Also stands for other messages without fields: their encoding is the same."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _decode_number(data: bytes, start: int) -> tuple[int, int]:
             return value % (1 << _NUMBER_BITS), place + 1
         if shift > _NUMBER_BITS:
             break
-    raise DecodeError("a number is not complete, or too long")
+    raise DecodeError("a number is incomplete or too long")
 
 
 def _split(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
@@ -305,7 +305,7 @@ def _split(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
         else:
             raise DecodeError(f"field {number} has the unknown wire type {wire_type}")
         if length > len(data) - place:
-            raise DecodeError(f"field {number} is not complete")
+            raise DecodeError(f"field {number} is incomplete")
         yield number, wire_type, data[place : place + length]
         place += length
 

@@ -155,7 +155,7 @@ class MetricsPage:
 
 
 async def serve(address: str, page: MetricsPage) -> None:
-    """Serve the metrics at the address, without end; wait while others have it."""
+    """Serve the metrics at the address, without end; retry while the address is in use."""
     server, failures = Server(page, LIMITS), Failures(log)
     try:
         while True:
