@@ -45,7 +45,7 @@ def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin
     assert kubelet.registrations == [request]
 
 
-def test_a_kubelet_is_registered_with_as_soon_as_it_starts(ready_daemon: Daemon, loop: Loop) -> None:
+def test_the_plugin_registers_as_soon_as_the_kubelet_starts(ready_daemon: Daemon, loop: Loop) -> None:
     paths = Paths(str(ready_daemon.host.root))
     tasks = []
 

@@ -17,10 +17,10 @@ from yunion_mps.paths import Paths
 log = logging.getLogger(__name__)
 
 _KUBELET = "kubelet.sock"
-#: How often the sockets are checked, in s: about a second after its start, the kubelet refuses those of its
-#: pods whose resource is not registered, such as those that it finds after a restart of the node.
+#: How often the sockets are checked, in s. About a second after it starts, the kubelet refuses those of its
+#: pods whose resource is not registered yet, such as those that it finds after a restart of the node.
 _POLL_S = 0.2
-#: How long a failed attempt is not repeated while the kubelet does not start, in s.
+#: How soon a failed attempt is repeated, unless the kubelet starts earlier, in s.
 _RETRY_S = 1.0
 #: How long the kubelet has to answer a registration, in s.
 _REGISTER_S = 10.0
@@ -71,7 +71,7 @@ class Registration:
         await self.run()
 
     async def _wait_for_start(self, kubelet: FileVersion | None) -> None:
-        """Wait until the kubelet has replaced its socket, which was this one, or until the next attempt."""
+        """Wait until the kubelet has replaced this socket of its own, or the next attempt is due."""
         end_s = time.monotonic() + self._retry_s
         while version_of(self._kubelet) == kubelet and time.monotonic() < end_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
