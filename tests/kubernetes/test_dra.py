@@ -56,7 +56,7 @@ def test_a_claim_is_one_lease_from_prepare_to_unprepare(
     cdi = dra_kubelet.prepared(claim)
     (lease,) = leases_of(ready_daemon)
     assert (lease["devices"], lease["expires"]) == ([ADDRESSES[1]], None)
-    assert (lease["name"], lease["cdi"]) == (f"default/trainer@{claim.uid}", cdi)
+    assert (lease["name"], lease["cdi"]) == (f"claim:default/trainer@{claim.uid}", cdi)
     environment = cdi_environment(ready_daemon, cdi)
     assert environment["YUNION_MPS_DEVICE"] == ADDRESSES[1]
     assert (environment["YUNION_MPS_MEMORY_MIB"], environment["YUNION_MPS_SM_PERCENT"]) == ("4096", "25")

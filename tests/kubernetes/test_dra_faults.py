@@ -23,6 +23,7 @@ from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 NAMES = [f"00-06-0-{slot}" for slot in range(4)]
+UID = "4f6a0c1e-58d3-4a39-9a5b-0d5d8c6f2b11"
 
 
 def hook(daemon: Daemon, cdi: str, pid: int) -> subprocess.CompletedProcess[str]:
@@ -175,7 +176,7 @@ class Reconciler:
     def run(self) -> list[str]:
         """The names of the leases that remain."""
         asyncio.run(self._claims.reconcile())
-        return [lease["name"].partition("@")[0] for lease in leases_of(self._daemon)]
+        return [lease["name"].partition("@")[0].partition(":")[2] for lease in leases_of(self._daemon)]
 
 
 def test_leases_without_claim_and_pod_are_released(
@@ -200,6 +201,17 @@ def test_leases_without_claim_and_pod_are_released(
     assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/d"]
 
 
+@pytest.mark.parametrize("name", ["team/job@1", f"team/job@{UID}", "claim:team/job@1"])
+def test_a_lease_that_is_not_of_a_claim_is_neither_released_nor_ours(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster, name: str
+) -> None:
+    take(ready_daemon, f"holder.name={name}&holder.ttl_s=0&devices=00:06.0-0")
+    assert [device["name"] for device in dra_kubelet.wait_published(3)] == NAMES[1:]
+    assert dra_kubelet.devices()[0]["taints"][0]["key"] == f"{DRIVER}/leased"
+    Reconciler(ready_daemon, cluster).run()
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == [name]
+
+
 def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
@@ -210,7 +222,7 @@ def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
     dra_kubelet.prepared(new)
     assert len(leases_of(ready_daemon)) == 2
     Reconciler(ready_daemon, cluster).run()
-    assert [lease["name"] for lease in leases_of(ready_daemon)] == [f"{NAMESPACE}/trainer@{new.uid}"]
+    assert [lease["name"] for lease in leases_of(ready_daemon)] == [f"claim:{NAMESPACE}/trainer@{new.uid}"]
 
 
 def test_the_lease_of_a_claim_with_the_longest_name_is_released(

@@ -172,8 +172,8 @@ MAX_TTL_S = 100_000 * 86_400
 COMMAND_LENGTH = 100
 #: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is
 #: also a CDI device's, so it has neither the form of a device's address nor of an id.
-#: Long enough for a Kubernetes claim's NAMESPACE/NAME@UID, which have at most 63, 253 and 36 characters.
-NAME_LENGTH = 354
+#: Long enough for a Kubernetes claim's claim:NAMESPACE/NAME@UID (at most 63, 253 and 36 characters).
+NAME_LENGTH = 360
 NAME = f"^[A-Za-z0-9][A-Za-z0-9._:/@-]{{0,{NAME_LENGTH - 1}}}$"
 CONTAINER_NAME = "(?=.{1,32}$)[a-z0-9]+(-[a-z0-9]+)*"
 IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"

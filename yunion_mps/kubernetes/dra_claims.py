@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
 #: How long a lease has to be unneeded before `reconcile` releases it, in s.
 GONE_S = 120.0
-_LEASE_NAME = re.compile(r"([^/@]+)/([^/@]+)@([^/@]+)")
+#: A claim's lease begins with this, so that no other lease that does not expire is taken for one.
+_PREFIX = "claim:"
+_LEASE_NAME = re.compile(_PREFIX + r"([^/@]+)/([^/@]+)@([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
 
 class ClaimName(NamedTuple):
@@ -50,11 +52,11 @@ class ClaimName(NamedTuple):
     @property
     def lease(self) -> str:
         """The name of its lease, which `yunion-mps who` shows."""
-        return f"{self.namespace}/{self.name}@{self.uid}"
+        return f"{_PREFIX}{self.namespace}/{self.name}@{self.uid}"
 
     @classmethod
     def of(cls, lease: LeaseRecord) -> ClaimName | None:
-        """The claim of a lease, None if it has another holder."""
+        """The claim of a lease, None if it has another holder, which may be root on the host."""
         match = _LEASE_NAME.fullmatch(lease["name"] or "")
         if not match or lease["binding"] != "name" or lease["expires"] is not None:
             return None
