@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
 #: How long a lease has to be unneeded before `reconcile` releases it, in s.
 GONE_S = 120.0
-#: A claim's lease begins with this, so that no other lease that does not expire is taken for one.
+#: The names of claims' leases begin with this, which tells them from other leases that do not expire.
 _PREFIX = "claim:"
 _LEASE_NAME = re.compile(_PREFIX + r"([^/@]+)/([^/@]+)@([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
