@@ -111,6 +111,7 @@ class Node(Closes):
             "resolvConf": "",
             "oomScoreAdj": 0,
             "syncFrequency": "5s",
+            "nodeStatusUpdateFrequency": "1s",
         }
         path.write_text(json.dumps(config))
         return path
