@@ -146,11 +146,14 @@ class Node(Closes):
     def wait_allocatable(self, number: int, resource: str = RESOURCE) -> None:
         eventually(lambda: self.allocatable(resource) == number, f"{number} of {resource}")
 
+    def devices(self) -> list[Object]:
+        """The devices of all slices."""
+        slices = self.cluster.get(f"{_DRA}/resourceslices")["items"]
+        return [device for one in slices for device in one["spec"].get("devices", ())]
+
     def published(self) -> int:
         """How many devices without a taint are published."""
-        slices = self.cluster.get(f"{_DRA}/resourceslices")["items"]
-        devices = [device for one in slices for device in one["spec"].get("devices", ())]
-        return sum("taints" not in device for device in devices)
+        return sum("taints" not in device for device in self.devices())
 
     def wait_published(self, number: int) -> None:
         eventually(lambda: self.published() == number, f"{number} devices in slices")

@@ -10,7 +10,7 @@ import pytest
 from cluster.control_plane import ApiError
 from cluster.node import Node, named
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import leases_of
+from integration.lease_host import leases_of, take
 from kubernetes.containerd import Container
 from kubernetes.kubelet import KubeletPlugin
 from simhost.host import IN_UNITS
@@ -61,7 +61,15 @@ def test_claims_consume_the_memory_of_a_pool(node: Node) -> None:
     node.start_plugin(dra=True)
     node.wait_published(1)
     trainer = node.create_example("dra-memory")
-    containers = [node.run(named(trainer, name)) for name in ("first", "second")]
+    job = take(node.daemon, "holder.name=job&holder.ttl_s=0&memory_mib=6144")["id"]
+    eventually(
+        lambda: node.devices()[0]["capacity"]["memory"]["value"] == "10Gi", "the memory that the job leaves"
+    )
+    containers = [node.run(named(trainer, "first"))]
+    node.create(named(trainer, "second"))
+    node.wait_pending("second", "cannot allocate all claims")
+    node.daemon.ask("DELETE", f"/v1/leases/{job}")
+    containers.append(node.wait_running("second"))
     assert [one.environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] for one in containers] == ["0=6144M"] * 2
     node.create(named(trainer, "third"))  # of 16 GiB
     node.wait_pending("third", "cannot allocate all claims")

@@ -55,6 +55,12 @@ def pool(gpu: int, **changed: object) -> answers.Pool:
     return cast("answers.Pool", made)
 
 
+def lease(gpu: int, memory_mib: int, name: str = "theirs") -> answers.LeaseRecord:
+    """A lease of so much memory of a GPU."""
+    budget = {"gpu": f"{gpu:02x}:00.0", "memory_mib": memory_mib}
+    return cast("answers.LeaseRecord", {"id": name, "budgets": [budget]})
+
+
 def gpu_of(gpu: int) -> answers.Gpu:
     made = {
         "uuid": uuid_of(gpu),
@@ -67,12 +73,13 @@ def gpu_of(gpu: int) -> answers.Gpu:
 def facts(
     devices: list[answers.Device] | None = None,
     pools: list[answers.Pool] | None = None,
-    other_leases: set[str] | None = None,
+    other_leases: list[answers.LeaseRecord] | None = None,
 ) -> HostFacts:
     uuids = {one["gpu_uuid"] for one in [*(devices or []), *(pools or [])]}
     gpus = {uuid: gpu_of(int(uuid[-12:], 16)) for uuid in uuids}
     domains, roots = dict.fromkeys(uuids, "host"), dict.fromkeys(uuids, "pci0000:00")
-    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", other_leases or set())
+    others = {one["id"]: one for one in other_leases or ()}
+    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", others)
 
 
 def shares(gpus: int, each: int, **changed: object) -> list[OfferedDevice]:

@@ -58,14 +58,14 @@ def _check_device(device: dict[str, Any]) -> None:
     for name, capacity in device["capacity"].items():
         assert re.fullmatch(_QUALIFIED, name), name
         assert re.fullmatch(_QUANTITY, capacity["value"]), capacity["value"]
-        _check_policy(capacity, is_shared=device.get("allowMultipleAllocations", False))
+        check_policy(capacity, is_shared=device.get("allowMultipleAllocations", False))
     for taint in device.get("taints", ()):
         assert re.fullmatch(_TAINT_KEY, taint["key"]), taint["key"]
         assert taint["effect"] in ("None", "NoSchedule", "NoExecute"), taint["effect"]
     assert device.get("taints") != [], "taints"
 
 
-def _check_policy(capacity: dict[str, Any], *, is_shared: bool) -> None:
+def check_policy(capacity: dict[str, Any], *, is_shared: bool) -> None:
     if "requestPolicy" not in capacity:
         return
     assert is_shared, "a requestPolicy without allowMultipleAllocations"

@@ -12,15 +12,14 @@ from yunion_mps.kubernetes.dra_devices import (
     ClaimRequest,
     architecture_of,
     bus_id,
-    memory_quantity,
     offered_devices,
-    percentage_quantity,
-    quantity,
     requested_by,
     version_of,
 )
+from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
 
-from kubernetes.offers import V100, facts, pool, share, uuid_of
+from kubernetes.offers import V100, facts, lease, pool, share, uuid_of
+from kubernetes.slice_rules import check_policy
 
 
 def test_a_share_has_its_attributes_and_budget() -> None:
@@ -91,7 +90,7 @@ def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
 def test_a_device_that_no_pod_should_get_has_a_taint(
     changed: dict[str, str], taint: str, is_healthy: bool
 ) -> None:
-    (one,) = offered_devices(facts([share(6, 0, **changed)], other_leases={"theirs"}))
+    (one,) = offered_devices(facts([share(6, 0, **changed)], other_leases=[lease(6, 4096)]))
     assert (one.taint, one.is_healthy) == (taint, is_healthy)
     assert bool(one.reason) == bool(taint)
 
@@ -99,6 +98,33 @@ def test_a_device_that_no_pod_should_get_has_a_taint(
 def test_a_pool_that_does_not_serve_has_a_taint() -> None:
     (one,) = offered_devices(facts(pools=[pool(6, state="unavailable", reason="x", reason_code="gpu_lost")]))
     assert (one.taint, one.reason, one.is_healthy) == ("gpu_lost", "x", False)
+
+
+@pytest.mark.parametrize(
+    ("leased_mib", "left_mib", "taint"),
+    [(0, 3072, ""), (512, 2048, ""), (1024, 2048, ""), (2000, 1024, ""), (2049, 1024, "leased"),
+     (3072, 1024, "leased")],
+)  # fmt: skip
+def test_a_pool_lacks_the_memory_that_others_have_leased(leased_mib: int, left_mib: int, taint: str) -> None:
+    leases = [lease(6, leased_mib), lease(7, 3072, "of another GPU")]
+    leases = leases if leased_mib else leases[1:]
+    (one,) = offered_devices(
+        facts(pools=[pool(6, memory_unit_mib=1024, memory_mib=3072)], other_leases=leases)
+    )
+    memory = one.device["capacity"]["memory"]
+    assert memory["value"] == memory_quantity(left_mib)
+    check_policy(dict(memory), is_shared=True)
+    assert (one.taint, bool(one.reason), one.is_healthy) == (taint, bool(taint), True)
+
+
+def test_what_is_reserved_beside_the_leases_of_others_is_no_capacity() -> None:
+    reserving = pool(6, memory_unit_mib=1024, memory_reserve_mib=1024, memory_mib=15360)
+    for leases, left in (([], "16Gi"), ([lease(6, 2048)], "13Gi"), ([lease(6, 14336)], "2Gi")):
+        (one,) = offered_devices(facts(pools=[reserving], other_leases=leases))
+        assert (one.device["capacity"]["memory"]["value"], one.taint) == (
+            left,
+            "leased" if left == "2Gi" else "",
+        )
 
 
 def test_only_reserved_gpus_are_offered_if_there_are_any() -> None:

@@ -87,6 +87,38 @@ def test_memory_of_a_pool_is_leased_by_the_amount(daemon: Daemon, cluster: Clust
         assert kubelet.prepared(claims[2])
 
 
+def test_memory_leased_on_the_host_is_no_capacity_of_a_pool(daemon: Daemon, cluster: Cluster) -> None:
+    host = daemon.host
+    host.divide(IN_UNITS)
+    daemon.start().wait_ready()
+    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+        kubelet.register()
+        kubelet.wait_published(1)
+
+        def wait_capacity(value: str, *taints: str) -> None:
+            def is_published() -> bool:
+                (device,) = kubelet.devices()
+                found = [one["key"] for one in device.get("taints", ())]
+                return (device["capacity"]["memory"]["value"], found) == (value, [*taints])
+
+            eventually(is_published, f"a capacity of {value}")
+
+        claim = kubelet.allocate("trainer", ["00-06-0"], {"memory": "2Gi"})
+        kubelet.prepared(claim)
+        jobs = [
+            take(daemon, f"holder.name=job-{mib}&holder.ttl_s=0&memory_mib={mib}")["id"]
+            for mib in (8192, 4096)
+        ]
+        wait_capacity("4Gi")
+        assert cluster.requests["PUT"] <= 2, "the claim's lease changes nothing, and the jobs' few writes"
+        for job in jobs:
+            assert daemon.ask("DELETE", f"/v1/leases/{job}")[0] == 200
+        wait_capacity("16Gi")
+        assert kubelet.unprepare(claim) == []
+        take(daemon, "holder.name=job&holder.ttl_s=0&memory_mib=16384")
+        wait_capacity("1Gi", f"{DRIVER}/leased")
+
+
 def test_a_driver_killed_between_steps_loses_nothing(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:

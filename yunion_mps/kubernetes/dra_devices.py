@@ -7,13 +7,14 @@ Nothing here does I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from yunion_mps.enums import AVAILABLE, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, LEASED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.api_objects import ApiObject
+from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
 from yunion_mps.kubernetes.resources import only_reserved, unhealthy_cause
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ _ARCHITECTURES = (
     ((5, 0), "Maxwell"),
     ((3, 0), "Kepler"),
 )
-_KIB = 1024
-_SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
-_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Ei": 1 << 60})
 
 
 class DeviceAttribute(TypedDict, total=False):
@@ -190,7 +188,7 @@ class HostFacts(NamedTuple):
     domains: Mapping[str, str]
     pcie_roots: Mapping[str, str]
     driver_version: str
-    other_leases: Collection[str]
+    other_leases: Mapping[str, answers.LeaseRecord]
 
 
 class ClaimRequest(NamedTuple):
@@ -208,7 +206,7 @@ def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
     for gpu in (*devices, *pools):
         if gpu["gpu_uuid"] not in common:
             common[gpu["gpu_uuid"]] = _attributes(gpu["gpu_uuid"], gpu["model"], gpu["numa_node"], facts)
-    return [*(_share(one, facts, common) for one in devices), *(_pool(one, common) for one in pools)]
+    return [*(_share(one, facts, common) for one in devices), *(_pool(one, facts, common) for one in pools)]
 
 
 def device_name(address: str) -> str:
@@ -277,22 +275,29 @@ def _copied(text: str) -> str:
     return text.encode().decode()
 
 
-def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
+def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
     """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion.
 
-    What is consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
+    The capacity is what claims can have together, so it lacks what other programs have leased. What is
+    consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
     unit_mib = one["memory_unit_mib"]
     reserve_mib = _in_units(one["memory_reserve_mib"], unit_mib)
     least_mib = unit_mib + reserve_mib
-    whole_mib = max(least_mib, (one["memory_mib"] + one["memory_reserve_mib"]) // unit_mib * unit_mib)
+    taken_mib = _taken_mib(one, facts.other_leases.values())
+    left_mib = (one["memory_mib"] + one["memory_reserve_mib"] - taken_mib) // unit_mib * unit_mib
+    whole_mib = max(least_mib, left_mib)  # the API server refuses a capacity of less than the default
     amounts: RequestRange = {"min": memory_quantity(least_mib)}
     if least_mib < whole_mib:  # the API server refuses a min + step that exceeds the value
         amounts["step"] = memory_quantity(unit_mib)
     policy: RequestPolicy = {"default": memory_quantity(least_mib), "validRange": amounts}
     is_healthy = one["state"] == AVAILABLE
-    taint = "" if is_healthy else one["reason_code"] or one["state"]
+    taint, reason = "", ""
+    if not is_healthy:
+        taint, reason = one["reason_code"] or one["state"], one["reason"]
+    elif taken_mib and left_mib < least_mib:
+        taint, reason = LEASED, "its memory is leased to other programs"
     return OfferedDevice(
         name=device_name(one["addr"]),
         address=one["addr"],
@@ -302,9 +307,19 @@ def _pool(one: answers.Pool, common: GpuAttributes) -> OfferedDevice:
         budget_enforced=one["budget_enforced"],
         capacity={MEMORY: {"value": memory_quantity(whole_mib), "requestPolicy": policy}},
         taint=taint.replace(" ", "_"),
-        reason="" if is_healthy else one["reason"],
+        reason=reason,
         is_healthy=is_healthy,
         reserve_mib=reserve_mib,
+    )
+
+
+def _taken_mib(pool: answers.Pool, other_leases: Iterable[answers.LeaseRecord]) -> int:
+    """The memory of the pool that no claim can have, because other holders have leased it."""
+    return sum(
+        budget["memory_mib"] + pool["memory_reserve_mib"]
+        for lease in other_leases
+        for budget in lease["budgets"]
+        if budget["gpu"] == pool["addr"]
     )
 
 
@@ -357,32 +372,3 @@ def version_of(text: str) -> str:
     """The version as semver.org spells it: three numbers without leading zeros; empty if it is none."""
     numbers = re.findall(r"[0-9]+", text)[:3]
     return ".".join(str(int(number)) for number in [*numbers, "0", "0"][:3]) if numbers else ""
-
-
-# -- quantities
-
-
-def memory_quantity(mib: int) -> str:
-    """The amount as the API server writes it: with the largest unit of which it is a multiple."""
-    for suffix in ("Mi", "Gi", "Ti"):
-        if mib % _KIB or suffix == "Ti":
-            return f"{mib}{suffix}"
-        mib //= _KIB
-    raise AssertionError("not reached")
-
-
-def percentage_quantity(percentage: float) -> str:
-    """33.3 as 33300m, and 25.0 as 25, as the API server writes them."""
-    thousandths = round(percentage * 1000)
-    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
-
-
-def quantity(text: str) -> float:
-    """The value of a quantity (k8s.io/apimachinery, pkg/api/resource); raises InfeasibleError."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
-    if not match:
-        raise InfeasibleError(f"{text[:_MAX_VALUE]!r} is not a quantity", "see the claim's consumedCapacity")
-    number, exponent, suffix = match.groups()
-    if suffix == "m":
-        return float(number) / 1000
-    return float(number) * 10.0 ** int(exponent or 0) * _SUFFIXES[suffix or ""]

@@ -101,7 +101,7 @@ class DraHost:
         pools = (await call(GET_POOLS))["pools"]
         devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
-        others = {lease["id"] for lease in leases if not is_claim_lease(lease)}
+        others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
 
     def _pcie_root(self, address: str) -> str:

@@ -1,0 +1,39 @@
+"""Quantities, as Kubernetes writes amounts: 6Gi, 33300m (k8s.io/apimachinery, pkg/api/resource)."""
+
+from __future__ import annotations
+
+import re
+
+from yunion_mps.errors import InfeasibleError
+
+_KIB = 1024
+_SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
+_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Ei": 1 << 60})
+#: How much of what is not a quantity is shown.
+_MAX_SHOWN = 64
+
+
+def memory_quantity(mib: int) -> str:
+    """The amount as the API server writes it: with the largest unit of which it is a multiple."""
+    for suffix in ("Mi", "Gi", "Ti"):
+        if mib % _KIB or suffix == "Ti":
+            return f"{mib}{suffix}"
+        mib //= _KIB
+    raise AssertionError("not reached")
+
+
+def percentage_quantity(percentage: float) -> str:
+    """33.3 as 33300m, and 25.0 as 25, as the API server writes them."""
+    thousandths = round(percentage * 1000)
+    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
+
+
+def quantity(text: str) -> float:
+    """The value of a quantity; raises InfeasibleError."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
+    if not match:
+        raise InfeasibleError(f"{text[:_MAX_SHOWN]!r} is not a quantity", "see the claim's consumedCapacity")
+    number, exponent, suffix = match.groups()
+    if suffix == "m":
+        return float(number) / 1000
+    return float(number) * 10.0 ** int(exponent or 0) * _SUFFIXES[suffix or ""]
