@@ -77,6 +77,16 @@ def test_claims_consume_the_memory_of_a_pool(node: Node) -> None:
     assert_leased_to(node.daemon, containers[1], node.wait_running("third"))
 
 
+def test_two_shares_are_scheduled_only_where_they_can_be_combined(node: Node, driver: KubeletPlugin) -> None:
+    trainer = node.create_example("dra-two-shares")
+    node.create(named(trainer, "trainer"))
+    node.wait_pending("trainer", "cannot allocate all claims")
+    node.daemon.configure(cuda_mps_combine=2)
+    assert node.daemon.ask("POST", "/v1/reload")[0] == 200
+    driver.restart()  # it would notice within a minute
+    assert node.wait_running("trainer").environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+
+
 def test_claims_are_kept_whichever_program_is_killed(node: Node, driver: KubeletPlugin) -> None:
     trainer = node.create_example("dra-one-device")
     containers = [node.run(named(trainer, "first"))]

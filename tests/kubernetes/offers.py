@@ -74,10 +74,14 @@ def facts(
     devices: list[answers.Device] | None = None,
     pools: list[answers.Pool] | None = None,
     other_leases: list[answers.LeaseRecord] | None = None,
+    memory_limit_mib: int | None = 4096,
+    thread_percentage: float = 25.0,
 ) -> HostFacts:
     uuids = {one["gpu_uuid"] for one in [*(devices or []), *(pools or [])]}
     gpus = {uuid: gpu_of(int(uuid[-12:], 16)) for uuid in uuids}
-    domains, roots = dict.fromkeys(uuids, "host"), dict.fromkeys(uuids, "pci0000:00")
+    limits = {"memory_limits_mib": [memory_limit_mib] * len(uuids), "thread_percentage": thread_percentage}
+    domain = cast("answers.Domain", {"name": "host", "gpus": list(uuids), **limits})
+    domains, roots = dict.fromkeys(uuids, domain), dict.fromkeys(uuids, "pci0000:00")
     others = {one["id"]: one for one in other_leases or ()}
     return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", others)
 

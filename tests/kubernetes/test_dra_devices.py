@@ -40,9 +40,22 @@ def test_a_share_has_its_attributes_and_budget() -> None:
             "address": {"string": "3b:00.0-2"},
             "type": {"string": "share"},
             "budgetEnforced": {"bool": True},
+            "combinable": {"int": 1},
         },
         "capacity": {"memory": {"value": "4Gi"}, "smPercentage": {"value": "33300m"}},
     }
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "percentage", "number"),
+    [(4096, 25.0, 1), (8192, 50.0, 2), (12288, 74.9, 2), (12288, 75.0, 3), (16384, 100.0, 4),
+     (8191, 100.0, 1), (None, 100.0, 1)],
+)  # fmt: skip
+def test_a_share_tells_how_many_of_its_size_can_be_combined(
+    limit_mib: int | None, percentage: float, number: int
+) -> None:
+    (one,) = offered_devices(facts([share(6, 0)], memory_limit_mib=limit_mib, thread_percentage=percentage))
+    assert one.device["attributes"]["combinable"] == {"int": number}
 
 
 def test_a_pool_is_one_device_whose_memory_is_consumed_in_units() -> None:

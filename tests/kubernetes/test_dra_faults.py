@@ -11,9 +11,12 @@ from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
 from yunion_mps.kubernetes.dra_devices import DRIVER
+from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.paths import Paths
+from yunion_mps.tasks import first_of
 
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.gateway_host import free_port
 from integration.lease_host import leases_of, needs_root, stranger, take
 from kubernetes.cluster import Cluster
@@ -60,6 +63,23 @@ def test_two_shares_of_one_gpu_are_one_budget(
     assert (len(first.cdi_device_ids), second.cdi_device_ids) == (1, ()), "a container has it once"
     (lease,) = leases_of(ready_daemon)
     assert lease["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+
+
+def test_a_change_of_what_can_be_combined_is_noticed(ready_daemon: Daemon) -> None:
+    host = DraHost(Paths(str(ready_daemon.host.root)), Counts(), change_wait_s=1)
+
+    async def wait(number: int) -> None:
+        while not host.offered or {one.combinable for one in host.offered} != {number}:
+            await host.changed.wait()
+
+    async def change() -> None:
+        await wait(1)
+        for number in (3, 2):  # the first change may be seen by the reading of what was there at the start
+            ready_daemon.configure(cuda_mps_combine=number)
+            assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+            await wait(number)
+
+    asyncio.run(asyncio.wait_for(first_of(host.run(), change()), PATIENCE_S))
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})

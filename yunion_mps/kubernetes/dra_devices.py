@@ -146,8 +146,9 @@ class OfferedDevice(NamedTuple):
     """A device that can be allocated: a share, or a GPU whose memory is leased in units.
 
     `taint` is why no other pod should get it, as a reason code or a state; empty if one may. `reason` says so
-    in words. `reserve_mib` is the part of a pool's allocation that its lease does not get. The attributes of
-    its GPU and the capacity are the same objects for many devices, because a host may have thousands.
+    in words. `reserve_mib` is the part of a pool's allocation that its lease does not get; `combinable` is
+    how many shares of this size a claim can have of its GPU. The attributes of the GPU and the capacity are
+    the same objects for many devices, because a host may have thousands.
     """
 
     name: str
@@ -161,6 +162,7 @@ class OfferedDevice(NamedTuple):
     reason: str
     is_healthy: bool
     reserve_mib: int = 0
+    combinable: int = 1
 
     @property
     def device(self) -> SliceDevice:
@@ -174,6 +176,8 @@ class OfferedDevice(NamedTuple):
         made: SliceDevice = {"name": self.name, "attributes": attributes, "capacity": {**self.capacity}}
         if self.is_pool:
             made["allowMultipleAllocations"] = True
+        else:
+            attributes["combinable"] = {"int": self.combinable}
         if self.taint:
             made["taints"] = [{"key": f"{DRIVER}/{self.taint}", "effect": NO_SCHEDULE}]
         return made
@@ -185,7 +189,7 @@ class HostFacts(NamedTuple):
     devices: Sequence[answers.Device]
     pools: Sequence[answers.Pool]
     gpus: Mapping[str, answers.Gpu]
-    domains: Mapping[str, str]
+    domains: Mapping[str, answers.Domain]
     pcie_roots: Mapping[str, str]
     driver_version: str
     other_leases: Mapping[str, answers.LeaseRecord]
@@ -259,7 +263,19 @@ def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> Offe
         taint=taint.replace(" ", "_"),
         reason=cause,
         is_healthy=one["state"] != UNAVAILABLE,
+        combinable=_combinable(one, facts.domains.get(one["gpu_uuid"])),
     )
+
+
+def _combinable(one: answers.Device, domain: answers.Domain | None) -> int:
+    """How many such devices of its GPU can be one budget, by the limits of its control daemon."""
+    if domain is None:
+        return 1
+    limit_mib = domain["memory_limits_mib"][domain["gpus"].index(one["gpu_uuid"])]
+    number = (limit_mib or 0) // one["memory_mib"]
+    if domain["thread_percentage"] < 100:
+        number = min(number, round(domain["thread_percentage"] * 10) // round(one["thread_percentage"] * 10))
+    return max(1, number)
 
 
 @lru_cache
@@ -336,7 +352,7 @@ def _attributes(
         "uuid": uuid,
         "productName": model or "",
         "architecture": architecture_of(gpu["compute_capability"] if gpu else None),
-        "mpsDomain": facts.domains.get(uuid, ""),
+        "mpsDomain": facts.domains[uuid]["name"] if uuid in facts.domains else "",
         _PCI_BUS_ID: bus_id(gpu["pci_address"]) if gpu else "",
         _PCIE_ROOT: facts.pcie_roots.get(uuid, ""),
     }

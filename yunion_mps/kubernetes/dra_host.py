@@ -26,7 +26,7 @@ from yunion_mps.tasks import first_of
 log = logging.getLogger(__name__)
 
 #: How long each request for a change waits, in s.
-_CHANGE_WAIT_S = 60
+CHANGE_WAIT_S = 60
 #: The pause between two requests, in s: many changes at once cause few of them, and failures are retried.
 _PAUSE_S = 0.2
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
@@ -38,11 +38,14 @@ _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 class DraHost:
     """`offered` are the devices, None until the daemon has answered; `changed` is set when they change."""
 
-    def __init__(self, paths: Paths, counts: Counts, outage_s: float = OUTAGE_S) -> None:
+    def __init__(
+        self, paths: Paths, counts: Counts, outage_s: float = OUTAGE_S, change_wait_s: int = CHANGE_WAIT_S
+    ) -> None:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._counts = counts
         self._outage_s = outage_s
+        self._change_wait_s = change_wait_s
         self._stale = asyncio.Event()
         self._failing_since_s = 0.0
         self.offered: Sequence[OfferedDevice] | None = None
@@ -78,7 +81,7 @@ class DraHost:
         while True:
             try:
                 etag = await self._note_change(operation, **arguments, **condition)
-                condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+                condition = {"if_none_match": etag, "wait_s": self._change_wait_s}
             except YunionError:
                 condition = {}
                 self._stale.set()  # the attempt to read everything reports it
@@ -86,9 +89,8 @@ class DraHost:
 
     async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
         """Wait for a change, and return its ETag; an answer kept until the next one takes much memory."""
-        answer, etag = await self._daemon.call_if_changed(operation, **arguments)
-        if answer is not None:
-            self._stale.set()
+        _, etag = await self._daemon.call_if_changed(operation, **arguments)
+        self._stale.set()  # also after a wait without a change: the control daemons' limits may have changed
         return etag
 
     async def _facts(self) -> HostFacts:
@@ -96,7 +98,7 @@ class DraHost:
         gpus = {gpu["uuid"]: gpu for gpu in (await call(GET_GPUS))["gpus"] if gpu["uuid"]}
         roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
         status = await call(GET_STATUS)
-        domains = {uuid: domain["name"] for domain in status["domains"] for uuid in domain["gpus"]}
+        domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
         driver_version = status["driver"]["version"] or ""
         pools = (await call(GET_POOLS))["pools"]
         devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
