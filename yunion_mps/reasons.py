@@ -52,324 +52,195 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
     return hint.replace("{pid}", str(pid or "PID"))
 
 
+# fmt: off
 # -- GPUs
 
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
 GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.", _REPAIRED)
-GPU_FAULT = _code(
-    "gpu_fault",
-    "The driver reported a fatal GPU error (Xid).",
-    "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
-)
-GPU_ERROR = _code(
-    "gpu_error", "The driver cannot use the GPU, or reports no information about it.", _REPAIRED
-)
+GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
+    "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload")
+GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no information about it.",
+    _REPAIRED)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
-MIG_ENABLED = _code(
-    "mig_enabled",
-    "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
-    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload",
-)
-MPS_UNSUPPORTED = _code(
-    "mps_unsupported",
-    "The GPU is too old for MPS.",
-    "remove it from the device file, then: yunion-mps reload",
-)
-BUDGET_NOT_ENFORCED = _code(
-    "budget_not_enforced",
+MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
+    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload")
+MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
+    "remove it from the device file, then: yunion-mps reload")
+BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
     "The GPU is older than Volta: MPS serves it but enforces no limits.",
-    "run only jobs that stay within their budgets; find those that do not: yunion-mps who",
-)
+    "run only jobs that stay within their budgets; find those that do not: yunion-mps who")
 
-VGPU = _code(
-    "vgpu",
-    "The GPU is a vGPU, or hosts vGPUs for virtual machines.",
-    "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU",
-)
-CLIENT_LIMIT = _code(
-    "client_limit",
-    "The GPU has almost reached the MPS client limit.",
-    "list the clients: yunion-mps who --clients",
-)
-DEVICE_NODES = _code(
-    "device_nodes",
+VGPU = _code("vgpu", "The GPU is a vGPU, or hosts vGPUs for virtual machines.",
+    "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU")
+CLIENT_LIMIT = _code("client_limit", "The GPU has almost reached the MPS client limit.",
+    "list the clients: yunion-mps who --clients")
+DEVICE_NODES = _code("device_nodes",
     "A device node of the GPU is missing, or users are not permitted to open it.",
-    "create the nodes: nvidia-modprobe -u -c=0; check their modes: ls -l /dev/nvidia*",
-)
+    "create the nodes: nvidia-modprobe -u -c=0; check their modes: ls -l /dev/nvidia*")
 
 # -- compute modes
 
-COMPUTE_MODE_PROHIBITED = _code(
-    "compute_mode_prohibited",
+COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
-    "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
-)
-COMPUTE_MODE_REFUSED = _code(
-    "compute_mode_refused",
-    "The GPU's compute mode cannot be set.",
-    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep",
-)
-COMPUTE_MODE_CHANGED = _code(
-    "compute_mode_changed",
+    "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload")
+COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
+    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep")
+COMPUTE_MODE_CHANGED = _code("compute_mode_changed",
     "The GPU's compute mode differs from the configured one.",
-    "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep",
-)
+    "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep")
 
 # -- the driver
 
-DRIVER_MISSING = _code(
-    "driver_missing",
-    "The NVIDIA driver's library is not installed.",
-    "install the NVIDIA driver with its libraries, then check it: nvidia-smi",
-)
-DRIVER_NOT_LOADED = _code(
-    "driver_not_loaded",
-    "The NVIDIA driver's kernel module is not loaded.",
-    "load it: modprobe nvidia; if that fails: dmesg | grep -i nvidia",
-)
-DRIVER_MISMATCH = _code(
-    "driver_mismatch",
+DRIVER_MISSING = _code("driver_missing", "The NVIDIA driver's library is not installed.",
+    "install the NVIDIA driver with its libraries, then check it: nvidia-smi")
+DRIVER_NOT_LOADED = _code("driver_not_loaded", "The NVIDIA driver's kernel module is not loaded.",
+    "load it: modprobe nvidia; if that fails: dmesg | grep -i nvidia")
+DRIVER_MISMATCH = _code("driver_mismatch",
     "The versions of the driver's library and its kernel module differ.",
-    "reboot, or reload the kernel module",
-)
-DRIVER_HUNG = _code(
-    "driver_hung",
-    "A call to the NVIDIA driver does not return.",
-    "check: dmesg | grep -iE 'nvrm|xid'; reboot if the driver stays hung",
-)
-DRIVER_ERROR = _code(
-    "driver_error",
-    "The NVIDIA driver refused a call.",
-    "see: dmesg | grep -i nvidia; try: nvidia-smi",
-)
+    "reboot, or reload the kernel module")
+DRIVER_HUNG = _code("driver_hung", "A call to the NVIDIA driver does not return.",
+    "check: dmesg | grep -iE 'nvrm|xid'; reboot if the driver stays hung")
+DRIVER_ERROR = _code("driver_error", "The NVIDIA driver refused a call.",
+    "see: dmesg | grep -i nvidia; try: nvidia-smi")
 
 # -- control daemons, MPS servers and their limits
 
 DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not running.", "start it: yunion-mps reload")
-DOMAIN_STARTING = _code(
-    "domain_starting", "The control daemon is starting and does not answer yet.", f"wait a moment; {_EVENTS}"
-)
-DOMAIN_APPLYING = _code(
-    "domain_applying", "The limits are being set and read back.", f"wait a moment; {_EVENTS}"
-)
+DOMAIN_STARTING = _code("domain_starting", "The control daemon is starting and does not answer yet.",
+    f"wait a moment; {_EVENTS}")
+DOMAIN_APPLYING = _code("domain_applying", "The limits are being set and read back.",
+    f"wait a moment; {_EVENTS}")
 DOMAIN_STOPPING = _code("domain_stopping", "The control daemon is waiting for its jobs to end.", _CLIENTS)
-DOMAIN_NOT_READY = _code(
-    "domain_not_ready", "The domain that serves the GPU is not ready; see the reason of the domain.", _EVENTS
-)
+DOMAIN_NOT_READY = _code("domain_not_ready",
+    "The domain that serves the GPU is not ready; see the reason of the domain.",
+    _EVENTS)
 NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: yunion-mps reload")
-GPU_NOT_SERVED = _code(
-    "gpu_not_served",
+GPU_NOT_SERVED = _code("gpu_not_served",
     "The running control daemon does not serve the GPU; it is replaced once its jobs have ended.",
-    f"wait for its jobs to end; {_CLIENTS}",
-)
+    f"wait for its jobs to end; {_CLIENTS}")
 #: Why devices may be unavailable only until their control daemon has started or has been replaced.
 TEMPORARY = frozenset({DOMAIN_NOT_READY, GPU_NOT_SERVED})
-PROGRAM_MISSING = _code(
-    "program_missing", "A required program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
-)
+PROGRAM_MISSING = _code("program_missing", "A required program is not installed.",
+    "install it; for MPS: nvidia-cuda-mps-control")
 CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon exited unexpectedly.", _RETRIED)
-CONTROL_DAEMON_SILENT = _code(
-    "control_daemon_silent",
+CONTROL_DAEMON_SILENT = _code("control_daemon_silent",
     "The control daemon is running but does not answer, or cannot be reached.",
-    f"wait for its jobs to end; it then restarts automatically; {_CLIENTS}",
-)
-CONTROL_DAEMON_BUSY = _code(
-    "control_daemon_busy",
+    f"wait for its jobs to end; it then restarts automatically; {_CLIENTS}")
+CONTROL_DAEMON_BUSY = _code("control_daemon_busy",
     "Other processes are connected to the control daemon and keep it from answering.",
-    "end the processes that the reason names, or let only one group connect: set cuda_mps_pipe_group",
-)
-CONTROL_DAEMON_ERROR = _code(
-    "control_daemon_error", "The control daemon gave an unexpected answer.", _RETRIED
-)
-CONTROL_DAEMON_LEFT = _code(
-    "control_daemon_left",
+    "end the processes that the reason names, or let only one group connect: set cuda_mps_pipe_group")
+CONTROL_DAEMON_ERROR = _code("control_daemon_error", "The control daemon gave an unexpected answer.",
+    _RETRIED)
+CONTROL_DAEMON_LEFT = _code("control_daemon_left",
     "A control daemon from an earlier run is still running and was not adopted.",
-    _DOCTOR,
-)
-OTHER_CONTROL_DAEMON = _code(
-    "other_control_daemon",
+    _DOCTOR)
+OTHER_CONTROL_DAEMON = _code("other_control_daemon",
     "A control daemon of another program is running; its clients get none of the configured limits.",
-    "stop it once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
-)
-ADOPTION_REFUSED = _code(
-    "adoption_refused",
-    "A running control daemon cannot be adopted.",
-    "stop it once its jobs have ended, or change the configuration to match it",
-)
-SERVERS_ORPHANED = _code(
-    "servers_orphaned",
+    "stop it once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control")
+ADOPTION_REFUSED = _code("adoption_refused", "A running control daemon cannot be adopted.",
+    "stop it once its jobs have ended, or change the configuration to match it")
+SERVERS_ORPHANED = _code("servers_orphaned",
     "MPS servers are still running, but their control daemon is gone.",
-    f"wait for their jobs to end; {_CLIENTS}",
-)
-SERVER_FAILED = _code(
-    "server_failed",
-    "An MPS server failed, and its jobs with it.",
-    "wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients",
-)
-LIMITS_NOT_IN_EFFECT = _code(
-    "limits_not_in_effect", "A limit was set, but a different value was read back.", _RETRIED
-)
-LIMITS_OVERWRITTEN = _code(
-    "limits_overwritten",
+    f"wait for their jobs to end; {_CLIENTS}")
+SERVER_FAILED = _code("server_failed", "An MPS server failed, and its jobs with it.",
+    "wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients")
+LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
+    _RETRIED)
+LIMITS_OVERWRITTEN = _code("limits_overwritten",
     "Another program changed the control daemon's limits; the daemon has restored them.",
-    "find that program and stop it",
-)
-LIMITS_PENDING = _code(
-    "limits_pending",
+    "find that program and stop it")
+LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
-    "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain",
-)
+    "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
 
 # -- devices, leases and jobs
 
-LEASES_PENDING = _code(
-    "leases_pending",
+LEASES_PENDING = _code("leases_pending",
     "A device is added or removed once the leases of the previous division have ended.",
-    "wait for the leases to end; see who holds them: yunion-mps who",
-)
-LEASE_OUTDATED = _code(
-    "lease_outdated",
+    "wait for the leases to end; see who holds them: yunion-mps who")
+LEASE_OUTDATED = _code("lease_outdated",
     "The control daemon of a lease is gone: processes started with the lease have no limits.",
-    "release it and run the job with a new lease: yunion-mps lease release {lease}",
-)
-CLIENT_WAITING = _code(
-    "client_waiting",
+    "release it and run the job with a new lease: yunion-mps lease release {lease}")
+CLIENT_WAITING = _code("client_waiting",
     "A process is waiting for an MPS server because another user's server is running.",
-    "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
-)
+    "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true")
 CLIENT_TERMINATED = _code("client_terminated", "A job was terminated by its owner or by root.", _EVENTS)
-CLIENT_KILLED = _code(
-    "client_killed", "A job was killed because it did not end in time when the daemon stopped.", _EVENTS
-)
-PROCESS_OUTSIDE_MPS = _code(
-    "process_outside_mps", "A process uses the GPU outside MPS, so no budget limits it.", _END_JOB
-)
+CLIENT_KILLED = _code("client_killed",
+    "A job was killed because it did not end in time when the daemon stopped.",
+    _EVENTS)
+PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
+    "A process uses the GPU outside MPS, so no budget limits it.",
+    _END_JOB)
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
-ENVIRONMENT = _code(
-    "environment",
+ENVIRONMENT = _code("environment",
     "An environment variable makes a process bypass MPS, or use limits other than its device's.",
-    "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env DEVICE",
-)
-SELFTEST_FAILED = _code(
-    "selftest_failed", "A small CUDA program did not run within a device's limits.", _DOCTOR
-)
-NOTHING_FREE = _code(
-    "nothing_free",
-    "No suitable device is free now.",
-    "see who holds the devices: yunion-mps who; or wait for one",
-)
-RESERVED = _code(
-    "reserved",
-    "The devices are reserved by `reserved_for` in host_container_device.yml.",
-    "use other devices, or remove reserved_for from the entry of their GPU",
-)
-INFEASIBLE = _code(
-    "infeasible",
-    "The request could not be satisfied even if every device were free.",
-    "list the host's devices: yunion-mps list",
-)
+    "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env DEVICE")
+SELFTEST_FAILED = _code("selftest_failed", "A small CUDA program did not run within a device's limits.",
+    _DOCTOR)
+NOTHING_FREE = _code("nothing_free", "No suitable device is free now.",
+    "see who holds the devices: yunion-mps who; or wait for one")
+RESERVED = _code("reserved", "The devices are reserved by `reserved_for` in host_container_device.yml.",
+    "use other devices, or remove reserved_for from the entry of their GPU")
+INFEASIBLE = _code("infeasible", "The request could not be satisfied even if every device were free.",
+    "list the host's devices: yunion-mps list")
 
 # -- the host and the daemon
 
-DISABLED = _code(
-    "disabled",
-    "MPS is disabled: enable_cuda_mps is false.",
-    "set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
-)
-NO_USABLE_GPU = _code(
-    "no_usable_gpu",
-    "No GPU on this host can serve devices.",
-    "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload",
-)
-INVALID_CONFIGURATION = _code(
-    "invalid_configuration",
-    "A configuration file has an error.",
-    "correct it, then verify it: yunion-mps config check",
-)
-CONFIGURATION_IGNORED = _code(
-    "configuration_ignored",
+DISABLED = _code("disabled", "MPS is disabled: enable_cuda_mps is false.",
+    "set enable_cuda_mps: true in host.conf, then: yunion-mps reload")
+NO_USABLE_GPU = _code("no_usable_gpu", "No GPU on this host can serve devices.",
+    "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload")
+INVALID_CONFIGURATION = _code("invalid_configuration", "A configuration file has an error.",
+    "correct it, then verify it: yunion-mps config check")
+CONFIGURATION_IGNORED = _code("configuration_ignored",
     "A minor setting has an error, so the daemon ignores it.",
-    "correct that line, then: yunion-mps reload",
-)
-MULTIUSER_UNSUPPORTED = _code(
-    "multiuser_unsupported",
+    "correct that line, then: yunion-mps reload")
+MULTIUSER_UNSUPPORTED = _code("multiuser_unsupported",
     "NVIDIA's control program does not support cuda_mps_multiuser.",
-    "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false",
-)
-METRICS_FILE_FAILED = _code(
-    "metrics_file_failed",
-    "The metrics text file cannot be written.",
-    "make its directory writable for root, or set another path; the daemon retries automatically",
-)
-CDI_DIRECTORY_FAILED = _code(
-    "cdi_directory_failed",
+    "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false")
+METRICS_FILE_FAILED = _code("metrics_file_failed", "The metrics text file cannot be written.",
+    "make its directory writable for root, or set another path; the daemon retries automatically")
+CDI_DIRECTORY_FAILED = _code("cdi_directory_failed",
     "The CDI files through which containers find devices cannot be written.",
-    "make the directory writable for root; the daemon retries automatically",
-)
-CDI_DRIVER_FAILED = _code(
-    "cdi_driver_failed",
+    "make the directory writable for root; the daemon retries automatically")
+CDI_DRIVER_FAILED = _code("cdi_driver_failed",
     "NVIDIA's CDI file, from which containers get the driver, cannot be used.",
-    "generate it again: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
-)
-EVENTS_NOT_WRITTEN = _code(
-    "events_not_written",
+    "generate it again: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
+EVENTS_NOT_WRITTEN = _code("events_not_written",
     "Events cannot be written to the state file and are kept in a temporary copy.",
-    "free disk space for the state file: df -h /var/lib/yunion-mps",
-)
-STATE_FILE_DAMAGED = _code(
-    "state_file_damaged",
+    "free disk space for the state file: df -h /var/lib/yunion-mps")
+STATE_FILE_DAMAGED = _code("state_file_damaged",
     "The state file was damaged and has been rebuilt from its copies.",
-    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'",
-)
-VERSION_DIFFERS = _code(
-    "version_differs",
-    "The running daemon's version differs from the installed one.",
-    "switch to the installed version without ending jobs: yunion-mps daemon-reexec",
-)
-PIPE_DIRECTORY = _code(
-    "pipe_directory",
+    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'")
+VERSION_DIFFERS = _code("version_differs", "The running daemon's version differs from the installed one.",
+    "switch to the installed version without ending jobs: yunion-mps daemon-reexec")
+PIPE_DIRECTORY = _code("pipe_directory",
     "The pipe or log directory, or a directory above it, is unsafe or not accessible to clients.",
-    "check its path: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon",
-)
-SOCKETS_REMOVED = _code(
-    "sockets_removed",
+    "check its path: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon")
+SOCKETS_REMOVED = _code("sockets_removed",
     "A cleanup program such as systemd-tmpfiles removes the MPS sockets at a certain age.",
-    "exclude the directory from the cleanup, for example in tmpfiles.d(5)",
-)
+    "exclude the directory from the cleanup, for example in tmpfiles.d(5)")
 DISK_FULL = _code("disk_full", "The pipe or log directory is full.", "free disk space: df -h DIRECTORY")
-SHM_SMALL = _code(
-    "shm_small",
-    "MPS needs /dev/shm, which is too small or not writable.",
-    "enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
-)
-ACCESS_DENIED = _code(
-    "access_denied",
-    "SELinux or AppArmor denies a program access that it needs.",
-    "see what was denied: ausearch -m avc; journalctl -k | grep -i apparmor",
-)
-SHORTAGE = _code(
-    "shortage",
-    "The daemon ran out of memory, file descriptors, processes or threads.",
-    "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'",
-)
+SHM_SMALL = _code("shm_small", "MPS needs /dev/shm, which is too small or not writable.",
+    "enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g")
+ACCESS_DENIED = _code("access_denied", "SELinux or AppArmor denies a program access that it needs.",
+    "see what was denied: ausearch -m avc; journalctl -k | grep -i apparmor")
+SHORTAGE = _code("shortage", "The daemon ran out of memory, file descriptors, processes or threads.",
+    "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'")
 BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")
-DAEMON_UNREACHABLE = _code(
-    "daemon_unreachable", "The daemon does not answer.", "see: systemctl status yunion-mps-daemon"
-)
-API_SERVER_ERROR = _code(
-    "api_server_error",
+DAEMON_UNREACHABLE = _code("daemon_unreachable", "The daemon does not answer.",
+    "see: systemctl status yunion-mps-daemon")
+API_SERVER_ERROR = _code("api_server_error",
     "The Kubernetes API server is unreachable or refused a request of the kubelet plugin; pods keep running.",
-    "see: journalctl -u yunion-mps-kubelet-plugin; check the plugin's kubeconfig or service account",
-)
+    "see: journalctl -u yunion-mps-kubelet-plugin; check the plugin's kubeconfig or service account")
 NOT_ALLOWED = _code("not_allowed", "The caller is not permitted to do this.", "retry as root or as the owner")
 NOT_FOUND = _code("not_found", "The named object does not exist.", "check the name: yunion-mps list")
 INVALID_REQUEST = _code("invalid_request", "The API does not support this request.", "see: /v1/openapi.json")
-LEASE_EXISTS = _code(
-    "lease_exists",
+LEASE_EXISTS = _code("lease_exists",
     "The caller already has a lease with this name or idempotency key, from a different request.",
-    "release it: yunion-mps lease release NAME; or use another name",
-)
-HOST_ERROR = _code(
-    "host_error", "A file, directory, user or process on the host is not in the required state.", _DOCTOR
-)
+    "release it: yunion-mps lease release NAME; or use another name")
+HOST_ERROR = _code("host_error",
+    "A file, directory, user or process on the host is not in the required state.",
+    _DOCTOR)
 FAILED = _code("failed", "The operation failed for a reason without a code of its own.", _EVENTS)
+# fmt: on
