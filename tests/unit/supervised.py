@@ -13,7 +13,7 @@ import pytest
 from yunion_mps.enums import FREE
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import scan
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.devices import devices_json
@@ -70,7 +70,7 @@ class Supervised:
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.preflight.nvml, Nvml)
-        self.supervisor.update_gpus(scan(self.preflight.nvml, self.paths), time.monotonic())
+        self.supervisor.update_gpus(Scanner(self.paths).scan(self.preflight.nvml), time.monotonic())
         return self.snapshot
 
     def accept(self) -> list[Change]:

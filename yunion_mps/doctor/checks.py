@@ -15,7 +15,7 @@ from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import machine_id, scan
+from yunion_mps.inventory.scan import Scanner, machine_id
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
@@ -93,7 +93,7 @@ class Host:
         #: Initialised NVML; raises DriverError.
         self.nvml: Lazy[Nvml] = Lazy(lambda: _open_nvml(timeout_s * _FACT_TIME_SHARE))
         #: The driver and the GPUs; raises DriverError.
-        self.inventory: Lazy[Inventory] = Lazy(lambda: scan(self.nvml(), paths))
+        self.inventory: Lazy[Inventory] = Lazy(lambda: Scanner(paths).scan(self.nvml()))
         #: The plan, and its problems that depend on the GPUs; raises DriverError and HostError.
         self.plan: Lazy[tuple[Plan, list[Problem]]] = Lazy(
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))

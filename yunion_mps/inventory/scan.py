@@ -32,14 +32,6 @@ class ServedGpus(NamedTuple):
     this_boot: bool = True
 
 
-def scan(nvml: Nvml, paths: Paths) -> Inventory:
-    """Return all NVIDIA GPUs of the host in PCI order, broken ones with their reason.
-
-    Raises DriverError if the driver does not answer.
-    """
-    return Scanner(paths).scan(nvml)
-
-
 class Scanner:
     """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added."""
 
@@ -52,9 +44,10 @@ class Scanner:
         self._is_gpu = {gpu.pci_address: True for gpu in self._known.values()}
 
     def scan(self, nvml: Nvml) -> Inventory:
-        """Like the function `scan`.
+        """Return all NVIDIA GPUs of the host in PCI order, broken ones with their reason.
 
-        A GPU without an NVML handle has no address there, but sysfs lists it, so that it is reported.
+        A GPU without an NVML handle has no address there, but sysfs lists it, so that it is reported. Raises
+        DriverError if the driver does not answer.
         """
         driver = nvml.driver()
         found, silent = nvml.gpus(self._known)

@@ -17,7 +17,7 @@ from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import load_served, machine_id, scan, with_served
+from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
 from yunion_mps.models import Config, DomainPlan, Driver, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
@@ -99,7 +99,7 @@ def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
-            inventory, gone = _with_served(scan(nvml, paths), config, paths)
+            inventory, gone = _with_served(Scanner(paths).scan(nvml), config, paths)
         except DriverError as error:
             driver_error = error
     plan = Plan("")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import scan
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.paths import Paths
 
@@ -26,7 +26,7 @@ class OpenedHost(NamedTuple):
         return Paths(str(self.sim.root))
 
     def scan(self) -> Inventory:
-        return scan(self.nvml, self.paths)
+        return Scanner(self.paths).scan(self.nvml)
 
     def gpus(self) -> tuple[Gpu, ...]:
         return self.scan().gpus
