@@ -33,7 +33,7 @@ _EVENTS = "see what happened: yunion-mps events --since 1h"
 _DOCTOR = "run the diagnostics: yunion-mps doctor"
 _CLIENTS = "list the jobs: yunion-mps who --clients"
 _REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
-_RETRIED = f"wait for the automatic restart; {_EVENTS}"
+_RETRIED = f"wait for the automatic restart, or retry at once: yunion-mps reload; {_EVENTS}"
 _END_JOB = "ask its owner, or terminate it: yunion-mps terminate {pid}"
 
 CODES: dict[str, ReasonCode] = {}
@@ -105,12 +105,14 @@ DRIVER_ERROR = _code("driver_error", "The NVIDIA driver refused a call.",
 
 # -- control daemons, MPS servers and their limits
 
-DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not running.", "start it: yunion-mps reload")
+DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not running.",
+    "wait for it to start, or start it: yunion-mps reload")
 DOMAIN_STARTING = _code("domain_starting", "The control daemon is starting and does not answer yet.",
     f"wait a moment; {_EVENTS}")
 DOMAIN_APPLYING = _code("domain_applying", "The limits are being set and read back.",
     f"wait a moment; {_EVENTS}")
-DOMAIN_STOPPING = _code("domain_stopping", "The control daemon is waiting for its jobs to end.", _CLIENTS)
+DOMAIN_STOPPING = _code("domain_stopping", "The control daemon is waiting for its jobs to end.",
+    f"{_CLIENTS}; end one: yunion-mps terminate {{pid}}")
 DOMAIN_NOT_READY = _code("domain_not_ready",
     "The domain that serves the GPU is not ready; see the reason of the domain.",
     _EVENTS)

@@ -20,7 +20,7 @@ from yunion_mps.enums import (
     WARNING,
 )
 from yunion_mps.models import Gpu, Owner
-from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
+from yunion_mps.mps.states import READY
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from yunion_mps import answers
 
 _COMMAND_LENGTH = 40
-_EVENTS = "see what happened: yunion-mps events --since 1h"
-#: Hints by state, for domains that are not ready: the state says more than the reason.
-_DOMAIN_HINTS = {
-    STOPPED: "wait for it to start, or start it: yunion-mps reload",
-    STARTING: f"wait a moment; {_EVENTS}",
-    APPLYING: f"wait a moment; {_EVENTS}",
-    BACKOFF: f"wait for the automatic restart; {_EVENTS}",
-    FAILED: "correct the cause; it is retried every minute, or at once with: yunion-mps reload",
-    STOPPING: "list the jobs it waits for: yunion-mps who --clients; end one: yunion-mps terminate PID",
-}
 
 
 class StatusService:
@@ -145,7 +135,7 @@ def _service_problems(
     for domain in service["domains"]:
         if domain["state"] != READY and domain["reason_code"] != reasons.LIMITS_PENDING:
             text = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
-            yield _problem(PROBLEM, domain["reason_code"], text, _DOMAIN_HINTS.get(domain["state"], ""))
+            yield _problem(PROBLEM, domain["reason_code"], text)
     for gpu in gpus:
         if gpu["state"] == UNAVAILABLE and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
             code = gpu["reason_code"]

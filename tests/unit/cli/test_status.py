@@ -70,7 +70,7 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
     assert lines[:7] == [
         "State:    failed",
         "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
-        "Hint:     correct the cause; it is retried every minute, or at once with: yunion-mps reload",
+        "Hint:     install it; for MPS: nvidia-cuda-mps-control",
         "Problem:  GPU 10000:00:07.0: the GPU is lost",
         "Hint:     repair or reset the GPU, then: yunion-mps reload; run the diagnostics: yunion-mps doctor",
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from yunion_mps.models import DeviceEntry, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DISABLED, GPU_LOST, NO_REASON, NO_USABLE_GPU, Reason
+from yunion_mps.reasons import (
+    CONTROL_DAEMON_ERROR,
+    DISABLED,
+    GPU_LOST,
+    NO_REASON,
+    NO_USABLE_GPU,
+    PROGRAM_MISSING,
+    Reason,
+)
 
 from unit import builders
 
@@ -40,7 +48,7 @@ RESERVED_POOL = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, rese
 
 def snapshot(
     *gpus: Gpu, entries: Sequence[DeviceEntry] = (), replicas: int = 4, scope: str = "host",
-    state: str = READY, reason: str = "",
+    state: str = READY, reason: str = "", code: str = CONTROL_DAEMON_ERROR,
 ) -> Snapshot:  # fmt: skip
     """The snapshot of a host with these GPUs, divided as `entries` say or by `replicas`.
 
@@ -51,7 +59,7 @@ def snapshot(
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems
     pid = 4242 if state == READY else None
-    why = Reason(reason, CONTROL_DAEMON_ERROR) if reason else NO_REASON
+    why = Reason(reason, code) if reason else NO_REASON
     domains = tuple(DomainStatus(domain, state, why, pid, 0.0, 0) for domain in plan.domains)
     none = Reason("no GPU of this host can serve MPS devices", NO_USABLE_GPU)
     notice = NO_REASON if domains else none
@@ -65,8 +73,9 @@ def reference() -> Snapshot:
 def troubled() -> Snapshot:
     """GPUs of every sort, and a control daemon that does not start."""
     return snapshot(
-        P40, H100, SILENT, IN_MIG_MODE, replicas=3, state=FAILED, reason="nvidia-cuda-mps-control is missing"
-    )
+        P40, H100, SILENT, IN_MIG_MODE, replicas=3, state=FAILED,
+        reason="nvidia-cuda-mps-control is missing", code=PROGRAM_MISSING,
+    )  # fmt: skip
 
 
 def disabled() -> Snapshot:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.mps.states import FAILED
+import pytest
+from yunion_mps.mps.states import BACKOFF, FAILED, STARTING
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, PROGRAM_MISSING, SHORTAGE, hint_of
 from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
@@ -42,3 +44,16 @@ def test_a_warning_does_not_degrade_the_state() -> None:
 def test_a_host_that_serves_nothing_is_failed_whatever_its_jobs_do() -> None:
     broken = queries(state=FAILED, reason="it does not start")
     assert status_of(broken, clients=clients(OUTSIDE_MPS))["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [(STARTING, CONTROL_DAEMON_BUSY), (BACKOFF, SHORTAGE), (FAILED, PROGRAM_MISSING)],
+)
+def test_a_domain_that_is_not_ready_has_the_hint_of_its_reason(state: str, code: str) -> None:
+    (problem,) = (
+        problem
+        for problem in status_of(queries(state=state, reason="why", code=code))["problems"]
+        if problem["text"].startswith("domain host ")
+    )
+    assert (problem["code"], problem["hint"]) == (code, hint_of(code))
