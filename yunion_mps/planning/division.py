@@ -117,7 +117,7 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
         pool = Pool(uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
         return PlannedGpu(uuid, most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
     number = entry.virtual_number
-    percentage, share_mib = thread_percentage(config.cuda_mps_thread_percentage, number), total_mib // number
+    percentage, share_mib = share_percentage(1, number, overcommit), total_mib // number
     together = min(config.cuda_mps_combine, number)
     if together == 1:
         return PlannedGpu(uuid, share_mib, number, percentage)
@@ -125,17 +125,12 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
     return PlannedGpu(uuid, share_mib * together, number, most, (Slice(share_mib, percentage),) * number)
 
 
-def thread_percentage(policy: str, virtual_number: int) -> float:
-    """Return the percentage of SM threads: 100/n, 100/(0.5 n) or 100, to one decimal, but at least 0.1.
-
-    It is rounded down. NVIDIA suggests the first for clients that are always busy, the second to let them use
-    idle time.
-    """
-    return share_percentage(1, virtual_number, _OVERCOMMIT[policy])
-
-
 def share_percentage(part: int, whole: int, overcommit: float | None) -> float:
-    """Return the percentage of SM threads for a part of the memory; rounded like `thread_percentage`."""
+    """Return the percentage of SM threads for a part of a GPU, rounded down to one decimal; at least 0.1.
+
+    That is 100/n for one of n equal devices, and with an `overcommit` of 2 twice as much; None: 100. NVIDIA
+    suggests the first for clients that are always busy, the second to let them use idle time.
+    """
     return _share_tenths(part, whole, overcommit) / 10
 
 

@@ -14,7 +14,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import client_variables
-from yunion_mps.planning.division import decimal, thread_percentage
+from yunion_mps.planning.division import decimal, share_percentage
 
 from .driving import Bench
 from .front_ends import converse
@@ -80,9 +80,7 @@ def test_memory_limits_are_shown_as_the_control_daemon_shows_them(bench: Bench, 
 
 def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(bench: Bench) -> None:
     bench.control()
-    expected = {
-        thread_percentage(policy, n) for policy in ("equal", "double", "none") for n in range(1, 1001)
-    }
+    expected = {share_percentage(1, n, overcommit) for overcommit in (1, 2, None) for n in range(1, 1001)}
     ordered = sorted(expected)
     commands = [f"set_default_active_thread_percentage {decimal(value)}" for value in ordered]
     assert bench.ask(*commands) == [f"{value:.1f}" for value in ordered]

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 from yunion_mps.models import Config, DomainPlan, Driver, Gpu, Plan, PlannedGpu
-from yunion_mps.planning.division import client_environment, decimal, max_clients, thread_percentage
+from yunion_mps.planning.division import client_environment, decimal, max_clients, share_percentage
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
 from yunion_mps.reasons import GPU_LOST, Reason
 
@@ -60,12 +60,12 @@ def test_the_ids_are_version_5_uuids_and_differ_between_hosts() -> None:
     assert {found.version for found in ids} == {5}
 
 
-@pytest.mark.parametrize(("policy", "numerator"), [("equal", 100), ("double", 200)])
-def test_every_percentage_is_the_exact_share_rounded_down_to_one_decimal(policy: str, numerator: int) -> None:
+@pytest.mark.parametrize("overcommit", [1, 2])
+def test_every_percentage_is_the_exact_share_rounded_down_to_one_decimal(overcommit: int) -> None:
     for number in range(1, 4097):
-        exact = (Decimal(numerator) / number).quantize(Decimal("0.1"), rounding=ROUND_FLOOR)
+        exact = (Decimal(100 * overcommit) / number).quantize(Decimal("0.1"), rounding=ROUND_FLOOR)
         expected = min(Decimal(100), max(Decimal("0.1"), exact))
-        assert Decimal(decimal(thread_percentage(policy, number))) == expected, number
+        assert Decimal(decimal(share_percentage(1, number, overcommit))) == expected, number
 
 
 @pytest.mark.parametrize(
