@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.reasons import Reason
+from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.text import printable
 
 
@@ -102,9 +102,7 @@ class ShortageError(BusyError):
     code = reasons.SHORTAGE
 
     def __init__(self, message: str) -> None:
-        shown = "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
-        hint = f"check the limits on memory, files, processes and threads: {shown}"
-        super().__init__(message, hint)
+        super().__init__(message, hint_of(self.code))
 
 
 class UnreachableError(YunionError):
@@ -151,4 +149,4 @@ class VersionError(YunionError):
     code = reasons.VERSION_DIFFERS
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, reasons.hint_of(self.code))
+        super().__init__(message, hint_of(self.code))

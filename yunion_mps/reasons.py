@@ -94,12 +94,12 @@ COMPUTE_MODE_CHANGED = _code("compute_mode_changed",
 DRIVER_MISSING = _code("driver_missing", "The NVIDIA driver's library is not installed.",
     "install the NVIDIA driver with its libraries, then check it: nvidia-smi")
 DRIVER_NOT_LOADED = _code("driver_not_loaded", "The NVIDIA driver's kernel module is not loaded.",
-    "load it: modprobe nvidia; if that fails: dmesg | grep -i nvidia")
+    "load it: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia")
 DRIVER_MISMATCH = _code("driver_mismatch",
     "The versions of the driver's library and its kernel module differ.",
-    "reboot, or reload the kernel module")
+    "reboot, or reload the kernel module: the driver was updated while the old module was in use")
 DRIVER_HUNG = _code("driver_hung", "A call to the NVIDIA driver does not return.",
-    "check: dmesg | grep -iE 'nvrm|xid'; reboot if the driver stays hung")
+    "see: dmesg | grep -iE 'nvrm|xid'; reboot if the driver stays hung")
 DRIVER_ERROR = _code("driver_error", "The NVIDIA driver refused a call.",
     "see: dmesg | grep -i nvidia; try: nvidia-smi")
 
@@ -228,7 +228,7 @@ SHM_SMALL = _code("shm_small", "MPS needs /dev/shm, which is too small or not wr
 ACCESS_DENIED = _code("access_denied", "SELinux or AppArmor denies a program access that it needs.",
     "see what was denied: ausearch -m avc; journalctl -k | grep -i apparmor")
 SHORTAGE = _code("shortage", "The daemon ran out of memory, file descriptors, processes or threads.",
-    "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'")
+    "check the daemon's limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'")
 BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")
 DAEMON_UNREACHABLE = _code("daemon_unreachable", "The daemon does not answer.",
     "see: systemctl status yunion-mps-daemon")

@@ -243,7 +243,7 @@ def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
     daemon.host.hide_library()
     assert refused(daemon, 1) == [
         "<3>no NVIDIA driver: its library libnvidia-ml.so.1 is not installed [driver_missing]",
-        "<3>install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+        "<3>install the NVIDIA driver with its libraries, then check it: nvidia-smi",
     ]
 
 

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from yunion_mps.reasons import SHORTAGE, hint_of
 
 from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually, no_more_processes
@@ -79,12 +80,6 @@ def test_a_start_with_too_few_descriptors_fails_and_leaves_nothing(make_daemon: 
     assert 1 in {process.returncode for _, process in started.values()}, "the fewest are too few"
 
 
-LIMITS = (
-    "check the limits on memory, files, processes and threads: "
-    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
-)
-
-
 def warned(daemon: Daemon) -> bool:
     return any("cannot poll the GPUs" in words for words in daemon.warnings())
 
@@ -94,7 +89,7 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Dae
     with no_more_processes(ready_daemon.pid):
         eventually(lambda: ready_daemon.polls() and warned(ready_daemon), "the warning")
         status, answer = ready_daemon.get("/v1/plan")
-        assert (status, answer["hint"]) == (503, LIMITS)
+        assert (status, answer["hint"]) == (503, hint_of(SHORTAGE))
         assert answer["detail"].startswith("cannot start a thread: ")
         ready_daemon.signal(signal.SIGHUP)
         ready_daemon.wait_log("not reloaded: cannot start a thread")
@@ -113,7 +108,7 @@ def test_a_reload_at_the_process_limit_is_refused_and_polls_continue(ready_daemo
         assert ready_daemon.get("/v1/plan")[0] == 200
         for target in ("/v1/reload", "/v1/reexec"):
             status, answer = ready_daemon.ask("POST", target)
-            assert (status, answer["hint"]) == (503, LIMITS)
+            assert (status, answer["hint"]) == (503, hint_of(SHORTAGE))
             assert answer["detail"].endswith("Resource temporarily unavailable")
         assert available(ready_daemon) == 4
         host.gpus[0].lose()

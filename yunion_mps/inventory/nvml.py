@@ -19,7 +19,7 @@ from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.host import threads
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import NO_REASON, Reason, hint_of
 from yunion_mps.text import decoded, printable
 
 T = TypeVar("T")
@@ -55,35 +55,34 @@ COMPUTE_MODES = {
 }
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
-#: NVML errors with their own message, hint and, if there is one, reason code.
-_MEANINGS: dict[int, tuple[str, ...]] = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
-        "install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
-        reasons.DRIVER_MISSING,
+
+def _with_hint(message: str, code: str = reasons.DRIVER_ERROR) -> tuple[str, str, str]:
+    return message, hint_of(code), code
+
+
+#: The message, hint and reason code of NVML errors.
+_MEANINGS = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _with_hint(
+        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING
     ),
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        "the NVIDIA driver's kernel module is not loaded",
-        "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
-        reasons.DRIVER_NOT_LOADED,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _with_hint(
+        "the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED
     ),
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "the NVIDIA driver's library and its kernel module have different versions",
-        "reboot, or unload and load the module: the driver was updated while the old module was in use",
-        reasons.DRIVER_MISMATCH,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _with_hint(
+        "the NVIDIA driver's library and its kernel module have different versions", reasons.DRIVER_MISMATCH
     ),
-    pynvml.NVML_ERROR_GPU_IS_LOST: (
-        "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)",
-        "see: dmesg | grep Xid; then reset the GPU or reboot the host",
-        reasons.GPU_LOST,
+    pynvml.NVML_ERROR_GPU_IS_LOST: _with_hint(
+        "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)", reasons.GPU_LOST
     ),
     pynvml.NVML_ERROR_NO_PERMISSION: (
         "NVML: permission denied",
         "run as root: systemctl start yunion-mps-daemon",
+        reasons.DRIVER_ERROR,
     ),
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
         "the driver does not support this on the GPU",
         "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        reasons.DRIVER_ERROR,
     ),
 }
 
@@ -102,8 +101,6 @@ _MIB = 1 << 20
 #: A driver that has to wake many GPUs takes tens of seconds for the first call.
 TIMEOUT_S = 60.0
 
-_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs"
-
 
 def reason_of(error: DriverError) -> Reason:
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
@@ -115,9 +112,9 @@ def _call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int
     except pynvml.NVMLError as error:
         if error.value in ignored:
             return None
-        what = f"NVML error: {printable(str(error))}"
-        meaning = _MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
-        raise DriverError(*meaning) from None
+        raise DriverError(
+            *_MEANINGS.get(error.value) or _with_hint(f"NVML error: {printable(str(error))}")
+        ) from None
 
 
 def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -149,7 +146,7 @@ class Deadline:
         """
         if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
-            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG)
+            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
         outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
         try:
             threads.start(work, lambda *given: outcome.put(given))
@@ -162,7 +159,7 @@ class Deadline:
         except Empty:
             self._hanging = outcome
             what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
-            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG) from None
+            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG)) from None
         if error:
             raise error
         return result

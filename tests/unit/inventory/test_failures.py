@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_ERROR, Reason
+from yunion_mps.reasons import GPU_ERROR, GPU_LOST, Reason, hint_of
 
 from unit.inventory.conftest import OpenHost
 
@@ -15,17 +15,17 @@ NOT_PERMITTED = "NVML: permission denied"
 MESSAGES = {
     "library_not_found": (
         "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
-        "install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+        "install the NVIDIA driver with its libraries, then check it: nvidia-smi",
     ),
     "driver_not_loaded": (
         "the NVIDIA driver's kernel module is not loaded",
-        "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
+        "load it: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
     ),
     "lib_rm_version_mismatch": (
         "the NVIDIA driver's library and its kernel module have different versions",
-        "reboot, or unload and load the module: the driver was updated while the old module was in use",
+        "reboot, or reload the kernel module: the driver was updated while the old module was in use",
     ),
-    "gpu_is_lost": (LOST, "see: dmesg | grep Xid; then reset the GPU or reboot the host"),
+    "gpu_is_lost": (LOST, hint_of(GPU_LOST)),
     "no_permission": (NOT_PERMITTED, "run as root: systemctl start yunion-mps-daemon"),
     "not_supported": (
         "the driver does not support this on the GPU",
@@ -33,9 +33,9 @@ MESSAGES = {
     ),
     "function_not_found": (
         "NVML error: Function Not Found",
-        "see: dmesg | grep -i nvidia; and try: nvidia-smi",
+        "see: dmesg | grep -i nvidia; try: nvidia-smi",
     ),
-    "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; and try: nvidia-smi"),
+    "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
 }
 
 

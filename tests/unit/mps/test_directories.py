@@ -12,13 +12,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.directories import check_entries, open_log, set_access, use
+from yunion_mps.reasons import SHORTAGE, hint_of
 
 from .front_ends import STRANGER, no_descriptor_left
-
-LIMITS = (
-    "check the limits on memory, files, processes and threads: "
-    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
-)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
@@ -111,11 +107,11 @@ def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
     with pytest.raises(HostError) as caught, no_descriptor_left():
         make(tmp / "pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be created or opened: Too many open files"
-    assert caught.value.hint == LIMITS
+    assert caught.value.hint == hint_of(SHORTAGE)
     with use(f"{tmp}/pipe") as directory, pytest.raises(HostError) as caught, no_descriptor_left():
         check_entries(directory, f"{tmp}/pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be read: Too many open files"
-    assert caught.value.hint == LIMITS
+    assert caught.value.hint == hint_of(SHORTAGE)
 
 
 def test_the_directories_above_keep_their_modes(place: Path) -> None:
