@@ -19,7 +19,7 @@ from yunion_mps.inventory.scan import Scanner, machine_id
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
-from yunion_mps.planning.plan import make_plan
+from yunion_mps.planning.plan import below_root, make_plan
 from yunion_mps.reasons import Reason
 from yunion_mps.text import printable
 
@@ -184,20 +184,14 @@ class Host:
         if status:
             return [_plan_of(domain) for domain in status["domains"]]
         try:
-            return [self._below_root(domain) for domain in self.plan()[0].domains]
+            return [below_root(domain, self.paths) for domain in self.plan()[0].domains]
         except YunionError:
             config = self.config()[0]
             if not config.enable_cuda_mps:
                 return []
             # The GPUs are unknown, and so are the directories of any but a host-wide domain.
             pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
-            return [self._below_root(DomainPlan("host", pipe, log, (), 100.0))]
-
-    def _below_root(self, domain: DomainPlan) -> DomainPlan:
-        return domain._replace(
-            pipe_directory=self.paths.under(domain.pipe_directory),
-            log_directory=self.paths.under(domain.log_directory),
-        )
+            return [below_root(DomainPlan("host", pipe, log, (), 100.0), self.paths)]
 
 
 def _open_nvml(timeout_s: float) -> Nvml:

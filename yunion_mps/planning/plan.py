@@ -25,6 +25,7 @@ from yunion_mps.models import (
     Slice,
     Source,
 )
+from yunion_mps.paths import Paths
 from yunion_mps.planning.division import (
     MAX_GPUS_PER_DOMAIN,
     divide,
@@ -76,6 +77,13 @@ def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
         if desired and gpu.compute_mode != desired:
             changes.append(ModeChange(str(gpu.uuid), gpu.compute_mode or DEFAULT, desired))
     return tuple(changes)
+
+
+def below_root(domain: DomainPlan, paths: Paths) -> DomainPlan:
+    """Return the domain with its configured directories below our root directory."""
+    return domain._replace(
+        pipe_directory=paths.under(domain.pipe_directory), log_directory=paths.under(domain.log_directory)
+    )
 
 
 def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Device]:

@@ -31,6 +31,7 @@ from yunion_mps.mps.processes import (
 from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
+from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
 from yunion_mps.supervisor.compute_modes import name_of, original_modes, restore_unused
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
@@ -174,7 +175,7 @@ def _adoption_order(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrd
             why = "cuda_mps_scope is gpu"
             hint = "set cuda_mps_scope: host; only a control daemon that serves all GPUs can be adopted"
         raise HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
-    domain = plan.domains[0]._replace(pipe_directory=paths.under(plan.domains[0].pipe_directory))
+    domain = below_root(plan.domains[0], paths)
     peer = peer_of(domain.pipe_directory)
     if peer is None or peer.pid != pid:
         serves = f"PID {peer.pid} serves it" if peer else "no control daemon serves it"

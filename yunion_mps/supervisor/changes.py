@@ -29,7 +29,7 @@ from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
-from yunion_mps.planning.plan import devices_of, make_plan
+from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
@@ -113,13 +113,7 @@ class DesiredState:
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
         """Return the plan's domains, with their directories below our root directory."""
-        return [
-            domain._replace(
-                pipe_directory=self._paths.under(domain.pipe_directory),
-                log_directory=self._paths.under(domain.log_directory),
-            )
-            for domain in (plan or self.plan).domains
-        ]
+        return [below_root(domain, self._paths) for domain in (plan or self.plan).domains]
 
     def in_effect(self) -> Plan:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
