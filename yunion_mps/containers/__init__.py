@@ -5,8 +5,26 @@ them, and `hook` is what these call before a container starts. `lookup` finds th
 format's specification is at github.com/cncf-tags/container-device-interface.
 """
 
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
 #: The container's budget, in its environment; CUDA does not read it.
-MEMORY_VARIABLE, SM_VARIABLE = "YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"
+_MEMORY_VARIABLE, _SM_VARIABLE = "YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"
 
 #: Tells the hook that the CDI device has only the environment and the hook, because its GPU is lost.
 UNSERVED_ARGUMENT = "--unserved"
+
+
+def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]:
+    """What a container may use of each of its GPUs, for frameworks; the least if that differs.
+
+    Each share is a GPU, the amount of memory in MiB and the percentage of SM threads.
+    """
+    memory_mib, tenths = Counter[str](), Counter[str]()
+    for gpu, share_mib, percentage in shares:
+        memory_mib[gpu] += share_mib
+        tenths[gpu] += round(percentage * 10)
+    sm = min(1000, *tenths.values()) / 10
+    return {_MEMORY_VARIABLE: str(min(memory_mib.values())), _SM_VARIABLE: f"{sm:g}"}

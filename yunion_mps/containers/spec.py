@@ -10,12 +10,11 @@ import json
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import MEMORY_VARIABLE, SM_VARIABLE, UNSERVED_ARGUMENT
+from yunion_mps.containers import UNSERVED_ARGUMENT, budget_variables
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
@@ -149,21 +148,14 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
 
     `planned` are the ids of the devices that exist without a lease.
     """
-    edits = _device_edits({**lease.environment, **_budget_variables(lease.devices)}, lease.id, host)
+    shares = [
+        (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
+    ]
+    edits = _device_edits({**lease.environment, **budget_variables(shares)}, lease.id, host)
     names = [lease.cdi_name]
     if len(lease.devices) == 1 and lease.devices[0].id not in planned:
         names += [lease.devices[0].addr, lease.devices[0].id]
     return _spec([_named(name, edits) for name in names], host)
-
-
-def _budget_variables(devices: Iterable[Device]) -> dict[str, str]:
-    """What the container may use of each of its GPUs, for frameworks; the least if that differs."""
-    memory_mib, percentage = Counter[str](), Counter[str]()
-    for device in devices:
-        memory_mib[device.gpu_uuid] += device.memory_limit_mib
-        percentage[device.gpu_uuid] += round(device.thread_percentage * 10)
-    sm = min(1000, *percentage.values()) / 10
-    return {MEMORY_VARIABLE: str(min(memory_mib.values())), SM_VARIABLE: f"{sm:g}"}
 
 
 def _named(name: str, edits: Edits) -> Entry:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
 
-from yunion_mps.containers import MEMORY_VARIABLE, SM_VARIABLE
+from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -235,13 +235,10 @@ class DeviceResource(ExtendedResource):
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
-        """What the container may use of each of its GPUs; the least if that differs."""
-        memory_mib = Counter[str]()
-        percentage: dict[str, float] = defaultdict(float)
-        for device in (self._devices[address] for address in ids):
-            memory_mib[device["gpu_uuid"]] += device["memory_mib"]
-            percentage[device["gpu_uuid"]] += device["thread_percentage"]
-        return _environment(min(memory_mib.values()), min(100.0, *percentage.values()))
+        devices = [self._devices[address] for address in ids]
+        return budget_variables(
+            (device["gpu_uuid"], device["memory_mib"], device["thread_percentage"]) for device in devices
+        )
 
 
 class MemoryResource(ExtendedResource):
@@ -291,7 +288,7 @@ class MemoryResource(ExtendedResource):
         gpu, unit_mib = self._source(ids)
         pool, memory_mib = self._pools[gpu], unit_mib * len(ids)
         sm = share_percentage(memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"])
-        return _environment(memory_mib, sm)
+        return budget_variables([(gpu, memory_mib, sm)])
 
     def _source(self, ids: Sequence[str]) -> tuple[str, int]:
         """The GPU's address and the size of a unit; raises RpcError unless all units have the same."""
@@ -329,7 +326,3 @@ def unhealthy_cause(device: KnownDevice, other_leases: Collection[str]) -> str:
     if is_ours or device["state"] in (FREE, RESERVED):
         return ""
     return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])
-
-
-def _environment(memory_mib: int, sm: float) -> dict[str, str]:
-    return {MEMORY_VARIABLE: str(memory_mib), SM_VARIABLE: f"{sm:g}"}
