@@ -14,6 +14,7 @@ from yunion_mps.enums import FREE
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.devices import devices_json
@@ -58,7 +59,7 @@ class Supervised:
 
     @property
     def available(self) -> int:
-        return sum(device["state"] == FREE for device in devices_json(self.snapshot))
+        return sum(device["state"] == FREE for device in devices_json(self.snapshot, Ledger()))
 
     def start(self) -> Supervised:
         self.supervisor.start(time.monotonic())
@@ -205,7 +206,7 @@ def configure(host: SimHost, **keys: str) -> None:
 
 
 def budgets(made: Supervised) -> list[tuple[str, int]]:
-    return [(device["addr"], device["memory_mib"]) for device in devices_json(made.snapshot)]
+    return [(device["addr"], device["memory_mib"]) for device in devices_json(made.snapshot, Ledger())]
 
 
 def pid(made: Supervised) -> int | None:

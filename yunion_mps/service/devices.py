@@ -87,13 +87,12 @@ def domain_names(plan: Plan) -> dict[str, str]:
 
 
 def devices_json(
-    snapshot: Snapshot, ledger: Ledger | None = None, name_holder: Callable[[Holder], str] = str
+    snapshot: Snapshot, ledger: Ledger, name_holder: Callable[[Holder], str] = str
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased.
     """
-    ledger = ledger or Ledger()
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
     leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}

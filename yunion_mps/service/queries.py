@@ -66,7 +66,7 @@ class Queries:
         self._devices: list[answers.Device] = []
         #: The number of devices of each GPU, by UUID.
         self._device_counts = Counter[str]()
-        self.ledger: Ledger | None = None
+        self.ledger = Ledger()
         self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
         #: The requests that wait for an answer to change.
@@ -80,7 +80,7 @@ class Queries:
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
-        return self._snapshot().version + (self.ledger.version if self.ledger else 0)
+        return self._snapshot().version + self.ledger.version
 
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
@@ -160,7 +160,7 @@ class Queries:
         return 0 if unusable_reasons(snapshot)[pool.gpu_uuid] else self._free_mib(pool)
 
     def _free_mib(self, pool: Pool) -> int:
-        return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
+        return self.ledger.free_mib(pool)
 
     @property
     def state(self) -> str:
@@ -258,8 +258,7 @@ class Queries:
 
     def _details(self, summary: answers.Device) -> answers.DeviceDetails:
         snapshot = self._snapshot()
-        leases = self.ledger.leases.values() if self.ledger else ()
-        leased = [device for lease in leases for device in lease.devices]
+        leased = [device for lease in self.ledger.leases.values() for device in lease.devices]
         both = (*snapshot.plan.devices, *leased)
         if summary["state"] == PENDING:
             both = (*leased, *snapshot.plan.devices)

@@ -8,6 +8,7 @@ import time
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.changes import warnings
@@ -62,7 +63,7 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     made = supervise(host).start()
     why = "compute mode cannot be set: NVML: permission denied"
     assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
-    assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
+    assert {device["gpu_uuid"] for device in devices_json(made.snapshot, Ledger())} == {host.gpus[1].uuid}
     assert made.available == 4
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
     assert f"GPU 00:06.0: {why}" in caplog.text

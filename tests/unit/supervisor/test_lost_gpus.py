@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import ConfigError, DriverError
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.devices import devices_json
 
 from simhost import SimHost
@@ -43,7 +44,7 @@ def name(host: SimHost, *paths: str) -> None:
 
 def shown(made: Supervised) -> dict[str, str]:
     """The reason of each device, by its id."""
-    return {device["id"]: device["reason"] for device in devices_json(made.snapshot)}
+    return {device["id"]: device["reason"] for device in devices_json(made.snapshot, Ledger())}
 
 
 def reasons(made: Supervised) -> list[str]:

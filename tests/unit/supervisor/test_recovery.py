@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import PROGRAM, our_processes
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.event_log import EventTable
@@ -181,7 +182,7 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     host.gpus[0].restore()
     made = first.again()
     assert made.snapshot.domains[0].pid == pid
-    devices = devices_json(made.snapshot)
+    devices = devices_json(made.snapshot, Ledger())
     why = (
         "the running control daemon does not serve its GPU; the next one will, once the running one has ended"
     )

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.changes import LeaseWait, warnings
@@ -88,7 +89,7 @@ def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
     made.until(lambda: not made.snapshot.domains)
     made.set_modes()
     assert modes(host) == ["default"] * 2
-    assert devices_json(made.snapshot) == []
+    assert devices_json(made.snapshot, Ledger()) == []
     assert made.snapshot.notice.startswith("MPS is disabled: enable_cuda_mps is false")
     configure(host)
     made.reload()
@@ -144,7 +145,7 @@ def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(begin: Begin) -> None:
     host.divide(4, 2)
     made.reload()
     assert (pid(made), made.available) == (before, 4)
-    assert len(devices_json(made.snapshot)) == 6
+    assert len(devices_json(made.snapshot, Ledger())) == 6
     host.gpus[1].restore()
     made.rescan()
     assert (pid(made), made.available) == (before, 6)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
@@ -35,7 +36,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     assert lost.version > before.version
     assert [gpu.reason for gpu in lost.inventory.gpus] == ["", words]
     assert [gpu.name for gpu in lost.inventory.gpus] == [gpu.name for gpu in before.inventory.gpus]
-    assert [device["reason"] for device in devices_json(lost)] == [""] * 4 + [words] * 4
+    assert [device["reason"] for device in devices_json(lost, Ledger())] == [""] * 4 + [words] * 4
     assert made.available == 4
     host.gpus[1].restore()
     made.rescan()
@@ -51,7 +52,7 @@ def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(begin: Be
         made.rescan()
     made.supervisor.driver_failed(caught.value, time.monotonic())
     assert made.available == 0
-    assert {device["reason"] for device in devices_json(made.snapshot)} == {
+    assert {device["reason"] for device in devices_json(made.snapshot, Ledger())} == {
         "the NVIDIA driver's kernel module is not loaded"
     }
     host.clear()
@@ -64,7 +65,7 @@ def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None
     reason = made.snapshot.plan.unavailable[FIRST]
     assert reason.startswith("the GPU is in MIG mode")
     assert made.snapshot.notice == f"no GPU on this host can serve MPS devices ({FIRST}: {reason})"
-    assert devices_json(made.snapshot) == []
+    assert devices_json(made.snapshot, Ledger()) == []
     assert not (host.root / "tmp/nvidia-mps").exists()
 
 
