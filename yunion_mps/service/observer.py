@@ -46,11 +46,12 @@ _MAX_DEVICE = 1000
 _START_TOLERANCE_S = 5.0
 
 
-class _Domain(NamedTuple):
-    """A domain at the beginning of an observation, and the PID of its control daemon, 0 if none runs."""
+class ObservedDomain(NamedTuple):
+    """A domain at the beginning of an observation: its servers, and its control daemon (PID 0 if none)."""
 
     plan: DomainPlan
     pid: int
+    started_s: float | None
     servers: tuple[int, ...]
 
 
@@ -73,7 +74,7 @@ class GpuProcesses(NamedTuple):
     failure: str = ""
 
 
-def query_control_daemon(domain: _Domain) -> DomainProcesses:
+def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
     plan = domain.plan
     states: dict[int, str | None] = {}
     clients: dict[int, int] = {}
@@ -87,7 +88,7 @@ def query_control_daemon(domain: _Domain) -> DomainProcesses:
     return DomainProcesses(plan, domain.servers, states, clients, failure)
 
 
-def servers_from_kernel(domain: _Domain, failed: Collection[int]) -> DomainProcesses:
+def servers_from_kernel(domain: ObservedDomain, failed: Collection[int]) -> DomainProcesses:
     """The servers, of which only those that are known to have `failed` have a state."""
     states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(domain.pid)}
     return DomainProcesses(domain.plan, domain.servers, states, {}, "")
@@ -207,27 +208,16 @@ def _process_json(pid: int) -> answers.ProcessFields:
     }
 
 
-class ServedDomain(NamedTuple):
-    """One domain: its GPUs (UUIDs), its servers (PIDs), and the start of its control daemon."""
-
-    name: str
-    gpu_uuids: tuple[str, ...]
-    servers: frozenset[int]
-    started_s: float | None
-
-
 class ProcessFacts(NamedTuple):
-    """What NVML and the kernel report about processes.
+    """What the driver and the kernel report about processes.
 
-    `memory` is in MiB by GPU UUID and PID, `through_mps` the MPS clients by GPU UUID (a GPU that does not
-    report them is missing), `devices` the addresses of each process's devices, and `others` unknown MPS
-    servers and processes that have ended since, which do not count as use outside MPS.
+    `devices` are the addresses of each process's devices, and `others` unknown MPS servers and processes that
+    have ended since, which do not count as use outside MPS.
     """
 
     taken_s: float
-    domains: tuple[ServedDomain, ...]
-    memory: Mapping[str, Mapping[int, int | None]]
-    through_mps: Mapping[str, Collection[int]]
+    domains: Sequence[ObservedDomain]
+    driver: GpuProcesses
     devices: Mapping[int, tuple[str, ...]]
     others: frozenset[int] = frozenset()
 
@@ -258,21 +248,22 @@ class HostUsage(NamedTuple):
 
 def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
     """Compute the use from an observation; `budgets` has those of all devices, by address."""
+    memory, through_mps = seen.driver.memory, seen.driver.through_mps
     servers = {pid for domain in seen.domains for pid in domain.servers}
     outside_mps = {
-        uuid: set(processes) - set(seen.through_mps[uuid]) - servers - seen.others
-        for uuid, processes in seen.memory.items()
-        if uuid in seen.through_mps
+        uuid: set(processes) - set(through_mps[uuid]) - servers - seen.others
+        for uuid, processes in memory.items()
+        if uuid in through_mps
     }
     clients = {
-        uuid: {*seen.memory.get(uuid, ()), *seen.through_mps.get(uuid, ())}
+        uuid: {*memory.get(uuid, ()), *through_mps.get(uuid, ())}
         - servers
         - seen.others
         - outside_mps.get(uuid, set())
-        for uuid in {*seen.memory, *seen.through_mps}
+        for uuid in {*memory, *through_mps}
     }
-    memory = {
-        uuid: {pid: seen.memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
+    clients_memory = {
+        uuid: {pid: memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
     }
     return HostUsage(
         seen.taken_s,
@@ -281,13 +272,13 @@ def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
                 len(clients[uuid]),
                 len(outside_mps[uuid]) if uuid in outside_mps else None,
             )
-            for uuid in seen.memory
+            for uuid in memory
         },
-        usage_by_device(memory, seen.devices, budgets),
+        usage_by_device(clients_memory, seen.devices, budgets),
         {
-            domain.name: DomainUsage(
+            domain.plan.name: DomainUsage(
                 len(domain.servers),
-                len(set().union(*(clients.get(uuid, ()) for uuid in domain.gpu_uuids))),
+                len(set().union(*(clients.get(uuid, ()) for uuid in domain.plan.gpu_uuids))),
                 domain.started_s,
             )
             for domain in seen.domains
@@ -355,10 +346,13 @@ class Observer:
         self._failed = {one["pid"] for one in listed["servers"] if one["state"] == SERVER_FAULT}
         return listed
 
-    def _domains(self) -> list[_Domain]:
+    def _domains(self) -> list[ObservedDomain]:
+        pids = [domain.status().pid or 0 for domain in self._supervisor.domains]
         return [
-            _Domain(domain.in_effect, domain.status().pid or 0, tuple(domain.server_pids()))
-            for domain in self._supervisor.domains
+            ObservedDomain(
+                domain.in_effect, pid, started_s(pid) if pid else None, tuple(domain.server_pids())
+            )
+            for domain, pid in zip(self._supervisor.domains, pids)
         ]
 
     async def _observe(self) -> None:
@@ -381,17 +375,13 @@ class Observer:
         finally:
             self._observing = None
 
-    def _use(self, domains: list[_Domain], driver: GpuProcesses, known: KnownDevices) -> HostUsage:
+    def _use(self, domains: list[ObservedDomain], driver: GpuProcesses, known: KnownDevices) -> HostUsage:
         """Sum up the use; thread-safe."""
-        served = tuple(
-            ServedDomain(plan.name, plan.gpu_uuids, frozenset(servers), started_s(pid) if pid else None)
-            for plan, pid, servers in domains
-        )
-        servers = {pid for domain in served for pid in domain.servers}
+        servers = {pid for domain in domains for pid in domain.servers}
         pids = {pid for of_gpu in (*driver.memory.values(), *driver.through_mps.values()) for pid in of_gpu}
         pids -= servers
         others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
         jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
         devices = self._devices.of(jobs, known)
-        facts = ProcessFacts(time.time(), served, driver.memory, driver.through_mps, devices, others)
+        facts = ProcessFacts(time.time(), domains, driver, devices, others)
         return host_usage(facts, known.budgets)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import selectors
 import threading
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.paths import Paths
 from yunion_mps.service.observer import (
     DRIVER_TIMEOUT_S,
     DomainUsage,
+    GpuProcesses,
     GpuUsage,
     HostUsage,
     Observation,
+    ObservedDomain,
     Observer,
     ProcessFacts,
-    ServedDomain,
     host_usage,
 )
 from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
@@ -32,20 +35,20 @@ SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
 BUDGETS = {"00:06.0-0": Budget(A, 1000), "00:06.0-1": Budget(A, 1000), "00:07.0-0": Budget(B, 2000)}
 
 
-def seen(**given: Any) -> ProcessFacts:
-    """A server and two jobs on the first of two GPUs."""
-    found = ProcessFacts(
-        7.0,
-        (ServedDomain("host", (A, B), frozenset({SERVER}), 3.0),),
-        {A: {SERVER: 30, TRAIN: 900, INFER: 400}, B: {}},
-        {A: {TRAIN, INFER}, B: set()},
-        {TRAIN: ("00:06.0-0",), INFER: ("00:06.0-1",)},
-    )
-    return found._replace(**given)
+ON_GPUS = GpuProcesses({A: {SERVER: 30, TRAIN: 900, INFER: 400}, B: {}}, {A: {TRAIN, INFER}, B: set()})
+DEVICES_OF = {TRAIN: ("00:06.0-0",), INFER: ("00:06.0-1",)}
 
 
-def use(**given: Any) -> HostUsage:
-    return host_usage(seen(**given), BUDGETS)
+def use(
+    *,
+    devices: Mapping[int, tuple[str, ...]] = DEVICES_OF,
+    others: frozenset[int] = frozenset(),
+    **on_gpus: Any,
+) -> HostUsage:
+    """The use by a server and two jobs on the first of two GPUs, or by what is given instead."""
+    plan = DomainPlan("host", "/pipe", "/log", (PlannedGpu(A), PlannedGpu(B)), 25.0)
+    domain = ObservedDomain(plan, 99, 3.0, (SERVER,))
+    return host_usage(ProcessFacts(7.0, [domain], ON_GPUS._replace(**on_gpus), devices, others), BUDGETS)
 
 
 def test_each_process_counts_where_it_has_its_device() -> None:

@@ -16,7 +16,7 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
-from yunion_mps.service.observer import ProcessFacts, host_usage
+from yunion_mps.service.observer import GpuProcesses, ProcessFacts, host_usage
 from yunion_mps.service.usage import (
     MINUTES,
     Budget,
@@ -203,7 +203,7 @@ def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(start: Star
     peaks: Any = SimpleNamespace(note=noted.append)
     UsageSampler(supervisor, devices, usage, peaks).record(processes, load, 6000)
     known = devices.known()
-    seen = ProcessFacts(6000.0, (), processes, {"GPU-0": {pid}}, devices.of(started, known))
+    seen = ProcessFacts(6000.0, (), GpuProcesses(processes, {"GPU-0": {pid}}), devices.of(started, known))
     metric = {name: used.mib for name, used in host_usage(seen, known.budgets).devices.items()}
     assert metric == dict(zip(names, parts))
     hour = {address: series[-1] for address, series in told(usage, 6000).items()}
