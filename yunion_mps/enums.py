@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-DOMAIN_STATES = ("stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping")
+#: The states of a domain.
+STOPPED = "stopped"
+STARTING = "starting"  # the control daemon was started or adopted, and does not answer yet
+APPLYING = "applying"  # its limits are being set and read back
+READY = "ready"  # every limit was read back: clients are served within their budgets
+WEDGED = "wedged"  # it runs but does not answer, or cannot be reached
+BACKOFF = "backoff"  # it ended or failed; the next start is scheduled
+FAILED = "failed"  # an operator must act before a start can succeed; retried slowly
+STOPPING = "stopping"  # it was asked to quit
+DOMAIN_STATES = (STOPPED, STARTING, APPLYING, READY, WEDGED, BACKOFF, FAILED, STOPPING)
+
 HOST_STATES = ("ready", "degraded", "failed", "disabled")
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.
 BINDINGS = ("process", "connection", "name", "container")
-PLACEMENTS = ("binpack", "spread")
+#: Which GPUs are preferred: those with the fewest free devices, or the most.
+BINPACK, SPREAD = "binpack", "spread"
+PLACEMENTS = (BINPACK, SPREAD)
 RELOAD_MODES = ("drain", "now")
 
 #: The states of a GPU.

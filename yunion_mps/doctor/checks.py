@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
+from yunion_mps.enums import PROBLEM, WARNING
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
@@ -35,8 +36,6 @@ _FACT_TIME_SHARE = 0.8
 OK = "ok"
 SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
 UNKNOWN = "unknown"  # the check failed or took too long
-WARNING = "warning"
-PROBLEM = "problem"
 #: Levels in the order of the report, the worst first, with the exit statuses of monitoring plugins (Nagios,
 #: Icinga, NRPE).
 NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}

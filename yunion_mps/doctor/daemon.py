@@ -23,12 +23,11 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.enums import FREE, WARNING
+from yunion_mps.enums import FREE, READY, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
-from yunion_mps.mps.states import READY
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_WAITING,

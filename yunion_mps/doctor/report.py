@@ -12,7 +12,6 @@ from typing import NamedTuple, TypedDict
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
 from yunion_mps.doctor.checks import (
     NAGIOS_CODES,
-    PROBLEM,
     SKIPPED,
     UNKNOWN,
     Check,
@@ -20,6 +19,7 @@ from yunion_mps.doctor.checks import (
     Host,
     findings_of,
 )
+from yunion_mps.enums import PROBLEM
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED

@@ -12,7 +12,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from yunion_mps.enums import BINDINGS, EVENT_KINDS, OPENMETRICS, PLACEMENTS, RELOAD_MODES, RESERVATIONS
+from yunion_mps.enums import (
+    BINDINGS,
+    BINPACK,
+    EVENT_KINDS,
+    OPENMETRICS,
+    PLACEMENTS,
+    RELOAD_MODES,
+    RESERVATIONS,
+)
 from yunion_mps.http.parameters import Parameter, Value, body_arguments, query_arguments
 
 if TYPE_CHECKING:
@@ -307,7 +315,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     Parameter("gpu", "Only devices of this GPU: its UUID or address, or a unique prefix of either.",
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "`binpack` takes from the GPU with the fewest free devices, `spread` from the one "
-              "with the most.", default=PLACEMENTS[0], choices=PLACEMENTS),
+              "with the most.", default=BINPACK, choices=PLACEMENTS),
     _flag("allow_unlimited", "Whether to allow GPUs that do not enforce budgets (older than Volta)."),
     Parameter("reserved_for", "Also devices that are reserved for this; only root may request them.",
               choices=RESERVATIONS),

@@ -30,7 +30,7 @@ from yunion_mps.config.values import (
     one_of,
     text,
 )
-from yunion_mps.enums import PLACEMENTS
+from yunion_mps.enums import BINPACK, PLACEMENTS
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.paths import Paths
 
@@ -146,7 +146,7 @@ KEYS = {
     ),
     "preferred": Key(
         one_of(*PLACEMENTS),
-        PLACEMENTS[0],
+        BINPACK,
         "Whether GPUs with the fewest or the most free devices are preferred.",
     ),
     "memoryResource": Key(

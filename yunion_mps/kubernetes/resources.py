@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
 
 from yunion_mps.containers import budget_variables
-from yunion_mps.enums import AVAILABLE, FREE, KUBERNETES, LEASED, PLACEMENTS, RESERVED
+from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
@@ -115,7 +115,7 @@ def preferred(
         def rank(gpu: str, missing: int = missing) -> tuple[bool, bool, int]:
             number = len(by_gpu[gpu])
             is_enough = number >= missing
-            ascending = is_enough and placement == PLACEMENTS[0]
+            ascending = is_enough and placement == BINPACK
             return gpu not in begun, not is_enough, number if ascending else -number
 
         chosen += by_gpu.pop(min(by_gpu, key=rank))[:missing]

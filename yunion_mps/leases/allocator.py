@@ -13,19 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
+from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib
-from yunion_mps.leases.request import (
-    SPREAD,
-    Candidate,
-    Candidates,
-    LeaseRequest,
-    PoolCandidate,
-    QueuedRequest,
-)
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate, QueuedRequest
 from yunion_mps.models import Device, Lease
 from yunion_mps.planning.division import units_for
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, RESERVED, TEMPORARY, hint_of
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
 from yunion_mps.text import count
 
 #: The most GPUs, and the most reasons, that an error names.
@@ -76,7 +71,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         _refuse_unsuitable(request, candidates._replace(reserved={}))
         uses = ", ".join(sorted(set(candidates.reserved.values())))
         what = f"{request} cannot be allocated: reserved for {uses}"
-        raise InfeasibleError(what, hint_of(RESERVED), RESERVED) from None
+        raise InfeasibleError(what, hint_of(reasons.RESERVED), reasons.RESERVED) from None
 
 
 def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from yunion_mps.enums import BINPACK
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
@@ -22,8 +23,6 @@ from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.text import count
 from yunion_mps.units import duration_text
 
-BINPACK = "binpack"
-SPREAD = "spread"
 #: The shortest prefix of a lease's id: as long as `who` shows it, so that no name matches by chance.
 _SHORTEST_PREFIX = 8
 

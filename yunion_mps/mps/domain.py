@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from yunion_mps import reasons
+from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
@@ -26,19 +27,7 @@ from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
-from yunion_mps.mps.states import (
-    APPLYING,
-    BACKOFF,
-    FAILED,
-    READY,
-    STABLE_S,
-    STARTING,
-    STOPPED,
-    STOPPING,
-    WEDGED,
-    StateMachine,
-    after_failure,
-)
+from yunion_mps.mps.states import STABLE_S, StateMachine, after_failure
 from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)

@@ -6,20 +6,12 @@ import logging
 from collections.abc import Callable
 
 from yunion_mps import reasons
+from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.models import Event
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
-
-STOPPED = "stopped"
-STARTING = "starting"  # the control daemon was started or adopted, and does not answer yet
-APPLYING = "applying"  # its limits are being set and read back
-READY = "ready"  # every limit was read back: clients are served within their budgets
-WEDGED = "wedged"  # it runs but does not answer, or cannot be reached
-BACKOFF = "backoff"  # it ended or failed; the next start is scheduled
-FAILED = "failed"  # an operator must act before a start can succeed; retried slowly
-STOPPING = "stopping"  # it was asked to quit
 
 LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
     STOPPED: (STARTING, FAILED),

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
-from yunion_mps.enums import AVAILABLE, FREE, LEASED, NO_MEMORY, NOT_USED, PENDING, RESERVED, UNAVAILABLE
+from yunion_mps.enums import (
+    AVAILABLE,
+    FREE,
+    LEASED,
+    NO_MEMORY,
+    NOT_USED,
+    PENDING,
+    READY,
+    RESERVED,
+    UNAVAILABLE,
+)
 from yunion_mps.errors import HostError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
@@ -21,7 +31,6 @@ from yunion_mps.models import (
     Pool,
     Snapshot,
 )
-from yunion_mps.mps.states import READY
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection
 
 from yunion_mps.config import load
+from yunion_mps.enums import STOPPED
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
@@ -29,7 +30,6 @@ from yunion_mps.mps.processes import (
     record_order,
 )
 from yunion_mps.mps.rollover import OrphanedServers
-from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST

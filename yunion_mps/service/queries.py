@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import FREE, PENDING, RESERVED, UNAVAILABLE
+from yunion_mps.enums import FREE, PENDING, READY, RESERVED, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
-from yunion_mps.mps.states import READY
 from yunion_mps.planning.division import client_environment
 from yunion_mps.reasons import DOMAIN_NOT_READY, Reason
 from yunion_mps.service.devices import (

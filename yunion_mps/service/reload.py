@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.enums import APPLYING, STARTING
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
-from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor

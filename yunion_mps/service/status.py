@@ -15,12 +15,12 @@ from yunion_mps.enums import (
     PENDING,
     PROBLEM,
     PROBLEM_LEVELS,
+    READY,
     SERVER_FAULT,
     UNAVAILABLE,
     WARNING,
 )
 from yunion_mps.models import Gpu, Owner
-from yunion_mps.mps.states import READY
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (

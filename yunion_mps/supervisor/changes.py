@@ -12,6 +12,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
+from yunion_mps.enums import STOPPED
 from yunion_mps.errors import ConfigError
 from yunion_mps.models import (
     Config,
@@ -26,7 +27,6 @@ from yunion_mps.models import (
 )
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
-from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
 from yunion_mps.planning.plan import below_root, devices_of, make_plan

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Optional
 
 from yunion_mps import reasons
+from yunion_mps.enums import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
@@ -21,7 +22,6 @@ from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess, our_processes
-from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.supervisor.gpus import Gpus
 

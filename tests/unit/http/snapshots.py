@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from yunion_mps.enums import FAILED, READY
 from yunion_mps.models import DeviceEntry, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
-from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import (
     CONTROL_DAEMON_ERROR,

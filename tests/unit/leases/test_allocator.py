@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import SPREAD, Candidate, Candidates, LeaseRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
 from yunion_mps.reasons import (
     DOMAIN_NOT_READY,
     GPU_LOST,

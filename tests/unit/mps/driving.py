@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
+from yunion_mps.enums import READY
 from yunion_mps.errors import YunionError
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
@@ -22,7 +23,6 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import client_variables, control_environment
-from yunion_mps.mps.states import READY
 
 from integration.daemon_host import eventually
 from simhost import SimHost

@@ -8,11 +8,11 @@ import socket
 import sys
 
 import pytest
+from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
-from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
 from .driving import Bench
 from .front_ends import running_here, stop_process, wait_until_it_answers

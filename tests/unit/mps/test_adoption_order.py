@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from yunion_mps.enums import READY, STOPPED
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.processes import Process
@@ -19,7 +20,6 @@ from yunion_mps.mps.processes import (
     orphaned_servers,
     record_order,
 )
-from yunion_mps.mps.states import READY, STOPPED
 
 from .driving import Bench
 from .front_ends import running_here

@@ -8,10 +8,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from yunion_mps.enums import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.health import PROBE_S
-from yunion_mps.mps.states import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .driving import Bench
 from .front_ends import silent_connection, stop_process

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from yunion_mps.enums import APPLYING, BACKOFF, READY
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.health import VERIFY_S
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.states import APPLYING, BACKOFF, READY
 
 from .driving import Bench, DomainRun
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.enums import READY
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
@@ -23,7 +24,6 @@ from yunion_mps.mps.log_file import (
     log_hint,
     timestamp_parser,
 )
-from yunion_mps.mps.states import READY
 
 from integration.daemon_host import eventually
 from unit.short_memory import with_memory_short

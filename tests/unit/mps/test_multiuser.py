@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from yunion_mps.enums import READY
 from yunion_mps.errors import HostError
 from yunion_mps.mps.control_daemon import MULTIUSER
-from yunion_mps.mps.states import READY
 from yunion_mps.supervisor.preflight import knows_multiuser
 
 from .driving import Bench

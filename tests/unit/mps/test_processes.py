@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yunion_mps.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import children_of, program_name, uid_of
 from yunion_mps.models import DomainPlan
@@ -29,7 +30,6 @@ from yunion_mps.mps.processes import (
     record,
     server_pids,
 )
-from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 from integration.daemon_host import eventually

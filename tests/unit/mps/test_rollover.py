@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from yunion_mps.enums import APPLYING, READY, STOPPED
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.rollover import Rollover
-from yunion_mps.mps.states import APPLYING, READY, STOPPED
 
 from .driving import Bench, DomainRun, Jobs
 from .front_ends import no_descriptor_left

@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
+from yunion_mps.enums import STOPPED, STOPPING
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.mps.states import STOPPED, STOPPING
 
 from integration.daemon_host import eventually
 

@@ -8,18 +8,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from yunion_mps.mps.states import (
-    APPLYING,
-    BACKOFF,
-    FAILED,
-    LEGAL_CHANGES,
-    READY,
-    STARTING,
-    STOPPED,
-    STOPPING,
-    WEDGED,
-    StateMachine,
-)
+from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
+from yunion_mps.mps.states import LEGAL_CHANGES, StateMachine
 
 from .driving import Bench, DomainRun
 from .front_ends import silent_connection, stop_process

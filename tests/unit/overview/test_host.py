@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from yunion_mps.enums import FAILED
 from yunion_mps.models import Gpu
-from yunion_mps.mps.states import FAILED
 from yunion_mps.overview import Answers, HostOverview, page
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Queries

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.mps.states import LEGAL_CHANGES, READY
+from yunion_mps.enums import READY
+from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.mps.states import BACKOFF, FAILED, STARTING
+from yunion_mps.enums import BACKOFF, FAILED, STARTING
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, PROGRAM_MISSING, SHORTAGE, hint_of
 from yunion_mps.service.queries import Queries
 
