@@ -306,9 +306,7 @@ class DomainStatus(NamedTuple):
 class Event(NamedTuple):
     """A change: what, why, and the consequence for devices and jobs.
 
-    `kind` is domain, limit, gpu, compute_mode, configuration, client, lease or daemon; `severity` is info,
-    warning or error; `subject` names what changed, for example a GPU's address. Warnings and errors have a
-    reason code.
+    `subject` names what changed, for example a GPU's address. Warnings and errors have a reason code.
     """
 
     severity: str

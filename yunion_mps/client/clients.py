@@ -167,9 +167,8 @@ class Client(LeaseMethod[Lease]):
     ) -> Iterator[Event]:
         """Yield the events since a time or within the last timedelta, oldest first: at most the newest 1000.
 
-        `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon. With
-        `follow` it continues with new events, across restarts of the daemon; raises UnreachableError if the
-        daemon stays unreachable.
+        `kind` selects those of one kind, such as `lease`. With `follow` it continues with new events,
+        across restarts of the daemon; raises UnreachableError if the daemon stays unreachable.
         """
         return iterate_blocking(self._queries.events(since=since, kind=kind, follow=follow))
 
