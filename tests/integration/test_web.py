@@ -18,7 +18,7 @@ import pytest
 import yunion_mps
 from yunion_mps.gateway.client import OverviewCache
 from yunion_mps.gateway.server import WebPage
-from yunion_mps.host.proc import UNKNOWN_UID
+from yunion_mps.host.sockets import UNKNOWN_UID
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.paths import Paths
 

@@ -15,7 +15,7 @@ from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
-from yunion_mps.host.files import take_lock
+from yunion_mps.host.lock import take_lock
 from yunion_mps.host.log import set_log_prefix, set_up_log
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier

@@ -14,7 +14,8 @@ from typing import cast
 
 import h11
 
-from yunion_mps.host.proc import UNKNOWN_UID, job_unit_of, peer_credentials
+from yunion_mps.host.proc import job_unit_of
+from yunion_mps.host.sockets import UNKNOWN_UID, peer_credentials
 from yunion_mps.http.listener import Listener, is_disconnected
 from yunion_mps.http.messages import Request, Response, problem
 from yunion_mps.http.pool import BUFFER_BYTES, Application, ConnectionPool, Limits

@@ -12,19 +12,9 @@ import socket
 from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError
-from yunion_mps.host.proc import (
-    Peer,
-    all_pids,
-    connected_inodes,
-    count_open,
-    describe_process,
-    is_stopped,
-    peer_credentials,
-    program_name,
-    socket_holders,
-    uid_of,
-)
+from yunion_mps.host.proc import all_pids, describe_process, is_stopped, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
+from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 from yunion_mps.text import decoded

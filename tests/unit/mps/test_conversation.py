@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from yunion_mps.errors import ControlError, HostError
-from yunion_mps.host.proc import Peer
+from yunion_mps.host.sockets import Peer
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.host import proc
+from yunion_mps.host import sockets
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import connections, diagnose, front_end_at
@@ -72,9 +72,9 @@ def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other:
 
 
 def test_the_search_is_given_up_in_time(plan: DomainPlan, control_pid: int, other: int) -> None:
-    inodes = proc.connected_inodes([f"{plan.pipe_directory}/control"])
-    assert proc.socket_holders(inodes) == {other: 1}
-    assert proc.socket_holders(inodes, search_s=0.0) == {}
+    inodes = sockets.connected_inodes([f"{plan.pipe_directory}/control"])
+    assert sockets.socket_holders(inodes) == {other: 1}
+    assert sockets.socket_holders(inodes, search_s=0.0) == {}
 
 
 def test_a_kernel_that_cannot_be_asked_is_no_error(plan: DomainPlan, control_pid: int, other: int) -> None:
@@ -91,5 +91,5 @@ def test_a_kernel_that_answers_with_an_error_tells_of_no_socket() -> None:
     with ours, kernels:
         header = struct.pack("=IHHII", 36, NLMSG_ERROR, 0, 1, 0)
         kernels.send(header + struct.pack("=i", -errno.ENOENT) + header)
-        assert list(proc._sockets(ours)) == []
+        assert list(sockets._sockets(ours)) == []
         assert kernels.recv(1 << 16), "it was asked"
