@@ -1,4 +1,4 @@
-"""The ledger by itself, with 10,000 devices: finding one, entering and striking a lease, who waits."""
+"""The ledger by itself, with 10,000 devices: finding one, adding and removing a lease, queued requests."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Queue
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Holder, Lease
+from yunion_mps.models import Device, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings
+from unit.leases.shares import HOLDER, device, lease
 
 GPUS, OF_EACH = 200, 50
-#: As many as the daemon has connections for users.
-WAITERS = 448
-_GPU_MIB = 80_000
+#: As many requests as the daemon has connections for users.
+QUEUED = 448
 _PASS = "a pass over the devices"
-_HOLDER = Holder("process", 1000, 4260, 77)
 
 
 def lines(settings: Settings) -> Iterator[Line]:
     """One line for each thing that is done at every lease."""
-    devices = [_device(gpu, slot) for gpu in range(GPUS) for slot in range(OF_EACH)]
-    candidates = Candidates([Candidate(device) for device in devices])
-    ledger = Ledger(_lease(device) for device in devices[:-1])
-    last = _lease(devices[-1])
+    devices = [device(gpu, slot, OF_EACH) for gpu in range(GPUS) for slot in range(OF_EACH)]
+    candidates = Candidates([Candidate(one) for one in devices])
+    leases = [lease(f"lease-{one.id}", one) for one in devices]
+    ledger, last = Ledger(leases[:-1]), leases[-1]
     if _choose(ledger, candidates) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
-    full = Ledger(_lease(device) for device in devices)
+    full = Ledger(leases)
     queue = Queue(Allocator(full))
-    queue.requests = [QueuedRequest(LeaseRequest(), _HOLDER, position=number) for number in range(WAITERS)]
+    queue.requests = [QueuedRequest(LeaseRequest(), HOLDER, position=number) for number in range(QUEUED)]
     some = f"of {len(devices):,} devices"
     choose, walk = partial(_choose, ledger, candidates), partial(_pass, candidates)
-    enter, entry = partial(_enter, ledger, last), partial(_entry, ledger.lease_of)
+    add, entry = partial(_add_and_remove, ledger, last), partial(_entry, ledger.lease_of)
     steps: tuple[tuple[str, str, str, Callable[[], object], Callable[[], object]], ...] = (
         (f"the free one {some}", "ms", _PASS, choose, walk),
         (f"none {some}, and why", "ms", _PASS, partial(_why_not, full, candidates), walk),
-        (f"none {some}, {WAITERS} wait", "ms", _PASS, partial(queue.next, candidates), walk),
-        (f"a lease entered and struck {some}", "us", "a dict's entry made and deleted", enter, entry),
+        (f"none {some}, {QUEUED} queued", "ms", _PASS, partial(queue.next, candidates), walk),
+        (f"a lease added and removed {some}", "us", "a dict's entry made and deleted", add, entry),
     )
     for what, unit, floor, work, least in steps:
         rounds = Rounds(unit)
@@ -75,7 +74,7 @@ def _why_not(ledger: Ledger, candidates: Candidates) -> str:
     raise BenchError("the ledger gives a device that is leased")
 
 
-def _enter(ledger: Ledger, lease: Lease) -> None:
+def _add_and_remove(ledger: Ledger, lease: Lease) -> None:
     ledger.add(lease)
     ledger.remove(lease.id)
 
@@ -83,21 +82,3 @@ def _enter(ledger: Ledger, lease: Lease) -> None:
 def _entry(owners: dict[str, str]) -> None:
     owners["another"] = "another"
     del owners["another"]
-
-
-def _device(gpu: int, slot: int) -> Device:
-    return Device(
-        id=f"{gpu}-{slot}",
-        addr=f"{gpu:04x}:00:00.0-{slot}",
-        gpu_uuid=f"GPU-{gpu}",
-        slot=slot,
-        memory_limit_mib=_GPU_MIB // OF_EACH,
-        memory_total_mib=_GPU_MIB,
-        thread_percentage=100 / OF_EACH,
-        budget_enforced=True,
-        domain="host",
-    )
-
-
-def _lease(device: Device) -> Lease:
-    return Lease(f"lease-{device.id}", (device,), _HOLDER, 0.0)

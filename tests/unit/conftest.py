@@ -1,10 +1,13 @@
-"""How hypothesis looks for counterexamples here, and the fixtures of `supervised`."""
+"""How hypothesis looks for counterexamples here, the fixtures of `supervised`, and paths below a folder."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from yunion_mps.paths import Paths
 
 from unit.supervised import begin, make_host, put_to_work, stand_ins, supervise
 
@@ -14,3 +17,8 @@ __all__ = ["begin", "make_host", "put_to_work", "stand_ins", "supervise"]
 settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=50)
 settings.register_profile("search", database=None, deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(str(tmp_path))

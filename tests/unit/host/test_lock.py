@@ -21,11 +21,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> Paths:
-    return Paths(str(tmp_path))
-
-
-@pytest.fixture
 def lock(paths: Paths) -> Path:
     """Where the lock will be, in a directory that is there."""
     path = Path(paths.lock)

@@ -47,11 +47,6 @@ except HostError as error:
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> Paths:
-    return Paths(str(tmp_path))
-
-
-@pytest.fixture
 def store(paths: Paths) -> Iterator[OpenStore]:
     with ExitStack() as stack:
         yield lambda: stack.enter_context(closing(Store(paths)))

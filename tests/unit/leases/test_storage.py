@@ -22,11 +22,6 @@ B = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", tt
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> Paths:
-    return Paths(str(tmp_path))
-
-
-@pytest.fixture
 def store(paths: Paths) -> Iterator[Store]:
     with closing(Store(paths)) as store:
         yield store

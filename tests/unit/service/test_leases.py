@@ -240,21 +240,6 @@ def test_only_the_first_of_equal_requests_has_a_new_lease(host: LeaseHost) -> No
     run(work())
 
 
-def test_a_position_is_not_given_to_another_user(host: LeaseHost) -> None:
-    async def work() -> None:
-        await host.fill()
-        lost = await host.queue("mine", ALICE, key=FIRST)
-        await host.restart()
-        await asyncio.gather(lost, return_exceptions=True)
-        others = [await host.queue("theirs", BOB, key=FIRST), await host.queue("mine", ALICE, key=FIRST)]
-        assert host.waiting == ["mine", "theirs"]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    run(work())
-
-
 def test_another_holder_cannot_have_the_lease_of_a_request(host: LeaseHost) -> None:
     async def work() -> None:
         lease = await host.take("first", key=FIRST)
@@ -262,16 +247,6 @@ def test_another_holder_cannot_have_the_lease_of_a_request(host: LeaseHost) -> N
         with pytest.raises(HostError, match="this idempotency key already belongs to a lease"):
             await host.take("second", key=FIRST)
         assert host.held == ["first"]
-
-    run(work())
-
-
-def test_restarts_keep_no_lease_that_is_not_renewed(host: LeaseHost) -> None:
-    async def work() -> None:
-        await host.take("dead", ttl_s=0.2)
-        while host.held:
-            await asyncio.sleep(0.01)
-            await host.restart()
 
     run(work())
 

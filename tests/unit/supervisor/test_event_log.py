@@ -46,11 +46,6 @@ class Disk:
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> Paths:
-    return Paths(str(tmp_path))
-
-
-@pytest.fixture
 def disk(paths: Paths) -> Iterator[Disk]:
     with closing(Store(paths)) as store:
         yield Disk(store)
