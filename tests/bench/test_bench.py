@@ -19,7 +19,7 @@ def line(measured: float, floor: float, aim: Aim | None) -> Line:
     return Line("a start", Samples((measured,), "ms"), Samples((floor,), "ms"), "a floor", aim)
 
 
-def test_the_rounds_of_all_steps_take_turns_after_one_that_does_not_count() -> None:
+def test_the_rounds_of_all_steps_take_turns_after_a_warmup() -> None:
     order: list[str] = []
 
     def step(name: str) -> float:

@@ -10,7 +10,7 @@ from yunion_mps.identity import NAMESPACE, random_uuid, uuid5
 
 
 @given(st.uuids(), st.text())
-def test_a_uuid_is_the_one_that_the_standard_library_makes(namespace: uuid.UUID, name: str) -> None:
+def test_a_uuid_equals_that_of_the_standard_library(namespace: uuid.UUID, name: str) -> None:
     name = name.encode(errors="replace").decode()
     assert uuid5(str(namespace), name) == str(uuid.uuid5(namespace, name))
 
@@ -19,7 +19,7 @@ def test_our_namespace_is_derived_from_our_name() -> None:
     assert str(uuid.uuid5(uuid.NAMESPACE_DNS, "yunion-mps")) == NAMESPACE
 
 
-def test_a_random_uuid_says_that_it_is_one_and_each_is_another() -> None:
+def test_random_uuids_are_version_4_and_differ() -> None:
     some = {random_uuid() for _ in range(100)}
     assert len(some) == 100
     for one in some:

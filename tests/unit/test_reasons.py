@@ -68,7 +68,7 @@ def calls(name: str) -> list[tuple[Path, ast.Call]]:
     ]
 
 
-def test_each_event_that_is_no_mere_information_has_a_code() -> None:
+def test_each_warning_and_error_event_has_a_code() -> None:
     for path, call in calls("Event"):
         severity: Any = call.args[0] if call.args else None
         is_told = isinstance(severity, ast.Constant) and severity.value in ("warning", "error")

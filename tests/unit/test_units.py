@@ -55,7 +55,7 @@ def test_a_formatted_time_is_parsed_to_the_same_value(moment_s: float) -> None:
     [(1, "1s"), (90, "90s"), (600, "10m"), (5400, "90m"), (7200, "2h"), (86_400_000, "1000d"),
      (604_800, "7d")],
 )  # fmt: skip
-def test_a_duration_is_written_as_it_would_be_typed(whole_s: int, text: str) -> None:
+def test_a_duration_is_written_as_users_type_it(whole_s: int, text: str) -> None:
     assert duration_text(whole_s) == text
 
 

@@ -165,7 +165,7 @@ def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
 @pytest.mark.parametrize(
     ("name", "what"), [("0", "0 matches 2 GPUs"), ("00:09.0", "there is no GPU 00:09.0")]
 )
-def test_a_gpu_that_is_not_one_is_refused(troubled: Cli, name: str, what: str) -> None:
+def test_an_unknown_gpu_is_refused(troubled: Cli, name: str, what: str) -> None:
     done = troubled("list", "--gpu", name)
     hint = "yunion-mps: list the GPUs: yunion-mps gpus\n"
     assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what} [not_found]\n{hint}")
@@ -209,7 +209,7 @@ def test_programs_read_a_device_with_what_belongs_together_or_in_lines(cli: Cli)
         }
 
 
-def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
+def test_an_ambiguous_prefix_lists_the_matches(cli: Cli) -> None:
     names = "00:06.0 matches 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)"
     told = f"yunion-mps: {names} [not_found]\nyunion-mps: use a longer prefix of the id or address\n"
     assert cli("show", "00:06.0") == (1, "", told)

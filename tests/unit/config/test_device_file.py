@@ -43,7 +43,7 @@ def test_a_pci_address_needs_no_quotes_though_yaml_reads_some_as_numbers(files: 
     assert files.load().devices[0].path == path.strip("'")
 
 
-def test_entries_of_other_types_are_left_alone_whatever_they_hold(files: Files) -> None:
+def test_entries_of_other_types_are_ignored_whatever_they_contain(files: Files) -> None:
     files.write(
         devices=textwrap.dedent("""\
         devices:
@@ -86,9 +86,7 @@ def test_entries_of_other_types_are_left_alone_whatever_they_hold(files: Files) 
         ("devices: 4\n", ":1: devices is 4, not a list: write each entry after a dash: - path: …"),
     ],
 )
-def test_a_file_of_another_shape_is_named_with_what_would_be_right(
-    files: Files, text: str, message: str
-) -> None:
+def test_a_file_of_another_shape_is_refused_with_the_right_one(files: Files, text: str, message: str) -> None:
     assert files.write(devices=text).messages() == [DEVICES + message]
 
 

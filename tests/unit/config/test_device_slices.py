@@ -52,7 +52,7 @@ def test_a_memory_unit_needs_no_virtual_number_or_0(files: Files, unit: str, mib
     assert entry.divided_at == Source(str(files.devices), 5 if number else 4)
 
 
-def test_the_reserve_and_the_over_commit_are_read(files: Files) -> None:
+def test_the_reserve_and_the_overcommit_are_read(files: Files) -> None:
     entry = entry_of(files, "  memory_unit: 1GiB\n  memory_reserve: 64MiB\n  thread_overcommit: 1.5\n")
     assert (entry.memory_reserve_mib, entry.thread_overcommit) == (64, 1.5)
     entry = entry_of(files, "  slices: [{memory: 1GiB}]\n  thread_overcommit: 2\n")
@@ -207,7 +207,7 @@ def test_a_bad_unit_of_requests_is_named_as_well(files: Files, text: str, messag
     assert files.write(devices=f"{text}\ndevices: []\n").messages() == [f"{DEVICES}:{message}"]
 
 
-def test_an_entry_with_a_problem_counts_as_one_device(files: Files) -> None:
+def test_an_entry_with_an_invalid_division_counts_as_one_device(files: Files) -> None:
     for text in (
         "slices: []",
         "slices: [{memory: 1}]",

@@ -178,7 +178,7 @@ def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> N
 
 
 @pytest.mark.processes
-def test_a_small_file_is_read_although_memory_is_short(files: Files) -> None:
+def test_a_small_file_is_read_during_a_memory_shortage(files: Files) -> None:
     files.write(b"enable_cuda_mps: true\n")
 
     def read(_: list[bytearray]) -> None:
@@ -220,7 +220,7 @@ def test_an_alias_bomb_is_refused_at_the_line_where_it_grows_too_large(
     assert time.process_time() - begin < QUICK_S
 
 
-def test_two_hundred_thousand_values_are_as_many_as_are_read(files: Files) -> None:
+def test_at_most_200000_values_are_read(files: Files) -> None:
     # the list and its alias are 99,996 each, the mapping 1, its keys and the other values 7
     text = "a: &a [" + "x," * 99_995 + "]\nb: *a\nenable_cuda_mps: true\nc: "
     files.write(text + "[d]\n").load()
@@ -231,14 +231,14 @@ def test_two_hundred_thousand_values_are_as_many_as_are_read(files: Files) -> No
 @pytest.mark.parametrize(
     "content", ["a: 1\nb: &a [*a]\n", "a: 1\nb: &a {c: [d, *a]}\n", "a: 1\n? &a [*a]\n: b\n"]
 )
-def test_an_alias_to_what_holds_it_is_refused(files: Files, content: str) -> None:
+def test_an_alias_to_its_own_container_is_refused(files: Files, content: str) -> None:
     files.write(content)
     assert files.messages() == [
         f"{HOST}:2: contains the alias *a, which refers to itself: write the values out"
     ]
 
 
-def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
+def test_at_most_64_levels_are_read(files: Files) -> None:
     files.write("a: " + "[" * 63 + "]" * 63 + "\nenable_cuda_mps: true\n").load()
     files.write("enable_cuda_mps: true\na: " + "[" * 64 + "]" * 64)
     assert files.messages() == [

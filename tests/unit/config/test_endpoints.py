@@ -59,7 +59,7 @@ def test_an_invalid_address_or_port_is_refused(files: Files, written: str, what:
         ("127.0.0.1:9434", "'[::1]:9434'", False),
     ],
 )
-def test_the_page_and_the_metrics_cannot_be_at_one_place(
+def test_the_page_and_the_metrics_cannot_share_an_address(
     files: Files, metrics: str, web: str, *, clash: bool
 ) -> None:
     files.write(f"metrics_listen: {metrics}\nweb_listen: {web}\nmetrics_allow_public: true\n")
@@ -70,7 +70,7 @@ def test_the_page_and_the_metrics_cannot_be_at_one_place(
 
 @pytest.mark.parametrize("key", ["metrics", "web"])
 @pytest.mark.parametrize("address", ["0.0.0.0:9434", "10.1.2.3:9434", "'[::]:9434'", "'[fe80::1]:9434'"])
-def test_an_address_that_others_can_reach_takes_a_second_key(files: Files, key: str, address: str) -> None:
+def test_an_address_that_others_can_reach_requires_a_second_key(files: Files, key: str, address: str) -> None:
     files.write(f"enable_cuda_mps: false\n{key}_listen: {address}\n")
     plain = address.strip("'")
     hint = f"write 127.0.0.1:9434, or {key}_allow_public: true if this is intended"

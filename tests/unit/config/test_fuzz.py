@@ -97,13 +97,13 @@ def test_any_bytes_yield_only_problems(shared: Files, host: bytes, devices: byte
 
 
 @given(pieces, pieces)
-def test_no_pieces_of_yaml_do_more_than_give_problems(shared: Files, host: str, devices: str) -> None:
+def test_pieces_of_yaml_yield_only_problems(shared: Files, host: str, devices: str) -> None:
     text = host.replace("container_device_config_file", "container")
     assert_problems_name_real_lines(shared.write(text, devices))
 
 
 @given(st.dictionaries(keys, trees, max_size=6), entries)
-def test_no_values_of_our_keys_do_more_than_give_problems(
+def test_values_of_our_keys_yield_only_problems(
     shared: Files, host: dict[Any, Any], devices: list[Any]
 ) -> None:
     shared.write(yaml.safe_dump(host), yaml.safe_dump({"devices": devices}, allow_unicode=True))
@@ -111,6 +111,6 @@ def test_no_values_of_our_keys_do_more_than_give_problems(
 
 
 @given(st.sampled_from(sorted(KEYS)), pieces)
-def test_any_text_after_one_of_our_keys_gives_at_most_problems(shared: Files, key: str, value: str) -> None:
+def test_any_text_after_one_of_our_keys_yields_only_problems(shared: Files, key: str, value: str) -> None:
     name = "cuda_mps_scope" if key == "container_device_config_file" else key
     assert_problems_name_real_lines(shared.write(f"{name}: {value.replace('container_', '')}\n"))

@@ -190,7 +190,7 @@ def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) 
     assert files.messages() == [f"{HOST}:2: merge keys (<<) are not supported: write the keys out"]
 
 
-def test_of_a_key_given_twice_the_first_counts_and_both_are_named(files: Files) -> None:
+def test_the_first_of_duplicate_keys_counts_and_both_are_named(files: Files) -> None:
     files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
     hint = "keep one of the two lines (the other is line 1)"
     assert files.messages() == [
@@ -230,7 +230,7 @@ container_device: nothing of ours
 """
 
 
-def test_foreign_keys_are_left_alone_whatever_they_hold(files: Files) -> None:
+def test_foreign_keys_are_ignored_whatever_they_contain(files: Files) -> None:
     assert files.write(FOREIGN + "enable_cuda_mps: true\n").load().enable_cuda_mps is True
 
 
@@ -255,7 +255,7 @@ def test_a_byte_order_mark_and_any_line_ends_are_read(files: Files, bom: bytes, 
     assert config.sources["cuda_mps_scope"].line == 3
 
 
-def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
+def test_a_message_is_one_line_whatever_the_file_contains(files: Files) -> None:
     files.write('cuda_mps_scope: "a\\nb\\e[31mc\\u202e"\n"cuda_mps_\\nx": 1\n')
     messages = files.messages()
     assert messages[0] == (f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", but must be host or gpu')
@@ -281,7 +281,7 @@ def test_a_shared_directory_is_refused_for_pipes_and_logs(files: Files, path: st
 @pytest.mark.parametrize(
     "path", ["/tmp/mps", "/run/mps", "/var/log/mps", "/dev/shm/mps", "/opt/mps", "/var/mps"]
 )
-def test_a_directory_of_its_own_in_a_shared_one_is_right(files: Files, path: str) -> None:
+def test_a_separate_directory_in_a_shared_one_is_accepted(files: Files, path: str) -> None:
     config = files.write(f"cuda_mps_pipe_directory: {path}\ncuda_mps_log_directory: {path}\n").load()
     assert (config.cuda_mps_pipe_directory, config.cuda_mps_log_directory) == (path, path)
 
@@ -292,7 +292,7 @@ def test_directories_are_normalised(files: Files) -> None:
 
 
 @pytest.mark.parametrize(("scope", "added"), [("host", 19), ("gpu", 19 + 41)])
-def test_a_pipe_directory_is_refused_if_its_sockets_have_no_address(
+def test_a_pipe_directory_too_long_for_a_socket_address_is_refused(
     files: Files, scope: str, added: int
 ) -> None:
     room = 107 - added - len(str(files.root))

@@ -50,7 +50,7 @@ def test_the_lock_names_our_pid_in_a_file_that_no_other_user_can_open(paths: Pat
     assert mode_of(Path(paths.lock)) == 0o600
 
 
-def test_a_lock_that_an_older_daemon_left_open_to_others_is_closed_to_them(paths: Paths, lock: Path) -> None:
+def test_a_lock_that_others_could_open_is_closed_to_them(paths: Paths, lock: Path) -> None:
     lock.write_text("4000000\n")
     lock.chmod(0o644)
     os.close(take_lock(paths))
@@ -69,7 +69,7 @@ def test_another_user_cannot_take_the_lock(paths: Paths, tmp_path: Path) -> None
     assert "PermissionError: [Errno 13] Permission denied: 'daemon.lock'" in result.stderr.splitlines()
 
 
-def test_the_last_child_of_a_daemon_that_is_gone_lets_go_of_the_lock(paths: Paths, tmp_path: Path) -> None:
+def test_the_last_child_of_an_ended_daemon_releases_the_lock(paths: Paths, tmp_path: Path) -> None:
     """It has the lock until it has loaded its program, and our PID is in the file no more."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -116,7 +116,7 @@ def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> 
 
 
 @needs_root
-def test_another_user_is_told_that_it_is_not_allowed(paths: Paths) -> None:
+def test_another_user_is_refused_as_not_allowed(paths: Paths) -> None:
     os.makedirs(paths.run_directory)
     os.seteuid(STRANGER)
     try:

@@ -75,20 +75,20 @@ def test_a_running_child_has_no_status_and_kill_ends_and_reaps_it(null: int) -> 
         os.waitpid(process.pid, os.WNOHANG)
 
 
-def test_a_child_has_just_the_environment_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_has_exactly_the_environment_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
     with_shells_own = ["A=1", "B=x=y", f"PWD={os.getcwd()}"]
     assert sorted(output_of("exec /usr/bin/env", {"A": "1", "B": "x=y"}).split()) == with_shells_own
 
 
-def test_a_child_gets_none_of_our_files_and_reads_nothing(tmp_path: Path) -> None:
+def test_a_child_inherits_no_descriptor_and_reads_nothing(tmp_path: Path) -> None:
     with (tmp_path / "secret").open("w") as secret:
         listed = output_of("cat; ls -l /proc/$$/fd", {"PATH": "/usr/bin:/bin"})
     assert "0 -> /dev/null" in listed
     assert secret.name not in listed
 
 
-def test_a_child_leads_a_session_of_its_own_with_no_signal_held_back(null: int) -> None:
+def test_a_child_leads_its_own_session_with_no_signal_blocked(null: int) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         process = start("exec sleep 1000", {"PATH": "/usr/bin:/bin"}, null)
@@ -118,7 +118,7 @@ def test_a_signal_to_a_process_that_has_ended_does_nothing(null: int) -> None:
     assert process.status() == 0
 
 
-def test_another_s_child_is_held_and_its_end_seen() -> None:
+def test_another_process_s_child_is_watched_until_its_end() -> None:
     script = "sleep 1000 & echo $!; wait; echo gone; read x"
     with subprocess.Popen(["/bin/sh", "-c", script], stdin=-1, stdout=-1, text=True) as parent:
         assert parent.stdout is not None
@@ -156,7 +156,7 @@ def test_the_start_of_a_process_is_known_until_its_end(null: int) -> None:
     assert started_s(child.pid) is None
 
 
-def test_a_process_that_is_gone_cannot_be_adopted() -> None:
+def test_a_process_that_has_ended_cannot_be_adopted() -> None:
     with subprocess.Popen(["true"]) as gone:
         pass
     assert Process.adopt(gone.pid) is None

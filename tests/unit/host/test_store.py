@@ -111,7 +111,9 @@ def rows(paths: Paths) -> list[tuple[str, ...]]:
         return connection.execute("SELECT gpu_uuid, mode FROM former_compute_mode ORDER BY 1").fetchall()
 
 
-def test_modes_of_another_boot_do_not_count_and_go_with_the_next_note(paths: Paths, store: OpenStore) -> None:
+def test_modes_of_another_boot_are_ignored_and_deleted_by_the_next_write(
+    paths: Paths, store: OpenStore
+) -> None:
     opened = store()
     with closing(sqlite3.connect(paths.store)) as connection, connection:
         rows_of_old = [("GPU-1", "Prohibited", OTHER_BOOT), ("GPU-2", "Prohibited", OTHER_BOOT)]
@@ -122,7 +124,7 @@ def test_modes_of_another_boot_do_not_count_and_go_with_the_next_note(paths: Pat
     assert rows(paths) == [("GPU-1", "Default")]
 
 
-def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) -> None:
+def test_a_newer_format_is_left_alone_and_reported(paths: Paths, store: OpenStore) -> None:
     note(store)
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("PRAGMA user_version = 3")
@@ -133,7 +135,7 @@ def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) 
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but some text" * 99, b"\0" * 4096])
-def test_a_file_that_is_no_database_is_kept_aside_and_modes_are_copied(
+def test_a_file_that_is_not_a_database_is_set_aside_with_modes_copied(
     paths: Paths, store: OpenStore, content: bytes
 ) -> None:
     note(store)
@@ -249,7 +251,7 @@ def test_a_directory_that_may_not_be_written_is_named(
     assert done.stdout.splitlines()[0] == expected
 
 
-def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store: OpenStore) -> None:
+def test_a_file_that_can_no_longer_be_written_is_an_error(paths: Paths, store: OpenStore) -> None:
     opened = store()
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("DROP TABLE former_compute_mode")
@@ -261,7 +263,7 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
         opened.former_modes()
 
 
-def test_a_locked_file_is_to_be_kept_and_its_lock_ended(paths: Paths, store: OpenStore) -> None:
+def test_a_locked_file_is_kept_and_the_hint_is_to_end_its_lock(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened._connection.execute("PRAGMA busy_timeout = 0")
     with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:

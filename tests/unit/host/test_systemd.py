@@ -139,7 +139,7 @@ def process(proc: Path, pid: int, cgroups: str | None) -> None:
         ("", ""),
     ],
 )
-def test_a_process_of_a_job_s_unit_is_known_by_its_control_group(
+def test_a_job_s_unit_is_known_by_the_control_group_of_its_process(
     tmp_path: Path, cgroups: str, unit: str
 ) -> None:
     process(tmp_path, 4260, cgroups)

@@ -69,7 +69,7 @@ def test_a_change_of_the_devices_is_answered_at_once(host: ServerHost) -> None:
     assert states(client.answer()) == {"free"}
 
 
-def test_a_snapshot_that_leaves_the_devices_as_they_are_wakes_nobody(host: ServerHost) -> None:
+def test_an_unchanged_snapshot_wakes_no_request(host: ServerHost) -> None:
     (client,) = watching(host, 1)
     change(host, state="ready")
     answer = client.answer()

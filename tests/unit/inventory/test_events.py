@@ -49,7 +49,7 @@ def until(host: OpenedHost, heard: Heard, gpu: int, xid: int) -> tuple[str, int]
     raise AssertionError("nothing was heard")
 
 
-def test_an_xid_is_heard_with_its_gpu(open_host: OpenHost, listen: Listen) -> None:
+def test_an_xid_is_reported_with_its_gpu(open_host: OpenHost, listen: Listen) -> None:
     host = open_host(TWO)
     assert until(host, listen(host), 1, 48) == ("0000:00:07.0", 48)
 

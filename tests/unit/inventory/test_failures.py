@@ -66,7 +66,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("error", ["not_supported", "function_not_found", "no_permission", "no_data"])
 @pytest.mark.parametrize(("call", "field"), FIELDS.items())
-def test_a_field_that_the_driver_does_not_tell_is_absent(
+def test_a_field_that_the_driver_does_not_report_is_absent(
     open_host: OpenHost, call: str, field: str, error: str
 ) -> None:
     host = open_host([{"kind": "a100", "count": 2}])
@@ -76,7 +76,7 @@ def test_a_field_that_the_driver_does_not_tell_is_absent(
     assert host.gpus() == (before[0]._replace(**absent), before[1])
 
 
-def test_a_driver_that_tells_no_field_at_all_still_has_its_gpus(open_host: OpenHost) -> None:
+def test_a_driver_that_reports_no_field_at_all_still_has_its_gpus(open_host: OpenHost) -> None:
     host = open_host()
     for call in FIELDS:
         host.sim.fail(call, "not_supported")
@@ -132,7 +132,7 @@ def test_a_gpu_without_handle_or_address_is_listed_by_its_place_on_the_bus(
     )
 
 
-def test_gpus_without_handles_have_each_its_own_reason(open_host: OpenHost) -> None:
+def test_each_gpu_without_a_handle_has_its_own_reason(open_host: OpenHost) -> None:
     host = open_host([{"kind": "t4", "count": 3}])
     host.sim.gpus[0].lose()
     host.sim.fail("nvmlDeviceGetHandleBy*", "no_permission", gpu=2)
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
     assert found[1].vendor_device_id == "10de:27b8"
 
 
-def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: OpenHost) -> None:
+def test_a_gpu_on_the_bus_that_the_driver_does_not_report_is_listed(open_host: OpenHost) -> None:
     host = open_host([{"kind": "t4", "count": 2}])
     folder = host.sim.root / "sys/bus/pci/devices/0000:00:09.0"
     folder.mkdir()

@@ -22,7 +22,7 @@ def test_results_and_errors_of_a_call_reach_its_caller() -> None:
         deadline.call(lambda: 1 // 0)
 
 
-def test_a_call_that_hangs_is_given_up_and_no_other_is_made_until_it_ends() -> None:
+def test_no_call_is_made_until_one_that_hangs_has_ended() -> None:
     deadline, gate = Deadline(timeout_s=0.05), threading.Event()
     with pytest.raises(DriverError, match=r"^the NVIDIA driver did not answer within 0.05 s$"):
         deadline.call(gate.wait)
@@ -166,7 +166,7 @@ def test_only_processes_with_a_sample_are_reported(open_host: OpenHost) -> None:
     assert host.nvml.load([], 0.0).processes == {}
 
 
-def test_a_lost_gpu_keeps_no_other_from_being_read(open_host: OpenHost) -> None:
+def test_a_lost_gpu_does_not_keep_others_from_being_read(open_host: OpenHost) -> None:
     host = open_host([{"kind": "h100", "processes": [{"pid": 7, "used_mib": 1, "sm": 35}]}, {"kind": "t4"}])
     host.sim.gpus[0].lose()
     found = read(host)

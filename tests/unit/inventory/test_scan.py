@@ -107,7 +107,7 @@ def test_a_second_scan_reads_again_only_what_can_change(open_host: OpenHost) -> 
     assert second.gpus == (first.gpus[0]._replace(mig_enabled=True), first.gpus[1])
 
 
-def test_the_first_scan_of_a_scanner_trusts_what_was_found_before(open_host: OpenHost) -> None:
+def test_the_first_scan_of_a_scanner_trusts_an_earlier_scan(open_host: OpenHost) -> None:
     opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
     first = opened.scan()
     (opened.sim.root / "sys/bus/pci/devices/0000:00:06.0").unlink()  # nothing of it is read again
@@ -116,7 +116,7 @@ def test_the_first_scan_of_a_scanner_trusts_what_was_found_before(open_host: Ope
     assert second.gpus == (first.gpus[0]._replace(mig_enabled=True), first.gpus[1])
 
 
-def test_a_scan_after_a_loss_shows_the_gpu_as_it_is_then(open_host: OpenHost) -> None:
+def test_a_scan_after_a_loss_reads_the_gpu_again(open_host: OpenHost) -> None:
     opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
     scanner = Scanner(opened.paths)
     first = scanner.scan(opened.nvml)

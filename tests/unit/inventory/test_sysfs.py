@@ -133,7 +133,7 @@ def test_render_nodes_are_those_of_udev_s_links(tmp_path: Path) -> None:
     }
 
 
-def test_a_render_node_in_place_of_the_link_is_passed_over(tmp_path: Path) -> None:
+def test_a_render_node_in_place_of_the_link_is_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "dev/dri/by-path"
     folder.mkdir(parents=True)
     (folder / "pci-0000:00:06.0-render").write_text("")
@@ -141,7 +141,7 @@ def test_a_render_node_in_place_of_the_link_is_passed_over(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [None, b"", b"uninitialized\n", b"5c3f\n", b"G" * 32, b"\xff" * 32])
-def test_a_host_without_machine_id_is_named_with_what_makes_one(
+def test_a_missing_machine_id_is_reported_with_how_to_create_it(
     tmp_path: Path, content: bytes | None
 ) -> None:
     (tmp_path / "etc").mkdir()

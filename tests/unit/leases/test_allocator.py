@@ -41,7 +41,7 @@ def why_not(ledger: Ledger, request: LeaseRequest, found: Candidates) -> tuple[s
     return caught.value.message, caught.value.hint
 
 
-def test_a_gpu_is_filled_before_the_next_one_is_begun() -> None:
+def test_a_gpu_is_filled_before_the_next_one_is_used() -> None:
     ledger = Ledger([lease("a", device(1, 0))])
     assert chosen(ledger, LeaseRequest(), candidates(2)) == ["01:00.0-1"]
     assert chosen(ledger, LeaseRequest(2), candidates(2)) == ["01:00.0-1", "01:00.0-2"]
@@ -53,12 +53,12 @@ def test_a_gpu_is_filled_before_the_next_one_is_begun() -> None:
     ]
 
 
-def test_spread_takes_of_the_gpu_with_the_most_left() -> None:
+def test_spread_takes_from_the_gpu_with_the_most_left() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
     assert chosen(ledger, LeaseRequest(placement=SPREAD), candidates(2)) == ["01:00.0-0"]
 
 
-def test_devices_across_gpus_are_of_as_many_gpus() -> None:
+def test_devices_across_gpus_are_each_on_a_different_gpu() -> None:
     ledger = Ledger([lease("a", *(device(1, slot) for slot in range(4)))])
     assert chosen(ledger, LeaseRequest(2, across=True), candidates(3)) == ["00:00.0-0", "02:00.0-0"]
     message, _ = why_not(ledger, LeaseRequest(3, across=True), candidates(3))
@@ -108,7 +108,7 @@ def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
     )
 
 
-def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
+def test_leases_of_a_previous_division_count_against_the_gpus_memory() -> None:
     """Half a GPU is in use as one of two: of the four quarters that there are now, only two fit beside it."""
     ledger = Ledger([lease("a", device(0, 0, 2))])
     assert len(Allocator(ledger).choose(LeaseRequest(2), candidates(1))) == 2
@@ -139,7 +139,7 @@ def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
     ), "its slot is free"
 
 
-def test_several_devices_of_a_memory_are_of_one_pool_or_across_pools() -> None:
+def test_several_amounts_of_memory_come_from_one_pool_or_across_pools() -> None:
     both = Candidates(pools=[pool(0), pool(1)])
     ledger = Ledger([lease("a", pool(0).make(3, 1))])
     two, across = LeaseRequest(2, memory_mib=400), LeaseRequest(2, memory_mib=400, across=True)
@@ -177,7 +177,7 @@ def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> No
         refuse_infeasible(LeaseRequest(memory_mib=700), slices)
 
 
-def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
+def test_several_devices_come_from_a_gpu_that_combines_them() -> None:
     """GPU 0 is fuller, and any two of its devices are more than its control daemon allows a process."""
     there = candidates(2, gpu_0=300)
     ledger = Ledger([lease("a", device(0, 0))])
@@ -191,7 +191,7 @@ def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
     )
 
 
-def test_a_limit_that_is_pending_is_not_asked_for_again() -> None:
+def test_a_pending_limit_is_not_requested_again() -> None:
     there = candidates(1, gpu_0=300)
     with pytest.raises(InfeasibleError, match=r"not 600 MiB$") as caught:
         refuse_infeasible(LeaseRequest(2), there)
@@ -322,7 +322,7 @@ def test_devices_reserved_for_a_request_are_free_and_match(requested: LeaseReque
     assert all(requested.matches(found[one]) and one not in ledger.lease_of for one in kept)
 
 
-def test_all_devices_are_had_together_or_not_at_all() -> None:
+def test_a_request_gets_all_its_devices_or_none() -> None:
     everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
     assert chosen(Ledger(), LeaseRequest(devices=("all",)), candidates(2)) == everything
     ledger = Ledger([lease("a", device(1, 2))])

@@ -39,14 +39,14 @@ def test_a_restart_keeps_the_time_that_a_lease_has_left(store: Store) -> None:
     assert restored(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
 
 
-def test_after_a_boot_the_wall_clock_tells_what_a_lease_has_left(store: Store) -> None:
+def test_after_a_boot_the_wall_clock_decides_what_a_lease_has_left(store: Store) -> None:
     LeaseStorage(store, "/nosuch", lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
     assert restored(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
     assert restored(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
 
 
-def test_a_lease_of_an_older_version_begins_its_time_again(store: Store) -> None:
+def test_a_lease_of_an_older_version_restarts_its_time_to_live(store: Store) -> None:
     LeaseStorage(store, "/nosuch").write(TAKEN._replace(ends_s=None))
     assert restored(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
 
@@ -58,7 +58,7 @@ def test_after_an_outage_a_holder_has_time_to_renew() -> None:
 
 
 @pytest.mark.parametrize("every_s", [0.1, 1.0, RENEWAL_GRACE_S / 2, RENEWAL_GRACE_S - 0.1])
-def test_however_often_a_daemon_starts_no_dead_lease_lives(every_s: float) -> None:
+def test_frequent_restarts_do_not_keep_an_unrenewed_lease_alive(every_s: float) -> None:
     one = TAKEN
     for number in itertools.count():
         now_s = 1000.0 + number * every_s

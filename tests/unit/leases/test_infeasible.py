@@ -34,7 +34,7 @@ def test_an_infeasible_request_is_refused_at_once(requested: LeaseRequest, there
         (90_000, [pool(0)], "request less memory"),
     ],
 )
-def test_the_hint_for_infeasible_memory_names_what_would_do(
+def test_the_hint_for_infeasible_memory_names_what_is_feasible(
     mib: int, pools: list[PoolCandidate], hint: str
 ) -> None:
     found = candidates(2)
@@ -73,7 +73,7 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
         )
 
 
-def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
+def test_all_devices_get_at_most_what_one_process_may_use() -> None:
     there = candidates(1, gpu_0=600)
     devices = [one.device for one in there.devices]
     limit = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
@@ -95,7 +95,7 @@ RESERVED = {"GPU-1": "kubernetes"}
         LeaseRequest(2, across=True),
     ],
 )
-def test_a_request_that_needs_reserved_devices_is_told_so(requested: LeaseRequest) -> None:
+def test_a_request_that_needs_reserved_devices_is_refused_as_such(requested: LeaseRequest) -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError) as caught:
         refuse_infeasible(requested, there)
@@ -127,7 +127,7 @@ def test_a_reserved_pool_is_left_to_what_it_is_reserved_for() -> None:
     assert chosen.addr == "01:00.0-m0"
 
 
-def test_what_no_reservation_prevents_is_explained_as_before() -> None:
+def test_a_refusal_that_no_reservation_causes_is_explained_as_before() -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError, match="can never be allocated: the host has"):
         refuse_infeasible(LeaseRequest(5), there)

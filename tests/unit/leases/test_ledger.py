@@ -32,7 +32,7 @@ def test_devices_that_conflict_with_former_leases_are_pending() -> None:
     assert waiting(QUARTERS, pool(0).make(6, 0)) == {"GPU-0": (3, 5)}
 
 
-def test_other_threads_are_another_division_of_that_gpu_alone() -> None:
+def test_another_percentage_is_another_division_of_that_gpu_alone() -> None:
     fewer = QUARTERS[1]._replace(thread_percentage=12.5)
     other = [one._replace(gpu_uuid="GPU-1", id=f"other-{one.id}") for one in QUARTERS]
     assert waiting([*QUARTERS, *other], fewer, other[0]) == {"GPU-0": (1, 4)}
@@ -111,5 +111,5 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: 
         (HOLDER, ""),
     ],
 )
-def test_another_owner_s_names_and_keys_are_no_conflict(holder: Holder, key: str) -> None:
+def test_another_owner_s_names_and_keys_do_not_conflict(holder: Holder, key: str) -> None:
     Ledger(LEASES).refuse_duplicate(holder, key)

@@ -106,7 +106,7 @@ class Watched(Allocator):
         return super().choose(request, candidates, reserved)
 
 
-def test_hundreds_of_different_requests_cost_no_search_each() -> None:
+def test_hundreds_of_different_requests_do_not_cost_a_search_each() -> None:
     """This is done at every lease's coming and end: a crowd would keep the daemon from all else."""
     allocator = Watched(lease("a", *(device(0, slot) for slot in range(4))))
     waiting = queue(
@@ -131,7 +131,7 @@ def test_hundreds_of_requests_for_leased_memory_cost_one_search() -> None:
     st.sets(st.tuples(st.integers(0, 1), st.integers(0, 3))),
     st.booleans(),
 )
-def test_the_next_one_served_is_the_one_that_a_search_for_each_finds(
+def test_the_queue_serves_the_request_that_an_exhaustive_search_finds(
     queued: list[LeaseRequest], taken: set[tuple[int, int]], whole: bool
 ) -> None:
     """Also where a lease of a division before has half of a GPU's memory."""

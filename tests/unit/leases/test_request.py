@@ -49,7 +49,7 @@ THEIRS = made(
         ("12345678-b", "12345678-b"),
     ],
 )
-def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: str, found: str) -> None:
+def test_a_lease_is_found_by_id_holder_name_and_prefix_of_the_id(name: str, found: str) -> None:
     assert find_lease(name, LEASES, ALICE).id == found
 
 

@@ -48,7 +48,7 @@ def test_leases_survive_for_the_next_daemon(store: Store, paths: Paths) -> None:
     assert known_next(paths) == [A, B]
 
 
-def test_a_row_that_cannot_be_understood_is_left_out(store: Store, storage: LeaseStorage) -> None:
+def test_an_invalid_row_is_skipped(store: Store, storage: LeaseStorage) -> None:
     for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
         store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
     assert storage.read() == [A, B]
@@ -73,7 +73,7 @@ def test_a_row_that_cannot_be_understood_is_left_out(store: Store, storage: Leas
         ("lease", "ends_s", "soon"),
     ],
 )
-def test_a_row_with_a_value_of_the_wrong_type_is_left_out(
+def test_a_row_with_a_value_of_the_wrong_type_is_skipped(
     store: Store, storage: LeaseStorage, of: str, name: str, value: object
 ) -> None:
     """Each of these would have ended the daemon at its start, and the next one."""
@@ -96,7 +96,7 @@ def test_a_new_file_in_place_of_a_damaged_one_has_the_leases_of_the_copies(
         assert LeaseStorage(another, "/nosuch").read() == [A, B], "they are in the file again"
 
 
-def test_a_lease_is_stored_also_if_it_cannot_be_copied(store: Store, tmp_path: Path) -> None:
+def test_a_lease_is_stored_even_if_it_cannot_be_copied(store: Store, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     storage = LeaseStorage(store, str(tmp_path / "file"))
     storage.write(A)
@@ -105,7 +105,7 @@ def test_a_lease_is_stored_also_if_it_cannot_be_copied(store: Store, tmp_path: P
     assert storage.read() == []
 
 
-def test_of_another_boot_only_leases_taken_by_name_are_known(store: Store, storage: LeaseStorage) -> None:
+def test_only_leases_taken_by_name_survive_a_reboot(store: Store, storage: LeaseStorage) -> None:
     """A process of the same number may have started at the same tick: some machines boot alike."""
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
     assert storage.read() == [B]
@@ -153,7 +153,7 @@ def keys(store: Store) -> list[str]:
     return [row[0] for row in store.read("SELECT idempotency_key FROM queued_request ORDER BY position")]
 
 
-def test_a_repeated_request_has_its_position_and_new_ones_are_behind_it(store: Store) -> None:
+def test_a_repeated_request_keeps_its_position_before_new_ones(store: Store) -> None:
     stored(store, "a", "b")
     positions = after(store)
     assert place(positions, "new") == (3, 500.0)
@@ -162,19 +162,19 @@ def test_a_repeated_request_has_its_position_and_new_ones_are_behind_it(store: S
     assert place(positions, "a") == (4, 500.0), "a position is given once"
 
 
-def test_a_position_is_that_of_one_user(store: Store) -> None:
+def test_a_position_belongs_to_one_user(store: Store) -> None:
     stored(store, "a")
     other = queued("a")._replace(holder=HOLDER._replace(uid=HOLDER.uid + 1))
     assert after(store).place(other, 500.0, 1.0).position == 2
 
 
-def test_a_request_that_is_not_repeated_in_time_has_lost_its_position(store: Store) -> None:
+def test_a_request_that_is_not_repeated_in_time_loses_its_position(store: Store) -> None:
     stored(store, "a")
     assert place(after(store), "a", REPEAT_TIMEOUT_S + 1) == (2, 500.0)
     assert keys(store) == []
 
 
-def test_a_request_that_waits_no_more_has_no_position(store: Store) -> None:
+def test_a_request_that_no_longer_waits_has_no_position(store: Store) -> None:
     stored(store, "a", "b").delete(queued("a"))
     assert keys(store) == ["b"]
 
@@ -196,7 +196,7 @@ def test_positions_end_with_the_boot(store: Store) -> None:
     assert keys(store) == []
 
 
-def test_a_request_waits_also_if_its_position_cannot_be_stored(store: Store) -> None:
+def test_a_request_waits_even_if_its_position_cannot_be_stored(store: Store) -> None:
     """The state file refuses it, as a full disk makes it."""
     full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
     for change in ("INSERT", "DELETE"):
@@ -216,7 +216,7 @@ def peaks_of(peaks: MemoryPeaks, of: Lease) -> list[int | None]:
     return [peaks.of(of.id, device.addr) for device in of.devices]
 
 
-def test_the_most_of_each_device_is_kept(store: Store) -> None:
+def test_the_peak_of_each_device_is_kept(store: Store) -> None:
     peaks = MemoryPeaks(Ledger([TWO]), store)
     assert peaks_of(peaks, TWO) == [None, None]
     for used in ({ONE: 10}, {ONE: 300, OTHER: 5}, {ONE: 20}, {}):
@@ -225,7 +225,7 @@ def test_the_most_of_each_device_is_kept(store: Store) -> None:
     assert peaks.by_device() == {ONE: 300, OTHER: 5}
 
 
-def test_the_next_daemon_continues_with_it(store: Store) -> None:
+def test_the_next_daemon_continues_with_the_peaks(store: Store) -> None:
     ledger = Ledger([TWO])
     MemoryPeaks(ledger, store).note({ONE: 300})
     after = MemoryPeaks(ledger, store)

@@ -118,7 +118,7 @@ def test_budgets_are_in_bytes_and_parts_of_one() -> None:
     assert value(ALL, "yunion_mps_gpu_processes_outside_mps", **GPU) == 1
 
 
-def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
+def test_a_holder_keeps_the_budget_it_was_granted() -> None:
     """As `who` has it: a reload changes what the next lease gets, and puts no one over budget."""
     given = ALL._replace(leased_budgets={"00:06.0-1": (11520, 50.0)})
     device, other = ({"device": f"00:06.0-{slot}", **GPU} for slot in (1, 2))

@@ -53,7 +53,7 @@ def test_a_survivor_without_its_sockets_is_found_and_replaced(bench: Bench, gone
     assert run.states == [STOPPED, STARTING, WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(bench: Bench) -> None:
+def test_a_survivor_that_ends_while_found_does_not_fail_the_start(bench: Bench) -> None:
     survivor = bench.control()
     stop_process(survivor.pid)
     run = bench.domain().start()
@@ -117,7 +117,7 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench,
     assert bench.ask("get_default_active_thread_percentage") == ["77.0"]
 
 
-def test_once_the_stranger_is_gone_the_domain_starts(bench: Bench) -> None:
+def test_the_domain_starts_once_the_other_program_has_ended(bench: Bench) -> None:
     stranger = bench.control(environment=without_mark(bench.plan))
     run = bench.domain().start()
     bench.ask("quit")
@@ -148,7 +148,7 @@ def test_another_program_on_the_socket_is_refused_even_with_our_mark(bench: Benc
         other.kill()
 
 
-def test_a_socket_that_was_left_behind_is_no_hindrance(bench: Bench) -> None:
+def test_a_stale_socket_does_not_hinder_the_start(bench: Bench) -> None:
     os.makedirs(bench.plan.pipe_directory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
         left.bind(f"{bench.plan.pipe_directory}/control")

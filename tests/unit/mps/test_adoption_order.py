@@ -113,7 +113,7 @@ def test_an_adoption_order_applies_to_one_process_only(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_a_torn_file_is_no_order(place: Path, text: str) -> None:
+def test_a_torn_file_is_not_an_order(place: Path, text: str) -> None:
     file = place / "root/run/yunion-mps/adopted.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)

@@ -73,7 +73,9 @@ def test_a_servers_state_is_known_if_the_release_tells_it(run: DomainRun, bench:
     )
 
 
-def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+def test_a_stopped_server_is_not_queried_for_its_clients(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan
+) -> None:
     """It would keep the control daemon from all others."""
     server = run.serve(jobs)
     stop_process(server)
@@ -156,7 +158,7 @@ def test_a_control_daemon_that_begins_has_no_waiting_clients() -> None:
     assert pending(log) == {}
 
 
-def test_a_line_with_a_time_that_there_is_not_is_passed_over() -> None:
+def test_a_line_with_an_impossible_time_is_skipped() -> None:
     line = log_of(PUT_OFF % (4, 1234))
     assert set(pending(line.replace(b"2026-11-20", b"2026-13-20") + log_of(PUT_OFF % (5, 1234)))) == {5}
 

@@ -78,7 +78,7 @@ def test_memory_limits_are_shown_as_the_control_daemon_shows_them(bench: Bench, 
     assert bench.ask(set_it, "get_default_device_pinned_mem_limit 0") == [limits.memory_text(memory_mib)]
 
 
-def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(bench: Bench) -> None:
+def test_every_possible_percentage_is_kept_as_set(bench: Bench) -> None:
     bench.control()
     expected = {share_percentage(1, n, overcommit) for overcommit in (1, 2, None) for n in range(1, 1001)}
     ordered = sorted(expected)

@@ -44,7 +44,7 @@ def test_a_process_that_is_connected_and_silent_is_named(bench: Bench, control_p
     )
 
 
-def test_a_process_that_is_connected_and_stopped_is_named_so(
+def test_a_connected_process_that_is_stopped_is_reported_as_stopped(
     bench: Bench, control_pid: int, other: int
 ) -> None:
     stop_process(other)
@@ -71,13 +71,15 @@ def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other:
     assert connections(str(bench.place)) == {}
 
 
-def test_the_search_is_given_up_in_time(plan: DomainPlan, control_pid: int, other: int) -> None:
+def test_the_search_has_a_deadline(plan: DomainPlan, control_pid: int, other: int) -> None:
     inodes = sockets.connected_inodes([f"{plan.pipe_directory}/control"])
     assert sockets.socket_holders(inodes) == {other: 1}
     assert sockets.socket_holders(inodes, search_s=0.0) == {}
 
 
-def test_a_kernel_that_cannot_be_asked_is_no_error(plan: DomainPlan, control_pid: int, other: int) -> None:
+def test_a_kernel_that_cannot_be_queried_is_not_an_error(
+    plan: DomainPlan, control_pid: int, other: int
+) -> None:
     def look() -> tuple[str, str]:
         return diagnose(control_pid, plan.pipe_directory), front_end_at(plan.pipe_directory)
 
@@ -85,7 +87,7 @@ def test_a_kernel_that_cannot_be_asked_is_no_error(plan: DomainPlan, control_pid
     assert refusing(SOCKET, errno.EPROTONOSUPPORT, look, first_argument=socket.AF_NETLINK) == ("", "")
 
 
-def test_a_kernel_that_answers_with_an_error_tells_of_no_socket() -> None:
+def test_a_kernel_that_answers_with_an_error_lists_no_socket() -> None:
     """As one does that is built without sock_diag's part for Unix sockets."""
     ours, kernels = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, kernels:

@@ -69,7 +69,7 @@ def test_a_recorded_parent_that_is_used_itself_gets_another_record(record: Path,
     assert record.read_text().splitlines() == [f"above {mps}", f"made {mps}/pipe", f"used {mps}"]
 
 
-def test_the_record_is_bounded_and_full_it_hinders_nothing(record: Path, mps: Path) -> None:
+def test_the_record_is_bounded_and_a_full_one_hinders_nothing(record: Path, mps: Path) -> None:
     make(mps / "first")
     record.write_text("".join(f"made /nowhere/{number}\n" for number in range(1000)))
     make(mps / "pipe")

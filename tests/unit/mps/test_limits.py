@@ -22,7 +22,7 @@ MEMORY = "get_default_device_pinned_mem_limit 0"
 
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["before", "in the midst of it", "after it was set"])
-def test_a_change_that_a_dead_daemon_had_begun_is_ended_by_the_next(
+def test_a_change_that_a_killed_daemon_began_is_finished_by_the_next(
     run: DomainRun, bench: Bench, other: DomainPlan, told: int
 ) -> None:
     job = bench.jobs.begin()
@@ -135,7 +135,7 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Ben
 # -- an operator who types commands has its ear
 
 
-def test_a_survivor_is_asked_again_while_another_front_end_is_open(bench: Bench) -> None:
+def test_a_survivor_is_queried_again_while_another_front_end_is_open(bench: Bench) -> None:
     survivor = bench.control()
     leave = bench.hold_front_end()
     run = bench.domain().start().until(APPLYING)

@@ -20,17 +20,17 @@ def write_knowing(bench: Bench) -> str:
     return bench.script(f'{drop}; exec {bench.program} "$@"')
 
 
-def test_a_release_that_does_not_know_it_turns_into_a_front_end(bench: Bench) -> None:
+def test_a_release_without_multiuser_becomes_a_front_end(bench: Bench) -> None:
     assert not knows_multiuser(bench.program, str(bench.place))
     assert list(bench.place.iterdir()) == []
 
 
-def test_a_release_that_serves_with_it_knows_it(bench: Bench) -> None:
+def test_a_release_that_serves_with_multiuser_supports_it(bench: Bench) -> None:
     assert knows_multiuser(write_knowing(bench), str(bench.place))
     assert [path.name for path in bench.place.iterdir()] == ["bin"], "what was tried is gone"
 
 
-def test_it_is_tried_once_and_again_only_with_another_program(bench: Bench) -> None:
+def test_multiuser_is_tried_once_and_again_only_with_another_program(bench: Bench) -> None:
     count = bench.place / "count"
     program = bench.script(f"echo x >>{count}; exit 1")
     assert not knows_multiuser(program, str(bench.place))
@@ -58,7 +58,7 @@ def test_a_program_that_cannot_be_tried_is_an_error(bench: Bench) -> None:
         knows_multiuser(str(unknown), str(bench.place / "none"))
 
 
-def test_a_domain_for_all_users_is_started_with_it(bench: Bench) -> None:
+def test_a_domain_for_all_users_is_started_with_multiuser(bench: Bench) -> None:
     run = bench.domain(bench.plan._replace(multiuser=True), write_knowing(bench)).start().until(READY)
     words = Path(f"/proc/{run.pid}/cmdline").read_text().split("\0")
     assert MULTIUSER not in words, "the script has taken it out"

@@ -60,7 +60,7 @@ def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs
 
 
 @pytest.mark.parametrize("in_use", [None, True])
-def test_an_orphan_that_may_have_jobs_is_spared_for_good(
+def test_an_orphan_that_may_have_jobs_is_never_ended(
     run: DomainRun, bench: Bench, in_use: bool | None
 ) -> None:
     server, _ = orphan(run, bench.jobs)
@@ -69,7 +69,7 @@ def test_an_orphan_that_may_have_jobs_is_spared_for_good(
     assert bench.jobs.servers() == [server]
 
 
-def test_the_end_of_another_control_daemon_costs_no_orphan_its_jobs(run: DomainRun, bench: Bench) -> None:
+def test_the_end_of_another_control_daemon_ends_no_orphan_with_jobs(run: DomainRun, bench: Bench) -> None:
     server, _ = orphan(run, bench.jobs)
     first = run.pid
     with silent_connection(bench.plan):
@@ -124,7 +124,7 @@ def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun,
     assert bench.jobs.servers() == []
 
 
-def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(run: DomainRun, bench: Bench) -> None:
+def test_the_servers_of_an_adopted_control_daemon_are_not_orphans(run: DomainRun, bench: Bench) -> None:
     bench.jobs.begin()
     after = bench.serving().turn(1)
     assert after.pid == run.pid
@@ -132,7 +132,7 @@ def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(run: DomainRun,
     assert orphaned_servers(bench.plan.pipe_directory) == []
 
 
-def test_servers_of_a_renamed_control_daemon_of_ours_are_no_orphans() -> None:
+def test_servers_of_our_renamed_control_daemon_are_not_orphans() -> None:
     control = MpsProcess(os.getppid(), 1, "/pipe", "/log", ("GPU-1",))  # with our parent's program
     server = MpsProcess(os.getpid(), 1, "/pipe", "/log", ("GPU-1",), is_server=True)
     assert orphaned_servers("/pipe", lambda: [control, server]) == []
@@ -245,7 +245,7 @@ def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run
     assert orphans.pids == (server,)
 
 
-def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: Jobs) -> None:
+def test_without_descriptors_no_server_counts_as_ended(run: DomainRun, jobs: Jobs) -> None:
     """Its limits would be taken for those of the next one."""
     run.serve(jobs)
     (server,) = jobs.servers()

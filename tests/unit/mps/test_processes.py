@@ -149,7 +149,7 @@ def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pyt
         one.wait()
 
 
-def test_a_server_that_was_just_forked_is_no_control_daemon(plan: DomainPlan, place: Path) -> None:
+def test_a_server_that_was_just_forked_is_not_a_control_daemon(plan: DomainPlan, place: Path) -> None:
     """Between fork and exec it is another process of the same program, as this shell's is."""
     program = named(place, PROGRAM, os.path.realpath("/bin/sh"))
     forks = [str(program), "-c", "exec 3<&0; (echo; read line <&3) & wait"]
@@ -251,7 +251,7 @@ def test_a_set_user_id_program_started_by_a_user_is_not_ours(bench: Bench, name:
 
 
 @as_root
-def test_a_users_process_with_our_mark_and_name_is_no_server(plan: DomainPlan, place: Path) -> None:
+def test_a_users_process_with_our_mark_and_name_is_not_a_server(plan: DomainPlan, place: Path) -> None:
     """It would keep compute modes from being restored, or be asked for an environment without end."""
     fake = named(place, SERVER, "/bin/sleep")
     environment = control_environment(plan)

@@ -107,7 +107,7 @@ def test_a_silent_control_daemon_with_idle_servers_is_replaced(run: DomainRun, b
 
 
 @as_root
-def test_with_jobs_the_hint_is_to_end_who_fills_its_queue(run: DomainRun, bench: Bench) -> None:
+def test_with_jobs_the_hint_is_to_end_the_processes_that_fill_its_queue(run: DomainRun, bench: Bench) -> None:
     run.serve(bench.jobs)
     with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
         find_out(run).turn(2)

@@ -73,7 +73,7 @@ def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, o
     assert job.says() == "server gone"
 
 
-def test_a_server_asked_to_end_while_it_had_jobs_ends_without_them(
+def test_a_server_drained_while_it_has_jobs_ends_after_them(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """535 ends it with its last job; 550 asks it again later and later, and at once when we do."""
@@ -107,7 +107,7 @@ def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
     assert rollover.pending(retiring=False, holds_modes=False) == pending
 
 
-def test_nothing_is_asked_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
+def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     run.domain.drain(run.now_s, force=True)
     run.domain.note_use(in_use=False)
@@ -181,7 +181,7 @@ def test_a_retiring_domain_without_servers_ends_at_once(run: DomainRun) -> None:
     run.until(STOPPED)
 
 
-def test_a_change_takes_a_retirement_back(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
+def test_a_change_cancels_a_retirement(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
     jobs.begin()
     run.domain.retire()
     run.tick()

@@ -137,7 +137,7 @@ def test_a_client_s_environment_carries_its_own_device_s_budget() -> None:
     }
 
 
-def test_the_modes_that_differ_from_the_plan_are_to_be_changed() -> None:
+def test_modes_that_differ_from_the_plan_are_changed() -> None:
     found = inventory(gpu(1, compute_mode="Exclusive_Process"), gpu(2, compute_mode=None), gpu(3))
     plan = planned(config(entry("02:00.0", 2), entry("03:00.0", 2, 5), entry("01:00.0", 4, 8)), found)
     assert mode_changes(plan, found.gpus) == (
@@ -210,7 +210,7 @@ def test_a_gpu_without_render_node_and_uuid_is_found_by_its_address_alone() -> N
     assert find_gpu("/dev/dri/by-path/pci-0000:00:06.0-render", [bare]) is None
 
 
-def test_a_path_that_is_no_gpu_is_named_with_those_that_are() -> None:
+def test_a_path_that_is_not_a_gpu_is_named_with_the_gpus() -> None:
     found = inventory(P40, gpu(1, render_node=None), gpu(2, render_node=None, uuid=None))
     assert messages(config(entry("/dev/dri/renderD130", 4, 7)), found) == [
         (
@@ -226,7 +226,7 @@ def test_a_path_on_a_host_without_gpus_is_named() -> None:
     ]
 
 
-def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
+def test_the_uuid_of_a_lost_gpu_is_not_a_configuration_error() -> None:
     lost = Gpu("0000:02:00.0", reason=Reason("GPU is lost", GPU_LOST))
     settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
     plan = planned(settings, inventory(gpu(1), lost))
@@ -307,7 +307,7 @@ def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
     ]
 
 
-def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
+def test_a_broken_gpu_is_not_checked_against_a_client_limit() -> None:
     broken = gpu(1, compute_capability=None, reason=Reason("GPU is lost", GPU_LOST))
     plan = planned(config(entry("01:00.0", 48)), inventory(broken))
     assert plan.unavailable == {broken.pci_address: "GPU is lost"}
@@ -348,7 +348,7 @@ def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
+def test_a_gpu_that_cannot_serve_does_not_affect_the_others(scope: str) -> None:
     settings = config(cuda_mps_replicas=2, cuda_mps_scope=scope)
     found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason=Reason("GPU is lost", GPU_LOST)))
     plan = planned(settings, found)

@@ -174,7 +174,7 @@ def test_no_device_changes_if_gpus_or_entries_change_places(case: Case, chance: 
 
 
 @given(right_cases())
-def test_a_device_keeps_its_id_when_other_gpus_go(case: Case) -> None:
+def test_a_device_keeps_its_id_when_other_gpus_are_removed(case: Case) -> None:
     plan = planned(*case)
     for one in case.found.gpus:
         own = entry_for(case, one)
@@ -274,7 +274,7 @@ def test_a_client_can_get_exactly_what_its_domain_allows(case: Case) -> None:
 
 
 @given(st.integers(1, 200_000), st.integers(1, 60), st.sampled_from(["equal", "double", "none"]))
-def test_equal_slices_are_what_equal_devices_are(share_mib: int, number: int, policy: str) -> None:
+def test_equal_slices_have_the_budgets_of_equal_devices(share_mib: int, number: int, policy: str) -> None:
     """If the memory can be divided without a remainder."""
     one = gpu(1, memory_mib=share_mib * number)
     driver = Driver("590.44", None)

@@ -54,7 +54,7 @@ def free(pool: Pool, held: list[int]) -> int:
         (entry("01:00.0", 4), {"cuda_mps_combine": 2}, False),
     ],
 )
-def test_equal_shares_are_no_slices_even_if_they_may_be_combined(
+def test_equal_shares_are_not_slices_even_if_they_may_be_combined(
     division: DeviceEntry, keys: dict[str, int], is_sliced: bool
 ) -> None:
     (domain,) = planned(config(division, **keys), inventory(V100)).domains
@@ -79,7 +79,7 @@ def test_slices_are_devices_with_budgets_of_their_own() -> None:
     ("policy", "percentages"),
     [("equal", [50.0, 12.5, 6.2]), ("double", [100.0, 25.0, 12.5]), ("none", [100.0, 100.0, 100.0])],
 )
-def test_a_percentage_that_is_left_out_is_the_memory_s_share_by_the_policy(
+def test_a_missing_percentage_follows_from_the_memory_and_the_policy(
     policy: str, percentages: list[float]
 ) -> None:
     settings = config(slices((8192,), (2048,), (1024,)), cuda_mps_thread_percentage=policy)
@@ -87,7 +87,7 @@ def test_a_percentage_that_is_left_out_is_the_memory_s_share_by_the_policy(
     assert [device.thread_percentage for device in devices] == percentages
 
 
-def test_an_over_commit_of_the_entry_counts_instead_of_the_policy() -> None:
+def test_an_overcommit_of_the_entry_replaces_the_policy() -> None:
     settings = config(slices((8192,), (2048,), thread_overcommit=1.5), cuda_mps_thread_percentage="none")
     devices = planned(settings, inventory(V100)).devices
     assert [device.thread_percentage for device in devices] == [75.0, 18.7]
@@ -144,7 +144,7 @@ def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None
         (units(1024, memory_reserve_mib=15360), {}, []),
     ],
 )  # fmt: skip
-def test_more_than_the_gpu_has_is_named_with_the_line_and_a_hint(
+def test_exceeding_the_gpu_is_reported_with_the_line_and_a_hint(
     given: DeviceEntry, keys: dict[str, Any], expected: list[str]
 ) -> None:
     assert messages(config(given, **keys), inventory(V100)) == [
@@ -227,7 +227,7 @@ def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
         ("equal", 4096.0, 100.0),
     ],
 )
-def test_threads_of_a_pool_s_device_go_with_its_memory(
+def test_threads_of_a_pool_s_device_are_proportional_to_its_memory(
     policy: str, overcommit: float | None, percentage: float
 ) -> None:
     pool = pool_of(V100, units(thread_overcommit=overcommit), cuda_mps_thread_percentage=policy)
@@ -235,12 +235,12 @@ def test_threads_of_a_pool_s_device_go_with_its_memory(
 
 
 @pytest.mark.parametrize("wrong", [-1, 0, 17])
-def test_a_device_that_the_pool_never_has_is_not_made(wrong: int) -> None:
+def test_a_device_larger_than_its_pool_is_not_created(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"{wrong} units of 1024 MiB out of a pool of 16384 MiB"):
         pool_device("", pool_of(V100, units()), wrong, 0, (V100,))
 
 
-def test_a_device_of_a_gpu_that_is_gone_is_not_made() -> None:
+def test_a_device_of_a_missing_gpu_is_not_created() -> None:
     with pytest.raises(NotFoundError, match="is no longer present"):
         pool_device("", pool_of(V100, units()), 1, 0, (P40,))
 

@@ -33,7 +33,7 @@ def test_a_process_counts_against_the_lease_of_its_device() -> None:
     assert [one.named for one in found] == [f"00:06.0-{slot}" for slot in range(4)]
 
 
-def test_a_process_without_a_device_counts_against_its_pids_lease() -> None:
+def test_a_process_without_a_device_counts_against_the_lease_of_its_pid() -> None:
     assert used(holdings(DEVICES, [LEASE], [changed(CLIENT, device=None)])) == {"00:06.0-1": 512}
 
 
@@ -69,7 +69,7 @@ def test_processes_outside_mps_count_against_no_device() -> None:
     assert [one.outside_mps for one in found] == [False, False, False, False, True]
 
 
-def test_a_process_without_memory_yet_is_at_its_device() -> None:
+def test_a_process_without_memory_yet_is_shown_at_its_device() -> None:
     found = holdings(DEVICES, [], [changed(CLIENT, gpus=[], memory_by_gpu_mib=[])])
     assert used(found) == {"00:06.0-1": 0}
 
@@ -82,7 +82,7 @@ def test_memory_is_unknown_on_a_gpu_that_reports_no_processes() -> None:
     assert ([one.memory_mib for one in idle.holders], idle.known_mib) == ([0], 0)
 
 
-def test_a_process_that_has_just_ended_has_nothing() -> None:
+def test_an_ended_process_uses_nothing() -> None:
     assert used(holdings(DEVICES, [], [GONE])) == {}
 
 
@@ -90,7 +90,7 @@ def test_a_lease_of_an_unlisted_device_is_included() -> None:
     assert used(holdings([], [LEASE], [CLIENT])) == {"00:06.0-1": 512}
 
 
-def test_a_holding_is_as_busy_as_its_processes_together_and_at_most_always() -> None:
+def test_a_holding_is_as_busy_as_its_processes_together_up_to_100_percent() -> None:
     found = holdings(
         DEVICES,
         [LEASE],

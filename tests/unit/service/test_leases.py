@@ -184,7 +184,7 @@ def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(host: L
     run(work())
 
 
-def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(host: LeaseHost) -> None:
+def test_a_repeated_request_keeps_its_position_if_the_first_ends(host: LeaseHost) -> None:
     async def work() -> None:
         await host.fill()
         lost = await host.queue("job", key=FIRST)
@@ -216,7 +216,7 @@ def test_equal_requests_that_wait_get_the_same_lease_at_once(host: LeaseHost, ke
     run(work())
 
 
-def test_a_lease_of_equal_requests_stays_if_the_client_of_one_is_gone(host: LeaseHost) -> None:
+def test_a_lease_of_equal_requests_stays_if_one_client_leaves(host: LeaseHost) -> None:
     async def work() -> None:
         await host.fill()
         lost, again = await host.queue("job"), await host.queue("job")
@@ -273,7 +273,7 @@ def test_a_stored_grant_without_its_event_is_recorded_at_the_next_start(host: Le
     run(work())
 
 
-def test_a_renewal_keeps_to_a_bound_that_was_lowered_since(host: LeaseHost) -> None:
+def test_a_renewal_obeys_a_limit_that_was_lowered_since(host: LeaseHost) -> None:
     async def work() -> None:
         taken = await host.take("job", ttl_s=600.0)
         host.supervisor.config = builders.config(max_lease_ttl_s=60)

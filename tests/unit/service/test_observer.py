@@ -51,7 +51,7 @@ def use(
     return host_usage(ProcessFacts(7.0, [domain], ON_GPUS._replace(**on_gpus), devices, others), BUDGETS)
 
 
-def test_each_process_counts_where_it_has_its_device() -> None:
+def test_each_process_counts_on_the_gpu_of_its_device() -> None:
     found = use()
     assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:06.0-1": DeviceUsage(400, 1)}
     assert found.gpus == {A: GpuUsage(2, 0), B: GpuUsage(0, 0)}
@@ -74,7 +74,7 @@ def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
     assert found.gpus[A] == GpuUsage(2, 0)
 
 
-def test_a_process_that_is_no_client_is_outside_mps_and_no_client() -> None:
+def test_a_process_that_is_not_a_client_counts_as_outside_mps() -> None:
     found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
     assert found.gpus[A] == GpuUsage(1, 1)
 
@@ -89,7 +89,7 @@ def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> No
     assert found.gpus[A] == GpuUsage(2, None)
 
 
-def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
+def test_memory_that_the_driver_does_not_report_counts_as_0() -> None:
     found = use(memory={A: {TRAIN: None}})
     assert found.devices["00:06.0-0"] == DeviceUsage(0, 1)
 
@@ -120,7 +120,7 @@ def observer_of(nvml: Any) -> Observer:
     return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
 
 
-def test_all_who_ask_a_hanging_driver_wait_no_longer_than_one() -> None:
+def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
     """More than the gateway's patience, and the daemon would be told to be down."""
     gate = threading.Event()
     observer = observer_of(SimpleNamespace(processes=gate.wait, mps_clients=dict))
@@ -149,7 +149,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_observation_begins_after_it_was_asked_for() -> None:
+def test_an_observation_begins_after_the_request() -> None:
     """What a job did before the request is in the answer, even if another observation was under way."""
     gate, asked = threading.Event(), threading.Semaphore(0)
 

@@ -23,7 +23,7 @@ def test_a_process_of_another_user_is_refused() -> None:
         process_holder(Caller(ALICE, 1, ""), "process", os.getpid())
 
 
-def test_a_process_whose_unit_is_unknown_is_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_unit_is_unknown_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes an exiting process out of its control group before it is gone."""
     monkeypatch.setattr(permissions, "job_unit_of", lambda _: None)
     with pytest.raises(NotFoundError, match=f"PID {os.getpid()} has ended"):

@@ -37,7 +37,7 @@ SILENT = Reason("it does not answer", CONTROL_DAEMON_SILENT)
 
 @pytest.mark.parametrize("state", sorted(LEGAL_CHANGES.keys() - {READY}))
 @pytest.mark.parametrize(("broken", "worst"), [(1, "degraded"), (2, "failed")])
-def test_a_domain_that_does_not_serve_worsens_the_state(state: str, broken: int, worst: str) -> None:
+def test_a_domain_that_does_not_serve_degrades_the_state(state: str, broken: int, worst: str) -> None:
     sound = snapshot(P40, H100, scope="gpu")
     domains = [one._replace(state=state, reason=SILENT) for one in sound.domains[:broken]]
     now = sound._replace(domains=(*domains, *sound.domains[broken:]))

@@ -85,7 +85,7 @@ def of(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
         ("", ()),
     ],
 )
-def test_a_job_has_the_devices_that_it_names_and_that_exist_each_once(
+def test_a_job_has_each_existing_device_that_it_names_once(
     start: Start, names: str, found: tuple[str, ...]
 ) -> None:
     assert of(process_devices(Ledger()), start(names)) == found
@@ -110,7 +110,7 @@ def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
 
 
 @pytest.mark.processes
-def test_little_of_an_environment_is_kept_and_only_while_its_process_runs(
+def test_a_bounded_part_of_an_environment_is_kept_while_its_process_runs(
     start: Start,
 ) -> None:
     devices, endless = process_devices(Ledger()), start(f"00:00.0-1,{'x' * 100_000}")
@@ -166,7 +166,7 @@ def test_processes_with_the_same_devices_fill_them_together() -> None:
     assert used == {"00:06.0-0": DeviceUsage(100, 2), "00:06.0-1": DeviceUsage(45, 3)}
 
 
-def test_a_device_that_does_not_exist_is_passed_over() -> None:
+def test_a_device_that_does_not_exist_is_skipped() -> None:
     used = usage_by_device({A: {1: 400}}, {1: ("00:06.0-9", "00:06.0-0")}, BUDGETS)
     assert used == {"00:06.0-0": DeviceUsage(400, 1)}
 
@@ -226,14 +226,14 @@ def told(
     return {one["addr"]: one["memory_used_mib"] for one in [*answer["gpus"], *answer["devices"]]}
 
 
-def test_of_each_minute_the_most_is_kept() -> None:
+def test_the_peak_of_each_minute_is_kept() -> None:
     usage = UsageHistory()
     for now_s, mib in ((6000, 10), (6010, 300), (6020, 20), (6060, 5)):
         usage.record(now_s, {GPU: (mib, None)})
     assert told(usage, 6070)[GPU][-3:] == [None, 300, 5]
 
 
-def test_the_most_of_a_minute_s_utilization_is_kept_and_a_gap_is_unknown() -> None:
+def test_a_minute_s_peak_utilization_is_kept_and_a_gap_is_unknown() -> None:
     usage = UsageHistory()
     for now_s, percent in ((6000, 10), (6010, 70), (6020, None), (6060, 0), (6180, None)):
         usage.record(now_s, {GPU: (5, percent), OTHER: (0, None), "00:07.0": (0, 0)})
@@ -241,7 +241,7 @@ def test_the_most_of_a_minute_s_utilization_is_kept_and_a_gap_is_unknown() -> No
     assert gpu["utilization"][-4:] == [70, 0, None, None]
 
 
-def test_a_minute_without_a_poll_is_not_one_in_which_nothing_was_used() -> None:
+def test_a_minute_without_a_poll_is_unknown_and_not_unused() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: (7, None)})
     usage.record(6060, {})

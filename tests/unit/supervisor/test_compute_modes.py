@@ -111,7 +111,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_no_mode_is_set_any_more_once_a_stop_has_begun(begin: Begin) -> None:
+def test_no_mode_is_set_after_a_stop_has_begun(begin: Begin) -> None:
     """A poll of the GPUs may be under way on a thread, and come to its end after the modes were restored."""
     host, made = begin(V100)
     host.gpus[0].compute_mode = "default"

@@ -100,7 +100,7 @@ def test_a_listener_is_called_when_events_were_written(disk: Disk, event_log: Ev
     assert called == ["x"]
 
 
-def test_the_newest_are_shown_although_they_are_not_written_yet(disk: Disk, event_log: EventLog) -> None:
+def test_the_newest_events_are_shown_before_they_are_written(disk: Disk, event_log: EventLog) -> None:
     event_log.record(event("a"))
     written = disk.store.write
     disk.store.write = _full  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def test_a_daemon_that_is_killed_while_the_disk_is_full_loses_no_event(disk: Dis
     assert [one.id for one in second.after(0, 9)] == [1, 2, 3, 4]
 
 
-def test_a_damaged_file_is_made_again_with_the_events_since_the_boot(paths: Paths) -> None:
+def test_a_damaged_file_is_rebuilt_with_the_events_since_the_boot(paths: Paths) -> None:
     with closing(Store(paths)) as store:
         first = EventLog(lambda: store, paths.events_copy)
         first.record(event("a"))
@@ -192,7 +192,7 @@ def several(first: int, count: int, time_s: float) -> list[EventRecord]:
     return [recorded(number, time_s) for number in range(first, first + count)]
 
 
-def test_events_are_given_by_id_by_time_and_by_kind(table: EventTable) -> None:
+def test_events_are_selected_by_id_time_and_kind(table: EventTable) -> None:
     assert (table.last_id(), table.newest(0.0, 10)) == (0, [])
     added = [recorded(1, 10.0, "domain"), recorded(2, 20.0, "gpu"), recorded(3, 30.0, "domain")]
     table.add(added)
@@ -249,7 +249,7 @@ def test_invalid_lines_of_the_copy_are_skipped(tmp_path: Path) -> None:
     assert copy.read() == [recorded(1), recorded(2)]
 
 
-def test_it_is_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_copy_is_bounded_and_keeps_the_newest_events(tmp_path: Path) -> None:
     copy = EventCopy(str(tmp_path / "events"))
     for first in range(1, 20_000, 100):
         copy.add(recorded(number) for number in range(first, first + 100))

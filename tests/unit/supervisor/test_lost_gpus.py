@@ -134,7 +134,7 @@ def test_a_gpu_that_never_could_serve_has_no_devices(make_host: MakeHost, superv
         made.stop()
 
 
-def test_the_start_is_refused_if_the_only_one_there_refuses_its_mode(begin: Begin) -> None:
+def test_the_start_is_refused_if_the_only_gpu_refuses_its_mode(begin: Begin) -> None:
     host, made = begin(TWO)
     made.stop()
     host.gpus[1].lose()
@@ -180,7 +180,7 @@ def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) 
     assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
 
 
-def test_mps_that_was_disabled_for_a_while_forgets_none(begin: Begin) -> None:
+def test_disabling_mps_for_a_while_forgets_no_gpu(begin: Begin) -> None:
     host, made = begin(TWO)
     configure(host, enable_cuda_mps="false")
     made.reload()
@@ -214,7 +214,7 @@ def test_a_replaced_gpu_is_forgotten(begin: Begin, field: str, before: str, lost
     assert len(made.snapshot.inventory.gpus) == 2
 
 
-def test_after_a_reboot_a_gone_one_is_listed_only_if_the_file_names_it(begin: Begin) -> None:
+def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Begin) -> None:
     host, first = begin(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()

@@ -54,7 +54,7 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
     ]
 
 
-def test_a_host_without_driver_is_an_error_of_its_own(make_host: MakeHost) -> None:
+def test_a_host_without_a_driver_is_a_separate_error(make_host: MakeHost) -> None:
     host = make_host()
     host.fail("nvmlInit", "driver_not_loaded")
     found = preflight_of(host)

@@ -162,7 +162,7 @@ def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: B
     assert modes(host) == ["default"] * 2
 
 
-def test_with_one_for_each_gpu_that_of_a_lost_gpu_ends_after_its_jobs(begin: Begin) -> None:
+def test_in_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(begin: Begin) -> None:
     host, first = begin(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in first.snapshot.domains]
     host.gpus[0].lose()
@@ -172,7 +172,7 @@ def test_with_one_for_each_gpu_that_of_a_lost_gpu_ends_after_its_jobs(begin: Beg
     made.until(lambda: [domain.pid for domain in made.snapshot.domains] == pids[1:])
 
 
-def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
+def test_a_gpu_that_returns_is_served_once_the_survivor_has_no_jobs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -191,7 +191,7 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     assert made.snapshot.domains[0].pid != pid
 
 
-def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(put_to_work: PutToWork) -> None:
+def test_a_gpu_whose_control_daemon_has_jobs_gets_no_second_one(put_to_work: PutToWork) -> None:
     """As after a reload that waits for the jobs: nothing needs a human, and no client loses its device."""
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
@@ -257,7 +257,7 @@ def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(put_to_w
     assert (made.snapshot.domains[0].pid, made.snapshot.domains[0].pending) == (pid, "")
 
 
-def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(put_to_work: PutToWork) -> None:
+def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO, 4, 4)
     host, pid = at_work.host, killed(at_work.made)
     host.divide(4)

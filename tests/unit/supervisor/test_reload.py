@@ -41,9 +41,7 @@ def test_other_numbers_of_devices_take_effect_at_once_without_jobs(begin: Begin)
     ]
 
 
-def test_a_reload_tries_at_once_what_an_operator_may_have_mended(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_a_reload_retries_failed_domains_at_once(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
     log = host.root / "tmp/nvidia-mps/log" / host.gpus[1].uuid
     log.parent.mkdir(parents=True)
@@ -55,7 +53,7 @@ def test_a_reload_tries_at_once_what_an_operator_may_have_mended(
     made.until(lambda: made.available == 8)
 
 
-def test_a_gpu_more_is_served_and_its_mode_set(begin: Begin) -> None:
+def test_an_added_gpu_is_served_and_its_mode_set(begin: Begin) -> None:
     host, made = begin(TWO, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2, 2)
@@ -113,7 +111,7 @@ def test_another_directory_moves_the_control_daemon(begin: Begin) -> None:
     assert made.snapshot.domains[0].plan.pipe_directory == str(host.root / "run/mps/pipe")
 
 
-def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(begin: Begin) -> None:
+def test_keep_restores_the_modes_and_exclusive_sets_them_again(begin: Begin) -> None:
     host, made = begin(TWO)
     control = made.snapshot.domains[0].pid
     configure(host, cuda_mps_compute_mode="keep")
@@ -183,7 +181,7 @@ def test_a_plan_shows_changes_without_applying_them(begin: Begin) -> None:
         ),
     ],
 )
-def test_other_keys_are_shown_as_they_are_written(
+def test_other_keys_are_shown_as_written(
     begin: Begin, keys: dict[str, str], changes: list[tuple[str, ...]]
 ) -> None:
     host, made = begin([{"kind": "v100"}], 2)
@@ -192,7 +190,7 @@ def test_other_keys_are_shown_as_they_are_written(
     assert made.reload() == []
 
 
-def test_another_memory_unit_is_shown_as_it_is_written(begin: Begin) -> None:
+def test_another_memory_unit_is_shown_as_written(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], 2)
     devices = host.root / "etc/yunion/host_container_device.yml"
     devices.write_text(f"gpu_memory_unit: 128MiB\n{devices.read_text()}")
@@ -215,7 +213,7 @@ def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -
 V100 = [{"kind": "v100"}]
 
 
-def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
+def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
     made.lease_waits[host.gpus[0].uuid] = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
@@ -251,7 +249,7 @@ def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_
     assert pid(again) == pid(first)
 
 
-def test_a_change_that_is_taken_back_is_pending_no_more(put_to_work: PutToWork) -> None:
+def test_a_reverted_change_is_no_longer_pending(put_to_work: PutToWork) -> None:
     host, _, made, _ = put_to_work(V100, 2)
     host.divide(4)
     made.reload()
@@ -266,7 +264,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(put_to_work: PutToWork) 
     assert "the pending change was withdrawn" in [event.what for event in made.events]
 
 
-def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(put_to_work: PutToWork) -> None:
+def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(V100, 2)
     host.divide(4)
     first.reload()
@@ -299,7 +297,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert made.available == 8
 
 
-def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
+def test_a_server_without_jobs_does_not_hold_a_mode_forever(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 4)
@@ -320,7 +318,7 @@ def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_pending_mode_comes_at_once_if_the_servers_are_to_end_now(put_to_work: PutToWork) -> None:
+def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 4)
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()

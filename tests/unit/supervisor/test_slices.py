@@ -47,7 +47,7 @@ def test_recorded_slices_and_pools_are_read_unchanged() -> None:
     assert LimitsInEffect.from_json(recorded) is None
 
 
-def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
+def test_slices_and_pools_stay_with_their_gpus_if_these_are_reordered() -> None:
     running = PLAN.for_gpus((B, A))
     served = in_running_order(PLAN, running)
     assert [(gpu.memory_limit_mib, gpu.device_count) for gpu in served.gpus] == [(16384, 0), (8192, 2)]
@@ -76,7 +76,7 @@ def test_slices_take_effect_with_the_largest_as_the_limit(begin: Begin) -> None:
     assert domain.pending == ""
 
 
-def test_a_pool_takes_effect_with_all_of_it_as_the_limit(begin: Begin) -> None:
+def test_a_pool_takes_effect_with_its_whole_memory_as_the_limit(begin: Begin) -> None:
     host, made = begin(V100, 4)
     write(host, "memory_unit: 128MiB")
     (change,) = made.reload()

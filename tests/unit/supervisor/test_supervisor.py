@@ -45,7 +45,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     assert "GPU 00:07.0 is available again" in caplog.messages
 
 
-def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(begin: Begin) -> None:
+def test_a_driver_that_stops_answering_makes_all_devices_unavailable(begin: Begin) -> None:
     host, made = begin(TWO)
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     with pytest.raises(DriverError) as caught:
@@ -69,7 +69,7 @@ def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None
     assert not (host.root / "tmp/nvidia-mps").exists()
 
 
-def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begin) -> None:
+def test_a_fatal_xid_makes_its_gpu_unavailable_until_a_reset(begin: Begin) -> None:
     host, made = begin(TWO)
     made.supervisor.note_xid(SECOND, 48)
     assert made.available == 4
@@ -88,7 +88,7 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begi
     ]
 
 
-def test_a_fatal_xid_counts_over_a_restart_until_a_reload(begin: Begin) -> None:
+def test_a_fatal_xid_outlasts_a_restart_until_a_reload(begin: Begin) -> None:
     _, first = begin(TWO)
     first.supervisor.note_xid(SECOND, 95)
     made = first.again()
@@ -110,7 +110,7 @@ def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(begin: Begin) -> 
     assert [event.what for event in made.events if event.kind == "gpu"] == ["unavailable", "available"]
 
 
-def test_whether_jobs_run_is_believed_only_if_nvml_lists_the_servers(begin: Begin) -> None:
+def test_running_jobs_are_known_only_if_nvml_lists_the_servers(begin: Begin) -> None:
     host, made = begin(V100)
     (domain,) = made.supervisor.domains
     uuid = host.gpus[0].uuid
@@ -184,7 +184,7 @@ def test_all_domains_share_one_search_for_orphaned_servers(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
-def test_a_file_of_faults_that_cannot_be_understood_counts_as_empty(
+def test_an_invalid_file_of_faults_counts_as_empty(
     make_host: MakeHost, supervise: Supervise, text: str
 ) -> None:
     host = make_host(V100)
