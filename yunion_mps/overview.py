@@ -72,7 +72,7 @@ def page(host: HostOverview) -> dict[str, object]:
         "clients": len(answers.clients["clients"]),
         "problems": [
             {"title": problem.title, "text": problem.text, "hint": hint}
-            for problem, hint in with_hints(folded(host.problems))
+            for problem, hint in with_hints(fold_problems(host.problems))
         ],
         "wrong": len(host.problems),
         "errors": answers.clients["errors"],
@@ -170,7 +170,7 @@ def problems_of(status: Status) -> list[StatusProblem]:
     return sorted([own, *status["problems"]], key=lambda one: PROBLEM_LEVELS.index(one["level"]))
 
 
-def folded(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
+def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
     """Keep at most `limit` similar problems of each level, and add one that counts the rest.
 
     Problems with the same code are similar, because their hints may name different processes or GPUs.

@@ -26,7 +26,7 @@ def command_line(words: Sequence[str]) -> str:
     return printable(" ".join(words))
 
 
-def decoded(raw: bytes) -> str:
+def decode_line(raw: bytes) -> str:
     """Decode bytes that should be UTF-8, onto one line."""
     return printable(raw.decode(errors="replace"))
 

@@ -52,7 +52,7 @@ from yunion_mps.http.operations import (
     NAME_LENGTH,
     RENEW_LEASE,
 )
-from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
+from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
 from yunion_mps.text import printable
 from yunion_mps.units import seconds
 
@@ -67,7 +67,7 @@ _FIELDS = (
 )  # fmt: skip
 _COLUMNS = (
     Column("LEASE", lambda record: record["id"][:ID_LENGTH]),
-    Column("DEVICES", "devices", short=lambda record: folded_addresses(record["devices"])),
+    Column("DEVICES", "devices", short=lambda record: abbreviate_addresses(record["devices"])),
     Column("MEMORY", lambda record: mib(_memory_mib(record)), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),

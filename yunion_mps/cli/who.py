@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS, TERMINATE_CLIENT
-from yunion_mps.overview import folded, with_hints
+from yunion_mps.overview import fold_problems, with_hints
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     LEASES_PENDING,
@@ -36,7 +36,7 @@ from yunion_mps.reasons import (
 from yunion_mps.service.holdings import (
     ID_LENGTH,
     Holding,
-    folded_addresses,
+    abbreviate_addresses,
     holdings,
     in_container,
     reasons_by_gpu,
@@ -189,7 +189,7 @@ def _who_text(answer: UseList, *, wide: bool) -> str:
     """Format a table, then queued requests, problems with hints, and errors."""
     text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
     text += waiting_text(answer["waiting"])
-    for problem, hint in with_hints(folded(answer["problems"])):
+    for problem, hint in with_hints(fold_problems(answer["problems"])):
         text += wrapped(f"{problem.title}: {problem.text}") + hint_text(hint)
     return text + notes(("Incomplete", error) for error in answer["errors"])
 
@@ -209,7 +209,7 @@ def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
 
 
 def _abbreviate(use: Use) -> str | None:
-    return folded_addresses(use["devices"]) or use["gpu"]
+    return abbreviate_addresses(use["devices"]) or use["gpu"]
 
 
 def _show_clients(output: str) -> None:

@@ -16,9 +16,9 @@ from yunion_mps.config.document import (
     nearest,
     nearest_key,
     pairs_of,
+    quote,
     read_document,
     value_of,
-    written,
 )
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
@@ -91,7 +91,7 @@ class _Reader:
         nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
         items = self._items(nodes)
         if "gpu_memory_unit" in nodes:
-            unit = self._optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
+            unit = self._read_optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
             at = Source(self._file, line_of(nodes["gpu_memory_unit"][0]))
             unit_mib = MEMORY_UNITS[unit] if unit else config.gpu_memory_unit_mib
             config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
@@ -111,7 +111,7 @@ class _Reader:
             hint += ", or enable_cuda_mps: false in host.conf to divide none"
             raise FileProblemError(self._problem(None, "is empty", hint))
         if not isinstance(root, MappingNode):
-            what = f"contains {written(root)}, not a mapping"
+            what = f"contains {quote(root)}, not a mapping"
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
         nodes: Nodes = {}
         for name, key, node in pairs_of(root):
@@ -140,7 +140,7 @@ class _Reader:
             return []
         found = nodes["devices"][1]
         if not isinstance(found, SequenceNode):
-            what = f"devices is {written(found)}, not a list"
+            what = f"devices is {quote(found)}, not a list"
             raise FileProblemError(self._problem(found, what, "write each entry after a dash: - path: …"))
         return list(found.value)
 
@@ -151,7 +151,7 @@ class _Reader:
         invalid, it has one device.
         """
         if not isinstance(item, MappingNode):
-            what = f"an entry of devices is {written(item)}, not a mapping"
+            what = f"an entry of devices is {quote(item)}, not a mapping"
             self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
         nodes, duplicates = self._nodes_of(item)
@@ -159,9 +159,9 @@ class _Reader:
             return None
         self.problems += duplicates
         self._check_keys(nodes, _KEYS, (f"an {DEV_TYPE} entry", "an entry"), _type_key(nodes))
-        path = self._required(item, "path", _path, nodes)
+        path = self._read_required(item, "path", _path, nodes)
         divided = self._division(item, nodes)
-        reserved_for = self._optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
+        reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
@@ -186,16 +186,16 @@ class _Reader:
             entry = entry._replace(divided_at=Source(self._file, line_of(at)))
         self._check_division(division, nodes)
         if division == "virtual_number":
-            count = self._required(item, division, whole_number(1, self._max_devices), nodes)
+            count = self._read_required(item, division, whole_number(1, self._max_devices), nodes)
             return entry._replace(virtual_number=count or 1)
-        overcommit = self._optional("thread_overcommit", number(1, MAX_OVERRIDE, 2), nodes)
+        overcommit = self._read_optional("thread_overcommit", number(1, MAX_OVERRIDE, 2), nodes)
         if division == "slices":
             slices = self._slices(nodes[division][1])
             if not slices:
                 return entry
             return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
-        unit = self._optional(division, one_of(*MEMORY_UNITS), nodes)
-        reserve = self._optional("memory_reserve", memory(0), nodes)
+        unit = self._read_optional(division, one_of(*MEMORY_UNITS), nodes)
+        reserve = self._read_optional("memory_reserve", memory(0), nodes)
         if unit is None:
             return entry
         return entry._replace(
@@ -218,7 +218,7 @@ class _Reader:
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
         """Return the slices; none if any of them has a problem."""
         if not isinstance(node, SequenceNode) or not node.value:
-            shown = "an empty list" if isinstance(node, SequenceNode) else f"{written(node)}, not a list"
+            shown = "an empty list" if isinstance(node, SequenceNode) else f"{quote(node)}, not a list"
             self._report(node, f"slices is {shown}", f"write each device after a dash: - {_SLICE_EXAMPLE}")
             return ()
         before = len(self.problems)
@@ -230,7 +230,7 @@ class _Reader:
 
     def _slice(self, item: Node) -> SliceEntry:
         if not isinstance(item, MappingNode):
-            self._report(item, f"a slice is {written(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
+            self._report(item, f"a slice is {quote(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
             return SliceEntry(0)
         nodes, duplicates = self._nodes_of(item)
         self.problems += duplicates
@@ -238,7 +238,9 @@ class _Reader:
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
             self._report(item, "a slice has no memory", "add memory, for example memory: 8GiB")
         values = {
-            name: self._optional(name, kind, nodes) for name, kind in _SLICE_KINDS.items() if name in nodes
+            name: self._read_optional(name, kind, nodes)
+            for name, kind in _SLICE_KINDS.items()
+            if name in nodes
         }
         return SliceEntry(values.pop("memory", 0), **values)
 
@@ -259,7 +261,7 @@ class _Reader:
         if value == DEV_TYPE:
             return True
         if not isinstance(value, str):
-            self._report(node, f"type is {written(node)}, not a string", f"write type: {DEV_TYPE}")
+            self._report(node, f"type is {quote(node)}, not a string", f"write type: {DEV_TYPE}")
             return False
         if not nearest(value, [DEV_TYPE]):
             return False
@@ -306,15 +308,15 @@ class _Reader:
                 else:
                     self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(known)}")
 
-    def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
+    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
                 what = f"an {DEV_TYPE} entry has no {name}"
                 self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
-        return self._optional(name, kind, nodes)
+        return self._read_optional(name, kind, nodes)
 
-    def _optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
+    def _read_optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
         """Return the value; None if it is missing, or invalid, which is reported."""
         if name not in nodes:
             return None

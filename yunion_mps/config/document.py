@@ -142,7 +142,7 @@ def pairs_of(node: Node) -> Iterator[tuple[str, Node, Node]]:
         yield (key.value if isinstance(key, ScalarNode) else "", key, value)
 
 
-def written(node: Node) -> str:
+def quote(node: Node) -> str:
     """Quote `node` as written in the file, short enough for a message."""
     if isinstance(node, MappingNode):
         return "a mapping"

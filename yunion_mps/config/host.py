@@ -13,8 +13,8 @@ from yunion_mps.config.document import (
     line_of,
     nearest_key,
     pairs_of,
+    quote,
     read_document,
-    written,
 )
 from yunion_mps.config.values import (
     MAX_DEVICES_PER_GPU,
@@ -161,7 +161,7 @@ def _require_mapping(file: str, root: Node | None) -> Node:
         raise FileProblemError(Problem(file, None, "is empty", hint))
     if not isinstance(root, MappingNode):
         hint = "write one key: value per line, as in the example"
-        raise FileProblemError(Problem(file, line_of(root), f"contains {written(root)}, not a mapping", hint))
+        raise FileProblemError(Problem(file, line_of(root), f"contains {quote(root)}, not a mapping", hint))
     return root
 
 

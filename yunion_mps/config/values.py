@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.config.document import Node, nearest, value_of, written
+from yunion_mps.config.document import Node, nearest, quote, value_of
 from yunion_mps.units import mebibytes
 
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
@@ -41,7 +41,7 @@ class InvalidValueError(Exception):
     """An invalid value: what is wrong with it, and what would be right."""
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
-        self.what = f"{key} is {written(node)}, {what}"
+        self.what = f"{key} is {quote(node)}, {what}"
         self.hint = hint
         super().__init__(self.what)
 

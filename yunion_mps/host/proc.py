@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from yunion_mps.errors import ShortageError
-from yunion_mps.text import command_line, decoded, printable
+from yunion_mps.text import command_line, decode_line, printable
 
 #: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
 #: A process may later declare any of its memory to be its environment (prctl(2), PR_SET_MM).
@@ -132,7 +132,7 @@ def name_of(pid: int) -> str:
     """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
     if _stat_fields(pid)[:1] in ([], ["Z"], ["X"]):
         return ""
-    return decoded(_read(pid, "comm").removesuffix(b"\n"))
+    return decode_line(_read(pid, "comm").removesuffix(b"\n"))
 
 
 def command_of(pid: int, most: int = 100) -> str:

@@ -20,7 +20,7 @@ from yunion_mps.host import threads
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason, hint_of
-from yunion_mps.text import decoded, printable
+from yunion_mps.text import decode_line, printable
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,7 +127,7 @@ def _mib(size: int | None) -> int | None:
 
 
 def _text(value: Any) -> str:
-    return decoded(value) if isinstance(value, bytes) else printable(str(value))
+    return decode_line(value) if isinstance(value, bytes) else printable(str(value))
 
 
 class Deadline:
@@ -310,12 +310,12 @@ class Nvml:
             gpu = gpu._replace(uuid=_text(_call(pynvml.nvmlDeviceGetUUID, handle)))
             before = known.get(gpu.uuid or "")
             if before and before.pci_address == address:
-                return self._updated(before._replace(nvml_index=index), handle)
-            return self._updated(self._identified(gpu, handle), handle)
+                return self._update(before._replace(nvml_index=index), handle)
+            return self._update(self._identify(gpu, handle), handle)
         except DriverError as error:
             return gpu._replace(reason=reason_of(error))
 
-    def _identified(self, gpu: Gpu, handle: Any) -> Gpu:
+    def _identify(self, gpu: Gpu, handle: Any) -> Gpu:
         name = _optional(pynvml.nvmlDeviceGetName, handle)
         capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return gpu._replace(
@@ -324,7 +324,7 @@ class Nvml:
             minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
 
-    def _updated(self, gpu: Gpu, handle: Any) -> Gpu:
+    def _update(self, gpu: Gpu, handle: Any) -> Gpu:
         """Update what can change while the driver runs, such as the memory by a reset that switches ECC."""
         memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
         mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)

@@ -52,12 +52,12 @@ class Scanner:
         driver = nvml.driver()
         found, silent = nvml.gpus(self._known)
         nodes = sysfs.render_nodes(self._paths)
-        gpus = {gpu.pci_address: self._placed(gpu) for gpu in found}
+        gpus = {gpu.pci_address: self._locate(gpu) for gpu in found}
         refused = [reason_of(error) for error in silent]
         for address in self._nvidia_gpus():
             if address not in gpus:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
-                gpus[address] = self._placed(Gpu(address, reason=reason))
+                gpus[address] = self._locate(Gpu(address, reason=reason))
         self._known = _answering(gpus.values())
         shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
         return Inventory(driver, in_order(shown))
@@ -70,7 +70,7 @@ class Scanner:
         }
         return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
 
-    def _placed(self, gpu: Gpu) -> Gpu:
+    def _locate(self, gpu: Gpu) -> Gpu:
         known = self._known.get(gpu.uuid or "")
         if known and known.pci_address == gpu.pci_address and not gpu.reason:
             return gpu

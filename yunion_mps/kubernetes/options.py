@@ -16,9 +16,9 @@ from yunion_mps.config.document import (
     line_of,
     nearest_key,
     pairs_of,
+    quote,
     read_document,
     value_of,
-    written,
 )
 from yunion_mps.config.values import (
     InvalidValueError,
@@ -209,7 +209,7 @@ class _OptionsReader:
 
     def options(self, root: Node | None) -> PluginOptions:
         if root is not None and not isinstance(root, MappingNode):
-            what = f"contains {written(root)}, not a mapping"
+            what = f"contains {quote(root)}, not a mapping"
             self._report(root, what, "write a key and its value on each line")
             root = None
         values = self._values(root, KEYS) if root else {}
@@ -225,12 +225,12 @@ class _OptionsReader:
         for name, key, node in pairs_of(root):
             if not re.fullmatch(_NAME, name) or len(name) > _MAX_NAME:
                 hint = "write letters, digits, -, _ and ., as in the value of a label"
-                self._report(key, f"{written(key)} is not the name of a configuration", hint)
+                self._report(key, f"{quote(key)} is not the name of a configuration", hint)
             elif names.setdefault(name, key) is not key:
                 hint = f"keep one of the two (the other is line {line_of(names[name])})"
                 self._report(key, f"duplicate configuration {name}", hint)
             elif not isinstance(node, MappingNode):
-                what = f"configuration {name} is {written(node)}, not a mapping"
+                what = f"configuration {name} is {quote(node)}, not a mapping"
                 self._report(node, what, "indent its keys")
             else:
                 values = self._values(node, _NAMED_KEYS)
@@ -249,7 +249,7 @@ class _OptionsReader:
                 hint = "" if near else f"remove it; the valid keys are {', '.join(keys)}"
                 self._report(
                     key,
-                    f"unknown key {name or written(key)}" + (f" (did you mean {near}?)" if near else ""),
+                    f"unknown key {name or quote(key)}" + (f" (did you mean {near}?)" if near else ""),
                     hint,
                 )
             elif seen.setdefault(name, key) is not key:

@@ -87,7 +87,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
         anywhere = request._replace(allow_unlimited=True)
         _refuse_unsuitable(anywhere, candidates)
         hint = "to use it anyway, set allow_unlimited"
-        raise HostError(_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
+        raise HostError(_describe_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
     there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
@@ -315,7 +315,7 @@ def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) 
     return ()
 
 
-def _unenforced(request: LeaseRequest, candidates: Candidates) -> str:
+def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     of = {one.device.gpu_uuid for one in _matching(request, candidates)}
     of |= {one.pool.gpu_uuid for one in candidates.usable_pools(request)}
     names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
@@ -361,7 +361,7 @@ class Queue:
                 return queued, self._allocator.choose(queued.request, candidates, reserved)
         return None
 
-    def reserved(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
+    def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
         """What is free, but reserved for the queued requests, not counting `excluding`."""
         reserved = Reservation(set(), Counter())
         for _ in self._in_turn(candidates, reserved, excluding):

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 RENEWAL_GRACE_S = 10.0
 
 
-def renewed(lease: Lease, now_s: float) -> Lease:
+def renew(lease: Lease, now_s: float) -> Lease:
     """The lease with its full time to live from now; unchanged if it does not expire."""
     if lease.holder.binding != "name" or not lease.holder.ttl_s:
         return lease
     return lease._replace(ends_s=now_s + lease.holder.ttl_s, is_extended=False)
 
 
-def restored(lease: Lease, now_s: float) -> Lease:
+def restore(lease: Lease, now_s: float) -> Lease:
     """The lease after a restart of the daemon: with the time that it had left.
 
     A lease that expired while the daemon was unreachable, or is about to, is extended by `RENEWAL_GRACE_S` so
     that its holder can renew it; only once, so that frequent restarts do not preserve a dead job's lease.
     """
     if lease.ends_s is None:  # it does not expire, or was written by a version that did not store it
-        return renewed(lease, now_s)
+        return renew(lease, now_s)
     soonest_s = now_s + min(lease.holder.ttl_s, RENEWAL_GRACE_S)
     if lease.ends_s < soonest_s and not lease.is_extended:
         return lease._replace(ends_s=soonest_s, is_extended=True)

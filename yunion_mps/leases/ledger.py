@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.request import QueuedRequest, shortened
+from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units
 from yunion_mps.reasons import LEASE_EXISTS
@@ -68,7 +68,7 @@ class Ledger:
         self.leases[lease.id] = lease
         self._note_change()
 
-    def repeated(self, queued: QueuedRequest) -> Lease | None:
+    def find_repeated(self, queued: QueuedRequest) -> Lease | None:
         """The lease that was granted for an earlier attempt of this request, None if there is none."""
         return next((lease for lease in self.leases.values() if queued.is_answered_by(lease)), None)
 
@@ -150,7 +150,7 @@ class Ledger:
                 pending[device.gpu_uuid].add(device.id)
         return {
             uuid: LeaseWait(
-                frozenset(pending[uuid]), total[uuid], tuple(by_id), _described([*by_id.values()])
+                frozenset(pending[uuid]), total[uuid], tuple(by_id), _describe_leases([*by_id.values()])
             )
             for uuid, by_id in leases.items()
         }
@@ -172,12 +172,12 @@ def _budget(device: Device) -> tuple[int, float, str]:
     return device.memory_limit_mib, device.thread_percentage, device.priority
 
 
-def _described(leases: Sequence[Lease]) -> str:
+def _describe_leases(leases: Sequence[Lease]) -> str:
     """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
     texts = []
     for lease in leases[:_MAX_NAMED]:
         holder = lease.holder
-        text = f"lease {shortened(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
+        text = f"lease {shorten(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
         texts.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
     more = len(leases) - _MAX_NAMED
     return ", ".join(texts) + (f" and {more} more" if more > 0 else "")

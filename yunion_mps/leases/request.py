@@ -215,9 +215,7 @@ def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
     found = [index for index, names in enumerate(gpus) if name in names]
     found = found or [index for index, names in enumerate(gpus) if any(one.startswith(name) for one in names)]
     if len(found) != 1:
-        what = (
-            f"{shortened(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shortened(name)}"
-        )
+        what = f"{shorten(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shorten(name)}"
         raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
     return found[0]
 
@@ -240,9 +238,9 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
             if named
             else "list the leases: yunion-mps lease list"
         )
-        raise NotFoundError(f"there is no lease {shortened(name)}", hint)
+        raise NotFoundError(f"there is no lease {shorten(name)}", hint)
     if len(found) > 1:
-        raise NotFoundError(f"{shortened(name)} matches {len(found)} leases", "use a longer prefix of the id")
+        raise NotFoundError(f"{shorten(name)} matches {len(found)} leases", "use a longer prefix of the id")
     return found[0]
 
 
@@ -251,7 +249,7 @@ def owner_name(owner: Owner) -> str:
     return owner.unit or user_name(owner.uid)
 
 
-def shortened(name: str) -> str:
+def shorten(name: str) -> str:
     """A name from a caller, shortened and escaped for output."""
     return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
 

@@ -17,7 +17,7 @@ from yunion_mps.host.processes import Process, spawn
 from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
-from yunion_mps.text import decoded
+from yunion_mps.text import decode_line
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
@@ -156,7 +156,7 @@ class Conversation:
         """
         status = self._process.status() if self._read() else None
         if status is not None:
-            lines = [decoded(line) for line in bytes(self._answer).splitlines()]
+            lines = [decode_line(line) for line in bytes(self._answer).splitlines()]
             text = "\n".join(lines)
             self.close()
             if status != 0 and (text.startswith(_REJECTED) or (status == 1 and not text)):

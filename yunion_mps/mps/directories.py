@@ -79,7 +79,7 @@ def set_access(directory: int, path: str, group: str) -> None:
     """
     info = os.fstat(directory)
     mode = stat.S_IMODE(info.st_mode)
-    made = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_recorded() or ())
+    made = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_read_record() or ())
     if group:
         gid = _gid(group)
         if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
@@ -194,7 +194,7 @@ def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool)
 
 def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
     """Create the child, recorded before, so that a crash never leaves one without a record."""
-    before = _recorded()
+    before = _read_record()
     _write_record(before, [f"{'made' if last else 'above'} {path}"])
     try:
         os.mkdir(name, _MODE, dir_fd=directory)
@@ -206,14 +206,14 @@ def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
 
 def _record_use(directory: int, path: str) -> None:
     """Record an existing directory, with the files in it that only look like ours."""
-    before = _recorded()
+    before = _read_record()
     if before is None or {f"made {path}", f"used {path}"} & set(before):
         return
     theirs = [f"theirs {path}/{name}" for name in os.listdir(directory) if name in FILES]
     _write_record(before, [*theirs, f"used {path}"])
 
 
-def _recorded() -> list[str] | None:
+def _read_record() -> list[str] | None:
     """The record's lines; None if there is no record, or it cannot be read."""
     try:
         with open(_record, "rb") as file:

@@ -17,7 +17,7 @@ from yunion_mps import reasons
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
-from yunion_mps.text import decoded
+from yunion_mps.text import decode_line
 
 LOG_NAME = "control.log"
 OLDER = "control.log.1"
@@ -56,7 +56,7 @@ def log_hint(plan: DomainPlan) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-            lines = [decoded(line) for line in _without_chatter(file.read()).splitlines()]
+            lines = [decode_line(line) for line in _without_chatter(file.read()).splitlines()]
     except OSError:
         lines = []
     return f"see its log: {path}" + "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
@@ -195,9 +195,9 @@ class LogReader:
         self.size = size
         complete, _, self._rest = text.rpartition(b"\n")
         lines = _without_chatter(complete).decode(errors="replace").split("\n")
-        return [self._classified(entry) for line in lines if line and (entry := _parse_line(line))]
+        return [self._classify(entry) for line in lines if line and (entry := _parse_line(line))]
 
-    def _classified(self, entry: LogEntry) -> LogEntry:
+    def _classify(self, entry: LogEntry) -> LogEntry:
         """The entry, with `crashed` as the kind of an unexpected exit."""
         if entry.kind == "started":
             self._is_end_expected, self._user = False, entry.number

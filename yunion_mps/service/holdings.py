@@ -182,7 +182,7 @@ def holder_label(lease: LeaseRecord) -> str:
     return f"{lease['user']} ({lease['container'] or lease['name'] or process})"
 
 
-def folded_addresses(addresses: Sequence[str]) -> str:
+def abbreviate_addresses(addresses: Sequence[str]) -> str:
     """Abbreviate the devices of each GPU: `00:06.0-2,3`, `00:06.0-0..7`."""
     slots: dict[str, list[str]] = {}
     for address in addresses:
@@ -310,7 +310,7 @@ def is_memory_unknown(gpu: Gpu) -> bool:
     return gpu["state"] == UNAVAILABLE and gpu["memory_used_mib"] is None
 
 
-def filled(
+def distribute(
     addresses: Sequence[str], used_mib: int, budgets_mib: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
     """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""

@@ -22,8 +22,8 @@ from yunion_mps.leases.holders import (
     holder_label,
     lease_json,
     queued_json,
-    renewed,
-    restored,
+    renew,
+    restore,
 )
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import (
@@ -88,7 +88,7 @@ class LeaseService:
         saved = self._storage.read()
         lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in saved})
         for stored in saved:
-            lease = restored(stored, time.monotonic())
+            lease = restore(stored, time.monotonic())
             try:
                 self.ledger.add(lease)
             except AssertionError as error:
@@ -162,12 +162,12 @@ class LeaseService:
         """
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
-        lease, is_new = self.ledger.repeated(queued), False
+        lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
-            queued = self._positions.place(self._admitted(queued), time.time(), time.monotonic())
-            lease, is_new, _ = await self._answered(queued, wait_s)
+            queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
+            lease, is_new, _ = await self._wait_for_answer(queued, wait_s)
         elif lease.holder.binding == "name":
-            lease = self._renewed(lease)
+            lease = self._renew(lease)
         elif lease.holder.is_awaited:
             refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":
@@ -177,10 +177,10 @@ class LeaseService:
     def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
         """The lease that would be granted now; raises YunionError if none would."""
         queued = queued._replace(sent=queued.as_text)
-        if lease := self.ledger.repeated(queued):
+        if lease := self.ledger.find_repeated(queued):
             return self._json(lease)
-        request, candidates = self._admitted(queued).request, self._candidates()
-        devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
+        request, candidates = self._admit(queued).request, self._candidates()
+        devices = self._allocator.choose(request, candidates, self.queue.reservation(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self._containers)
 
@@ -201,7 +201,7 @@ class LeaseService:
         if lease.holder.binding != "name":
             what = "this lease cannot be renewed: it ends with its process or connection"
             raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
-        return self._json(self._renewed(lease))
+        return self._json(self._renew(lease))
 
     def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
@@ -232,7 +232,7 @@ class LeaseService:
 
     # -- requests
 
-    async def _answered(self, queued: QueuedRequest, wait_s: float) -> QueueAnswer:
+    async def _wait_for_answer(self, queued: QueuedRequest, wait_s: float) -> QueueAnswer:
         """Queue the request and wait; returns its answer, or raises YunionError."""
         answer: asyncio.Future[QueueAnswer] = asyncio.get_running_loop().create_future()
         self._answers[queued.position] = answer
@@ -309,13 +309,13 @@ class LeaseService:
     def _why_not(self, queued: QueuedRequest) -> YunionError:
         candidates = self._candidates()
         try:
-            reserved = self.queue.reserved(candidates, excluding=queued)
+            reserved = self.queue.reservation(candidates, excluding=queued)
             self._allocator.choose(queued.request, candidates, reserved)
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
-    def _admitted(self, queued: QueuedRequest) -> QueuedRequest:
+    def _admit(self, queued: QueuedRequest) -> QueuedRequest:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
         same = queued.key  # a repeated request counts once
@@ -334,7 +334,7 @@ class LeaseService:
         environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
-        lease = renewed(lease._replace(request=queued.sent), time.monotonic())
+        lease = renew(lease._replace(request=queued.sent), time.monotonic())
         if not self._holders.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
@@ -350,9 +350,9 @@ class LeaseService:
         self._record(lease, "granted to", "")
         return lease
 
-    def _renewed(self, lease: Lease) -> Lease:
+    def _renew(self, lease: Lease) -> Lease:
         ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
-        lease = renewed(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
+        lease = renew(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
         self._holders.watch(lease)
         self.ledger.replace(lease)
         self._store_expiry(lease)

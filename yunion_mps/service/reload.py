@@ -19,7 +19,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.text import count, decoded
+from yunion_mps.text import count, decode_line
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -193,6 +193,6 @@ class Reloader:
             what = f"the new program did not finish its check within {_CHECK_TIMEOUT_S:g} s"
             raise HostError(what, "see: nvidia-smi")
         if status:
-            lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
+            lines = [decode_line(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
             what = "the new program cannot start: " + "; ".join(lines[-4:])
             raise HostError(what, "correct this; the running daemon continues unchanged")

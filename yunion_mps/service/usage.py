@@ -16,7 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.models import Device, Plan
 from yunion_mps.planning.division import DEVICE_VARIABLE
-from yunion_mps.service.holdings import filled
+from yunion_mps.service.holdings import distribute
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
 from yunion_mps.units import rfc3339
@@ -179,7 +179,7 @@ class ProcessDevices:
         `started` are the processes by PID, with their start in clock ticks. All others are forgotten.
         """
         before = self._named
-        now = {key: before[key] if key in before else _named_by(key[0]) for key in started.items()}
+        now = {key: before[key] if key in before else _read_names(key[0]) for key in started.items()}
         # Replaced as a whole: if two threads call this at once, some environments are read twice. Unreadable
         # environments, such as those of starting programs, are left out and read again at the next poll.
         self._named = {key: names for key, names in now.items() if names is not None}
@@ -190,7 +190,7 @@ def _budgets(devices: Iterable[Device]) -> dict[str, Budget]:
     return {device.addr: Budget(device.gpu_uuid, device.memory_limit_mib) for device in devices}
 
 
-def _named_by(pid: int) -> str | None:
+def _read_names(pid: int) -> str | None:
     """The variable in its environment, cut to a length, because a user can set it to anything."""
     names = variable_of(pid, DEVICE_VARIABLE)
     return None if names is None else names[:_MAX_NAMES]
@@ -226,7 +226,7 @@ def usage_by_device(
                 busy.update(dict.fromkeys(here, percent))
     used: Counter[str] = Counter()
     for names, mib in together.items():
-        for name, part_mib in filled(names, mib, {name: budgets[name].memory_mib for name in names}):
+        for name, part_mib in distribute(names, mib, {name: budgets[name].memory_mib for name in names}):
             used[name] += part_mib
     return {
         name: DeviceUsage(used[name], count, min(busy[name], 100) if name in busy else None)

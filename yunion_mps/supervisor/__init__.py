@@ -114,7 +114,7 @@ class Supervisor:
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
-        for event in self.jobs.ended_by_force():
+        for event in self.jobs.report_late():
             self.event_log.record(event)
 
     def close(self) -> None:

@@ -217,7 +217,7 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
                 Change(
                     "control daemon",
                     domain.in_effect.name,
-                    _shown(domain.in_effect),
+                    _describe_control_daemon(domain.in_effect),
                     "",
                     _when_servers_end(domain),
                 )
@@ -225,10 +225,11 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
     waits = [change.effect for change in found if not change.at_once]
     effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
-    return found + [Change("control daemon", plan.name, "", _shown(plan), effect) for plan in new]
+    started = [(plan.name, "", _describe_control_daemon(plan), effect) for plan in new]
+    return found + [Change("control daemon", *change) for change in started]
 
 
-def _shown(plan: DomainPlan) -> str:
+def _describe_control_daemon(plan: DomainPlan) -> str:
     users = ", one server for all users" if plan.multiuser else ""
     group = f", accessible to the group {plan.pipe_group} only" if plan.pipe_group else ""
     return f"{count(len(plan.gpu_uuids), 'GPU')} in {plan.pipe_directory}{users}{group}"

@@ -326,7 +326,7 @@ class Jobs:
             self._check_s, self._late = None, self._running()
         return self._check_s
 
-    def ended_by_force(self) -> Iterator[Event]:
+    def report_late(self) -> Iterator[Event]:
         """Log each late job and yield an event for it."""
         for job in self._late:
             log.warning("%s did not end in time: ended its MPS server", job)

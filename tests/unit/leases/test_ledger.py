@@ -72,16 +72,16 @@ LEASES = [
 
 
 def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
-    def repeated(holder: Holder, key: str, sent: str = "[]") -> Lease | None:
-        return Ledger(LEASES).repeated(QueuedRequest(LeaseRequest(), holder, key, sent=sent))
+    def find_repeated(holder: Holder, key: str, sent: str = "[]") -> Lease | None:
+        return Ledger(LEASES).find_repeated(QueuedRequest(LeaseRequest(), holder, key, sent=sent))
 
-    assert repeated(HOLDER, "a-request-of-1000") is LEASES[0]
-    assert repeated(HOLDER, "a-request-of-1000", "[2]") is None
-    assert repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
-    assert repeated(HOLDER, "another-request") is None
-    assert repeated(HOLDER, "") is None, "without a key, a process has another lease"
-    assert repeated(NIGHT, "") is LEASES[1], "a name has one lease"
-    assert repeated(NIGHT, "", "[2]") is None
+    assert find_repeated(HOLDER, "a-request-of-1000") is LEASES[0]
+    assert find_repeated(HOLDER, "a-request-of-1000", "[2]") is None
+    assert find_repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
+    assert find_repeated(HOLDER, "another-request") is None
+    assert find_repeated(HOLDER, "") is None, "without a key, a process has another lease"
+    assert find_repeated(NIGHT, "") is LEASES[1], "a name has one lease"
+    assert find_repeated(NIGHT, "", "[2]") is None
 
 
 @pytest.mark.parametrize(

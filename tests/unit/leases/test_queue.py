@@ -64,10 +64,10 @@ def test_a_request_for_one_gpu_does_not_hold_up_one_for_another() -> None:
 def test_devices_reserved_for_the_queue_are_not_leased_to_others() -> None:
     ledger = Ledger([lease("a", device(0, 0), device(0, 1), device(0, 2))])
     waiting = queue(ledger, LeaseRequest(2))
-    assert waiting.reserved(candidates(1)).devices == {"id-0-4-3"}
+    assert waiting.reservation(candidates(1)).devices == {"id-0-4-3"}
     kept = "3 of 4 leased; 1 reserved for earlier requests"
     with pytest.raises(NothingFreeError, match=f"cannot be allocated now: {kept}"):
-        Allocator(ledger).choose(LeaseRequest(), candidates(1), waiting.reserved(candidates(1)))
+        Allocator(ledger).choose(LeaseRequest(), candidates(1), waiting.reservation(candidates(1)))
 
 
 REQUESTS = requests(number=st.integers(1, 4), across=st.booleans())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.service.holdings import Holding, filled, holdings, memory_by_gpu
+from yunion_mps.service.holdings import Holding, distribute, holdings, memory_by_gpu
 
 from unit.cli.held import OUTSIDE_MPS, TWO
 from unit.http.by_hand import CLIENT, GONE, LEASE, lease_of
@@ -49,7 +49,7 @@ def test_several_devices_of_a_lease_are_one_budget() -> None:
     assert used(found) == {"00:06.0-2,00:06.0-3": 7000}
     (held,) = (one for one in found if one.lease)
     assert (held.budget_mib, held.over_mib) == (11520, 0)
-    parts = filled(held.devices, held.used_mib, {"00:06.0-2": 5760, "00:06.0-3": 5760})
+    parts = distribute(held.devices, held.used_mib, {"00:06.0-2": 5760, "00:06.0-3": 5760})
     assert list(parts) == [("00:06.0-2", 5760), ("00:06.0-3", 1240)]
 
 

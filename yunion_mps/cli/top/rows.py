@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
-from yunion_mps.overview import Answers, HostOverview, ShownProblem, folded
-from yunion_mps.service.holdings import Holding, filled, is_memory_unknown
+from yunion_mps.overview import Answers, HostOverview, ShownProblem, fold_problems
+from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def scene(poll: Poll) -> Scene:
         budgets.update({one["addr"]: one["memory_mib"] for one in lease["budgets"]})
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
     devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
-    return Scene(host, poll.events, folded(host.problems, 2), _gpu_rows(host), devices)
+    return Scene(host, poll.events, fold_problems(host.problems, 2), _gpu_rows(host), devices)
 
 
 def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
@@ -162,5 +162,5 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
             of_mib=budgets.get(address),
             peak_mib=peaks.get(address),
         )
-        for address, part in filled(holding.devices, holding.used_mib, budgets)
+        for address, part in distribute(holding.devices, holding.used_mib, budgets)
     ]
