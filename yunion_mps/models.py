@@ -224,7 +224,7 @@ class PlannedGpu(NamedTuple):
         """How many of its equal devices one client may combine; 1 if it may not, or if they differ."""
         if not self.slices or self.memory_limit_mib is None:
             return 1
-        return self.memory_limit_mib // max(one.memory_limit_mib for one in self.slices)
+        return self.memory_limit_mib // max(share.memory_limit_mib for share in self.slices)
 
 
 class DomainPlan(NamedTuple):

@@ -167,7 +167,7 @@ def problems_of(status: Status) -> list[StatusProblem]:
         "devices": [],
         "pid": None,
     }
-    return sorted([own, *status["problems"]], key=lambda one: PROBLEM_LEVELS.index(one["level"]))
+    return sorted([own, *status["problems"]], key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
 
 
 def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
@@ -175,13 +175,13 @@ def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[Sho
 
     Problems with the same code are similar, because their hints may name different processes or GPUs.
     """
-    counts = Counter((one["level"], one["code"]) for one in problems)
+    counts = Counter((problem["level"], problem["code"]) for problem in problems)
     shown: dict[tuple[str, str], list[ShownProblem]] = {}
-    for one in problems:
-        level, code, hint = one["level"], one["code"], one["hint"]
+    for problem in problems:
+        level, code, hint = problem["level"], problem["code"], problem["hint"]
         alike = shown.setdefault((level, code), [])
         if len(alike) < limit:
-            alike.append(ShownProblem(level, code, one["text"], hint))
+            alike.append(ShownProblem(level, code, problem["text"], hint))
         elif len(alike) == limit:
             more = counts[level, code] - limit
             text = f"and {more} more of the same kind (all: yunion-mps status -o json)"

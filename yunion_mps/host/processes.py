@@ -276,7 +276,9 @@ def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = No
         if done():
             return
         poll = select.poll()
-        watched = {one.fileno(): one for one in [*driven.watched(), *([wakeup] if wakeup else [])]}
+        watched = {
+            watchable.fileno(): watchable for watchable in [*driven.watched(), *([wakeup] if wakeup else [])]
+        }
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
         found = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)

@@ -259,13 +259,16 @@ class Nvml:
         GPUs that do not answer are missing.
         """
         listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
-        return {uuid: {one.pid: _mib(one.usedGpuMemory) for one in jobs} for uuid, jobs in listed.items()}
+        return {
+            uuid: {process.pid: _mib(process.usedGpuMemory) for process in jobs}
+            for uuid, jobs in listed.items()
+        }
 
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
         listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
-        return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
+        return {uuid: {client.pid for client in clients} for uuid, clients in listed.items()}
 
     @bounded
     def load(self, busy: Collection[str], since_s: float) -> Load:

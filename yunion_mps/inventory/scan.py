@@ -95,7 +95,7 @@ def load_served(paths: Paths) -> ServedGpus:
     with contextlib.suppress(*unreadable), open(paths.served_gpus) as file:
         text = json.load(file)
         return ServedGpus(
-            tuple(_gpu_from_json(one) for one in text["gpus"]), text["boot_id"] == _boot_id(paths)
+            tuple(_gpu_from_json(row) for row in text["gpus"]), text["boot_id"] == _boot_id(paths)
         )
     return ServedGpus()
 
@@ -142,7 +142,9 @@ def _gpu_from_json(row: dict[str, Any]) -> Gpu:
     gpu = Gpu(**known)._replace(reason=NO_REASON)
     texts = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
-    if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, int) for one in numbers)):
+    if not (
+        all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
+    ):
         raise TypeError(f"not a GPU: {row}")
     return gpu
 

@@ -44,7 +44,7 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
     """
     if request.number == 1:
         return
-    by_gpu = group_by_gpu(one.device for one in candidates.suitable(request))
+    by_gpu = group_by_gpu(candidate.device for candidate in candidates.suitable(request))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -76,11 +76,13 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
 
 def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     pools = candidates.matching_pools(request)
-    if Allocator(Ledger()).from_pools(request, [one._replace(reason=NO_REASON) for one in pools], candidates):
+    if Allocator(Ledger()).from_pools(
+        request, [pool._replace(reason=NO_REASON) for pool in pools], candidates
+    ):
         return
     _refuse_uncombinable(request, candidates)
     matching = _matching(request, candidates)
-    by_gpu = group_by_gpu(one.device for one in matching)
+    by_gpu = group_by_gpu(candidate.device for candidate in matching)
     if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
         return
     if not request.allow_unlimited:
@@ -94,7 +96,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if not by_gpu and candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
-        sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
+        sizes = [f"at most {candidate.pool.memory_mib} MiB of GPU {candidate.gpu}" for candidate in pools]
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, has_pools=bool(pools))
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
@@ -104,9 +106,9 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
     """Say what would satisfy an infeasible request for memory: equal devices, or another configuration."""
     divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
     fits = sorted(
-        (not one.device.budget_enforced, one.device.memory_limit_mib, one.device.addr)
-        for one in candidates.devices
-        if request.matches(one.device)
+        (not candidate.device.budget_enforced, candidate.device.memory_limit_mib, candidate.device.addr)
+        for candidate in candidates.devices
+        if request.matches(candidate.device)
     )
     if len(fits) >= request.number:
         _, mib, address = fits[0]
@@ -117,7 +119,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
     groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
     if request.devices:
-        named = tuple(one.device for one in candidates.devices if request.matches(one.device))
+        named = tuple(device for device, *_ in candidates.devices if request.matches(device))
         groups = [named] if named else []
     refusal = None
     for devices in groups:
@@ -164,9 +166,9 @@ class Allocator:
         """The free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
             left = {
-                one.pool.gpu_uuid: self._left_mib(one, reserved)
-                for one in candidates.matching_pools(request)
-                if not one.reason
+                candidate.pool.gpu_uuid: self._left_mib(candidate, reserved)
+                for candidate in candidates.matching_pools(request)
+                if not candidate.reason
             }
             gpus = sorted(left, key=lambda gpu: left[gpu], reverse=True)
             gpus = gpus[: request.number if request.across else 1]
@@ -195,37 +197,37 @@ class Allocator:
         """
         gpus, each = (request.number, 1) if request.across else (1, request.number)
         fits = []
-        for one in pools:
-            units = units_for(one.pool, request.memory_mib)
-            mib = units * one.pool.unit_mib
-            others_mib = (each - 1) * (mib + one.pool.reserve_mib)
-            if not one.reason and mib <= self._left_mib(one, reserved, others_mib, each - 1):
-                fits.append((self._left_mib(one, reserved), units, one))
+        for candidate in pools:
+            units = units_for(candidate.pool, request.memory_mib)
+            mib = units * candidate.pool.unit_mib
+            others_mib = (each - 1) * (mib + candidate.pool.reserve_mib)
+            if not candidate.reason and mib <= self._left_mib(candidate, reserved, others_mib, each - 1):
+                fits.append((self._left_mib(candidate, reserved), units, candidate))
         if len(fits) < gpus:
             return ()
         sign = -1 if request.placement == SPREAD else 1
         fits.sort(key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0]))
-        return tuple(device for _, units, one in fits[:gpus] for device in self._make(one, units, each))
+        return tuple(device for _, units, pool in fits[:gpus] for device in self._make(pool, units, each))
 
-    def _make(self, one: PoolCandidate, units: int, number: int) -> list[Device]:
+    def _make(self, candidate: PoolCandidate, units: int, number: int) -> list[Device]:
         """Create `number` devices of the pool, in slots that no lease has."""
         made: list[Device] = []
         slot = 0
         while len(made) < number:
-            device = one.make(units, slot)
+            device = candidate.make(units, slot)
             if device.id not in self.ledger.lease_of:
                 made.append(device)
             slot += 1
         return made
 
     def _left_mib(
-        self, one: PoolCandidate, reserved: Reservation, others_mib: int = 0, others: int = 0
+        self, candidate: PoolCandidate, reserved: Reservation, others_mib: int = 0, others: int = 0
     ) -> int:
-        reserved_mib = reserved.memory_mib[one.pool.gpu_uuid] + others_mib
-        return self.ledger.free_mib(one.pool, reserved_mib, others)
+        reserved_mib = reserved.memory_mib[candidate.pool.gpu_uuid] + others_mib
+        return self.ledger.free_mib(candidate.pool, reserved_mib, others)
 
     def _free_by_gpu(self, matching: Iterable[Candidate], reserved: Reservation) -> dict[str, list[Device]]:
-        served = (one.device for one in matching if not one.reason)
+        served = (candidate.device for candidate in matching if not candidate.reason)
         return self.ledger.free_by_gpu(served, reserved.devices)
 
     def _why_not(
@@ -241,16 +243,18 @@ class Allocator:
         if not matching and not pools:
             what = f"{request} cannot be allocated: no such device exists"
             return what, "see: yunion-mps list", NOTHING_FREE
-        ids = {one.device.id for one in matching}
-        unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
-        unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
-        waits = self.ledger.lease_waits([one.device for one in candidates.devices]).values()
-        able = {one.device.id for one in matching if not one.reason}
+        ids = {candidate.device.id for candidate in matching}
+        unavailable = [(reason, device.gpu_address) for device, reason, _ in matching if reason]
+        unavailable += [(pool.reason, pool.gpu) for pool in pools if pool.reason]
+        waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
+        able = {device.id for device, reason, _ in matching if not reason}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
         used = len(able & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
         free = sum(map(len, by_gpu.values()))
         parts = [
-            f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
+            f"{self._left_mib(pool, reserved)} MiB free on GPU {pool.gpu}"
+            for pool in pools
+            if not pool.reason
         ]
         parts += [f"{used} of {len(ids)} leased"] if used else []
         parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MAX_NAMED]]
@@ -281,9 +285,9 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
-        matching = [one for one in matching if one.device.gpu_uuid not in apart]
+        matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in apart]
     if request.memory_mib:
-        matching.sort(key=lambda one: one.device.memory_limit_mib)
+        matching.sort(key=lambda candidate: candidate.device.memory_limit_mib)
     return matching
 
 
@@ -316,8 +320,8 @@ def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) 
 
 
 def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
-    of = {one.device.gpu_uuid for one in _matching(request, candidates)}
-    of |= {one.pool.gpu_uuid for one in candidates.usable_pools(request)}
+    of = {candidate.device.gpu_uuid for candidate in _matching(request, candidates)}
+    of |= {candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request)}
     names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
     which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
     return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"

@@ -137,11 +137,11 @@ class Candidates(NamedTuple):
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         return [
-            one
-            for one in self.pools
-            if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
-            and self.reserved.get(one.pool.gpu_uuid, request.reserved_for) == request.reserved_for
-            and (request.allow_unlimited or one.pool.gpu_uuid not in self.unenforced)
+            candidate
+            for candidate in self.pools
+            if request.gpu in ("", candidate.pool.gpu_uuid, candidate.gpu)
+            and self.reserved.get(candidate.pool.gpu_uuid, request.reserved_for) == request.reserved_for
+            and (request.allow_unlimited or candidate.pool.gpu_uuid not in self.unenforced)
         ]
 
     def matching_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
@@ -154,11 +154,11 @@ class Candidates(NamedTuple):
         if reserved and ALL in request.devices:
             return []
         return [
-            one
-            for one in self.devices
-            if request.matches(one.device)
-            and (one.is_slice or not request.memory_mib)
-            and one.device.gpu_uuid not in reserved
+            candidate
+            for candidate in self.devices
+            if request.matches(candidate.device)
+            and (candidate.is_slice or not request.memory_mib)
+            and candidate.device.gpu_uuid not in reserved
         ]
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
@@ -182,7 +182,9 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
     sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.is_sliced}
-    devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
+    devices = [
+        Candidate(device, reasons[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices
+    ]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     pools = [
         PoolCandidate(
@@ -213,7 +215,9 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
     """The index of that GPU among these addresses and UUIDs; raises NotFoundError."""
     found = [index for index, names in enumerate(gpus) if name in names]
-    found = found or [index for index, names in enumerate(gpus) if any(one.startswith(name) for one in names)]
+    found = found or [
+        index for index, names in enumerate(gpus) if any(other.startswith(name) for other in names)
+    ]
     if len(found) != 1:
         what = f"{shorten(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shorten(name)}"
         raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
@@ -228,9 +232,11 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     """
     if name in leases:
         return leases[name]
-    named = [one for one in leases.values() if one.holder.name == name]
-    prefixed = [one for one in leases.values() if len(name) >= _SHORTEST_PREFIX and one.id.startswith(name)]
-    own = [[one for one in some if one.holder.owner == caller] for some in (named, prefixed)]
+    named = [lease for lease in leases.values() if lease.holder.name == name]
+    prefixed = [
+        lease for lease in leases.values() if len(name) >= _SHORTEST_PREFIX and lease.id.startswith(name)
+    ]
+    own = [[lease for lease in some if lease.holder.owner == caller] for some in (named, prefixed)]
     found = own[0] or own[1] or prefixed
     if not found:
         hint = (

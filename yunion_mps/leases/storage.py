@@ -193,7 +193,9 @@ class MemoryPeaks:
         self._mib.update(risen)
         with contextlib.suppress(HostError):  # the next daemon continues from what was stored last
             if ended:
-                self._store.write("DELETE FROM memory_peak WHERE lease = ?", [(one,) for one in ended])
+                self._store.write(
+                    "DELETE FROM memory_peak WHERE lease = ?", [(lease_id,) for lease_id in ended]
+                )
             if risen:
                 rows = [(*key, mib) for key, mib in risen.items()]
                 self._store.write("INSERT OR REPLACE INTO memory_peak VALUES (?, ?, ?)", rows)

@@ -223,14 +223,16 @@ def events_of(entries: Sequence[LogEntry], domain: str, servers: Sequence[int]) 
 
     A server that fails to start is started six times within milliseconds (measured), which is one event.
     """
-    failed = [one for one in entries if one.kind == "exited" and one.number]
-    failed_pids = {one.pid for one in failed}
-    events = [_event(one, domain) for one in entries if one not in failed and one.pid not in failed_pids]
+    failed = [entry for entry in entries if entry.kind == "exited" and entry.number]
+    failed_pids = {entry.pid for entry in failed}
+    events = [
+        _event(entry, domain) for entry in entries if entry not in failed and entry.pid not in failed_pids
+    ]
     if failed:
         events.append(_exit_event(failed, domain))
-    waiting = [one for one in entries if one.kind == "waiting"]
+    waiting = [entry for entry in entries if entry.kind == "waiting"]
     events += [
-        _waiting_event(waiting, uid, domain, servers) for uid in sorted({one.number for one in waiting})
+        _waiting_event(waiting, uid, domain, servers) for uid in sorted({entry.number for entry in waiting})
     ]
     return [event for event in events if event]
 

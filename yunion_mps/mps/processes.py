@@ -131,9 +131,9 @@ def our_processes() -> list[MpsProcess]:
     for pid in reversed(all_pids()):
         program = program_name(pid)
         if program in (PROGRAM, SERVER) or pid in recorded or (_STARTING in recorded and program):
-            one = _identify(pid, program, recorded.get(pid))
-            if one:
-                found.append(one._replace(plan=plans.get((one.pipe_directory, one.gpu_uuids))))
+            process = _identify(pid, program, recorded.get(pid))
+            if process:
+                found.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
     return found
 
 
@@ -330,13 +330,15 @@ def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -
     `find` reads every process. Raises ShortageError if they cannot be listed.
     """
     running = find()
-    control_daemons = {one.pid for one in running if not one.is_server}  # also if its program was renamed
+    control_daemons = {
+        process.pid for process in running if not process.is_server
+    }  # also if its program was renamed
     return [
-        one.pid
-        for one in running
-        if one.is_server
-        and one.pipe_directory == pipe_directory
-        and (parent := parent_of(one.pid)) not in control_daemons
+        process.pid
+        for process in running
+        if process.is_server
+        and process.pipe_directory == pipe_directory
+        and (parent := parent_of(process.pid)) not in control_daemons
         and program_name(parent) != PROGRAM
     ]
 

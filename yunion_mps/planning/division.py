@@ -104,11 +104,11 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
     overcommit = overcommit_of(entry, config)
     if entry.slices:
         slices = tuple(
-            Slice(one.memory_mib, _tenths(one, total_mib, overcommit) / 10, one.priority)
-            for one in entry.slices
+            Slice(item.memory_mib, _tenths(item, total_mib, overcommit) / 10, item.priority)
+            for item in entry.slices
         )
-        most_mib = max(one.memory_limit_mib for one in slices)
-        most = max(one.thread_percentage for one in slices)
+        most_mib = max(share.memory_limit_mib for share in slices)
+        most = max(share.thread_percentage for share in slices)
         return PlannedGpu(uuid, most_mib, len(slices), most, slices)
     if entry.memory_unit_mib:
         reserve_mib = entry.memory_reserve_mib
@@ -147,15 +147,15 @@ def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
     if total_mib is None:
         return []
     wrong = []
-    taken_mib = sum(one.memory_mib for one in entry.slices)
+    taken_mib = sum(item.memory_mib for item in entry.slices)
     if taken_mib > total_mib:
         what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_gpu_name(gpu)}"
         wrong.append((what, f"reduce them by {taken_mib - total_mib} MiB"))
     overcommit = overcommit_of(entry, config)
-    by_share = all(one.thread_percentage is None for one in entry.slices)
+    by_share = all(item.thread_percentage is None for item in entry.slices)
     if overcommit is None or by_share:
         return wrong
-    tenths = sum(_tenths(one, total_mib, overcommit) for one in entry.slices)
+    tenths = sum(_tenths(item, total_mib, overcommit) for item in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
         most = f"more than {100 * overcommit:g} %"
         what = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
@@ -178,10 +178,10 @@ def pool_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
     return [(what, f"write {smaller}, or divide the GPU by virtual_number")]
 
 
-def _tenths(one: SliceEntry, total_mib: int, overcommit: float | None) -> int:
-    if one.thread_percentage is not None:
-        return round(one.thread_percentage * 10)
-    return _share_tenths(one.memory_mib, total_mib, overcommit)
+def _tenths(item: SliceEntry, total_mib: int, overcommit: float | None) -> int:
+    if item.thread_percentage is not None:
+        return round(item.thread_percentage * 10)
+    return _share_tenths(item.memory_mib, total_mib, overcommit)
 
 
 def _share_tenths(part: int, whole: int, overcommit: float | None) -> int:

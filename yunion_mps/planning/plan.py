@@ -104,14 +104,14 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
                 addr=f"{gpu.address}-{slot}",
                 gpu_uuid=planned.uuid,
                 slot=slot,
-                memory_limit_mib=one.memory_limit_mib,
+                memory_limit_mib=share.memory_limit_mib,
                 memory_total_mib=gpu.memory_mib or 0,
-                thread_percentage=one.thread_percentage,
+                thread_percentage=share.thread_percentage,
                 budget_enforced=enforces_budgets(gpu),
                 domain=domain.name,
-                priority=one.priority,
+                priority=share.priority,
             )
-            for slot, one in enumerate(planned.slices or equal)
+            for slot, share in enumerate(planned.slices or equal)
         ]
     return devices
 

@@ -93,7 +93,11 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
         queries.gpus()["gpus"],
         queries.all_devices(),
         supervisor.snapshot().domains,
-        {one.in_effect.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
+        {
+            domain.in_effect.name: domain.probe_s
+            for domain in supervisor.domains
+            if domain.probe_s is not None
+        },
         LeaseFacts(
             Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
         ),

@@ -102,8 +102,8 @@ class Holding(NamedTuple):
         """The highest memory use of its devices since the lease began; None if it is unknown."""
         if not self.lease:
             return None
-        own = (one for one in self.lease["budgets"] if one["addr"] in self.devices)
-        known = [mib for one in own if (mib := one["memory_peak_mib"]) is not None]
+        own = (budget for budget in self.lease["budgets"] if budget["addr"] in self.devices)
+        known = [mib for budget in own if (mib := budget["memory_peak_mib"]) is not None]
         return sum(known) if known else None
 
     @property
@@ -240,9 +240,9 @@ def holdings(
 
 def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int]]:
     return {
-        one["addr"]: ((lease["id"], one["gpu"]), lease, one["memory_mib"])
+        budget["addr"]: ((lease["id"], budget["gpu"]), lease, budget["memory_mib"])
         for lease in leases
-        for one in lease["budgets"]
+        for budget in lease["budgets"]
     }
 
 
@@ -284,10 +284,10 @@ def _add_process(
 def lease_states(held: Iterable[Holding]) -> dict[str, str]:
     """Return the state of each lease, by id."""
     found: dict[str, set[str]] = {}
-    for one in held:
-        if one.lease:
-            states = {one.state} if one.available else {UNAVAILABLE}
-            found.setdefault(one.lease["id"], set()).update(states, {PENDING} if one.pending else ())
+    for holding in held:
+        if holding.lease:
+            states = {holding.state} if holding.available else {UNAVAILABLE}
+            found.setdefault(holding.lease["id"], set()).update(states, {PENDING} if holding.pending else ())
     return {lease: min(states, key=LEASE_STATES.index) for lease, states in found.items()}
 
 

@@ -57,9 +57,7 @@ OnDisconnect = Callable[[Callable[[], None]], None]
 class LeaseService:
     def __init__(self, paths: Paths, supervisor: Supervisor, queries: Queries, cdi: CdiPublisher) -> None:
         """Raises HostError if the state file cannot be used."""
-        self._supervisor = supervisor
-        self._queries = queries
-        self._publisher = cdi
+        self._supervisor, self._queries, self._publisher = supervisor, queries, cdi
         self._containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
@@ -86,7 +84,8 @@ class LeaseService:
         Raises HostError if they cannot be read; no lease may be granted then.
         """
         saved = self._storage.read()
-        lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in saved})
+        since_s = {lease.addresses: lease.since_s for lease in saved}
+        lost = self._supervisor.event_log.not_recorded("lease", since_s)
         for stored in saved:
             lease = restore(stored, time.monotonic())
             try:

@@ -107,18 +107,22 @@ def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuP
 def list_processes(
     domains: Sequence[DomainProcesses], driver: GpuProcesses, gpus: Iterable[Gpu], containers: Containers
 ) -> answers.ClientList:
-    errors = [failure for failure in (*(one.failure for one in domains), driver.failure) if failure]
+    errors = [failure for failure in (*(domain.failure for domain in domains), driver.failure) if failure]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in domains for client in _clients_json(one, driver, addresses, containers)]
+    clients = [
+        client for domain in domains for client in _clients_json(domain, driver, addresses, containers)
+    ]
     known = {client["pid"] for client in clients}
     return {
         "servers": [
-            {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
-            for one in domains
-            for pid in one.servers
+            {**_process_json(pid), "domain": domain.plan.name, "state": domain.states.get(pid)}
+            for domain in domains
+            for pid in domain.servers
         ],
         "clients": clients,
-        "waiting": [waiter for one in domains for waiter in _waiting_json(one) if waiter["pid"] not in known],
+        "waiting": [
+            waiter for domain in domains for waiter in _waiting_json(domain) if waiter["pid"] not in known
+        ],
         "errors": errors,
         "total": len(clients),
     }
@@ -127,15 +131,19 @@ def list_processes(
 def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
     """List the processes that wait for another user's server, with details from the kernel."""
     waiting: list[answers.WaitingClient] = []
-    for one in waiting_clients(domain.plan, domain.servers):
-        details = _process_json(one.pid)
-        started, owner = details["started"], uid_of(one.server)
-        if owner is not None and started is not None and started < rfc3339(one.since_s + _START_TOLERANCE_S):
+    for client in waiting_clients(domain.plan, domain.servers):
+        details = _process_json(client.pid)
+        started, owner = details["started"], uid_of(client.server)
+        if (
+            owner is not None
+            and started is not None
+            and started < rfc3339(client.since_s + _START_TOLERANCE_S)
+        ):
             waiting.append(
                 {
                     **details,
-                    "since": rfc3339(one.since_s),
-                    "server": one.server,
+                    "since": rfc3339(client.since_s),
+                    "server": client.server,
                     "server_user": user_name(owner),
                     "domain": domain.plan.name,
                 }
@@ -337,13 +345,13 @@ class Observer:
         domains, sm = self._domains(), self._usage.latest.load.processes
         listed = await on_thread(
             lambda: list_processes(
-                [query_control_daemon(one) for one in domains if one.pid],
+                [query_control_daemon(domain) for domain in domains if domain.pid],
                 query_driver(nvml, sm),
                 gpus,
                 self._containers,
             )
         )
-        self._failed = {one["pid"] for one in listed["servers"] if one["state"] == SERVER_FAULT}
+        self._failed = {server["pid"] for server in listed["servers"] if server["state"] == SERVER_FAULT}
         return listed
 
     def _domains(self) -> list[ObservedDomain]:
@@ -362,7 +370,7 @@ class Observer:
 
         def work() -> Observation:
             driver = query_driver(nvml, sm)
-            kernel = [servers_from_kernel(one, failed) for one in domains if one.pid]
+            kernel = [servers_from_kernel(domain, failed) for domain in domains if domain.pid]
             clients = list_processes(kernel, driver, gpus, self._containers)
             is_known = nvml is not None and not driver.failure
             return Observation(clients, self._use(domains, driver, known) if is_known else before)

@@ -81,8 +81,10 @@ def _restore(paths: Paths, store: Store) -> int:
     left = left_running(store)
     gpus = load_served(paths).gpus
     errors = restore_unused(store, None, gpus_of(left), gpus).not_restored
-    for one in left:
-        log.error("%s is still running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
+    for process in left:
+        log.error(
+            "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
+        )
     still = original_modes(store)
     for uuid, mode in still.items():
         name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
@@ -133,7 +135,7 @@ class _Cleanup:
         return earliest([*times_s, *(orphans.tick(now_s, in_use=None) for orphans in self._orphans)])
 
     def watched(self) -> list[Watchable]:
-        return [one for domain in self._domains for one in domain.watched()]
+        return [watchable for domain in self._domains for watchable in domain.watched()]
 
     @property
     def ended(self) -> bool:

@@ -234,7 +234,9 @@ class Queries:
             return []
         lines: list[str] = [snapshot.notice]
         lines += [
-            f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains if one.state != READY
+            f"{domain.plan.name}: {domain.reason or domain.state}"
+            for domain in snapshot.domains
+            if domain.state != READY
         ]
         faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
         lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]

@@ -121,7 +121,7 @@ def _used(
     names = {name for lease in leases for name in lease["devices"]}
     for client in clients["clients"]:
         names.update(name.strip() for name in (client["device"] or "").split(","))
-    found = holdings([one for one in devices if one["addr"] in names], leases, clients["clients"])
+    found = holdings([device for device in devices if device["addr"] in names], leases, clients["clients"])
     return [holding for holding in found if holding.in_use]
 
 

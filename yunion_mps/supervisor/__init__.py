@@ -102,7 +102,7 @@ class Supervisor:
 
     def watched(self) -> list[Watchable]:
         """Return what to watch for reading; ask again after every tick."""
-        return [one for domain in self.domains for one in domain.watched()]
+        return [watchable for domain in self.domains for watchable in domain.watched()]
 
     def stop(self, now_s: float, *, spare_adopted: bool = False) -> None:
         """Begin to stop every domain; `spare_adopted` leaves adopted control daemons running."""

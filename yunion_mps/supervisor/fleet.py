@@ -62,7 +62,7 @@ class Fleet:
         The latter are only supervised until they have no jobs; domains that need their place wait.
         """
         self._program, self._stop_timeout_s = program, stop_timeout_s
-        self.domains = [self._create(one.plan) for one in left]
+        self.domains = [self._create(former.plan) for former in left]
         for domain in self.domains:
             domain.retire()
         self.blocked = [plan for plan in plans if self._is_blocked(plan)]
