@@ -19,12 +19,12 @@ def rfc3339(moment_s: float) -> str:
 
 def seconds(text: str) -> float:
     """Parse an RFC 3339 time into s since 1970; raises ValueError."""
-    found = re.fullmatch(_FORM, text, re.ASCII)
-    if not found:
+    match = re.fullmatch(_FORM, text, re.ASCII)
+    if not match:
         raise ValueError(f"{text!r} is not an RFC 3339 time")
     from datetime import datetime  # takes 2 ms, which commands that show no times save
 
-    date, clock, fraction, zone = found.groups()
+    date, clock, fraction, zone = match.groups()
     zone = "+00:00" if zone in "Zz" else zone
     return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
 
@@ -34,8 +34,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 def duration_s(text: str) -> int | None:
     """Parse a duration such as `90`, `90s`, `10m` or `1d` into s; None if it is not a duration."""
-    found = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
-    return int(found[1]) * _UNITS_S[found[2] or "s"] if found else None
+    match = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
+    return int(match[1]) * _UNITS_S[match[2] or "s"] if match else None
 
 
 def duration_text(whole_s: int) -> str:
@@ -46,5 +46,5 @@ def duration_text(whole_s: int) -> str:
 
 def mebibytes(amount: str) -> int | None:
     """Convert `8GiB` or `512MiB` to MiB; None if it is not such an amount."""
-    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount)
-    return int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None
+    match = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount)
+    return int(match[1]) * (1024 if match[2] == "GiB" else 1) if match else None

@@ -191,7 +191,7 @@ def _merged_keys(node: Node) -> Iterator[str]:
 
 def _check_public(config: Config) -> list[tuple[str, Problem]]:
     """Return the keys whose address other hosts can reach, although that is not allowed."""
-    found = []
+    refused = []
     for listen, address, allow, is_allowed in (
         ("metrics_listen", config.metrics_listen, "metrics_allow_public", config.metrics_allow_public),
         ("web_listen", config.web_listen, "web_allow_public", config.web_allow_public),
@@ -200,8 +200,8 @@ def _check_public(config: Config) -> list[tuple[str, Problem]]:
             port, at = address.rpartition(":")[2], config.sources[listen]
             hint = f"write 127.0.0.1:{port}, or {allow}: true if this is intended"
             problem = f"{listen} is {address}, which is reachable from other hosts"
-            found.append((listen, Problem(at.file, at.line, problem, hint)))
-    return found
+            refused.append((listen, Problem(at.file, at.line, problem, hint)))
+    return refused
 
 
 def _check_ports(config: Config) -> list[tuple[str, Problem]]:

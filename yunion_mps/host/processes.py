@@ -214,12 +214,12 @@ def outcome_of(
 def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
     """Read until end of file; None if that takes longer than `timeout_s`."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    found = b""
+    output = b""
     while readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
         piece = os.read(descriptor, 1 << 16)
         if not piece:
-            return found
-        found += piece
+            return output
+        output += piece
     return None
 
 

@@ -33,11 +33,11 @@ def normalise_address(text: str) -> str | None:
 
     NVML writes eight domain digits, people often none, and both sometimes in capitals.
     """
-    found = _ADDRESS.fullmatch(text.strip().lower())
-    if not found:
+    match = _ADDRESS.fullmatch(text.strip().lower())
+    if not match:
         return None
-    domain, bus, device = (int(part or "0", 16) for part in found.groups()[:3])
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{found[4]}"
+    domain, bus, device = (int(part or "0", 16) for part in match.groups()[:3])
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
 
 
 def pci_addresses(paths: Paths) -> list[str]:

@@ -165,15 +165,15 @@ class Allocator:
     ) -> Reservation:
         """The free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
-            left = {
+            free = {
                 candidate.pool.gpu_uuid: self._left_mib(candidate, reserved)
                 for candidate in candidates.matching_pools(request)
                 if not candidate.reason
             }
-            gpus = sorted(left, key=lambda gpu: left[gpu], reverse=True)
+            gpus = sorted(free, key=lambda gpu: free[gpu], reverse=True)
             gpus = gpus[: request.number if request.across else 1]
             mib = request.memory_mib * (1 if request.across else request.number)
-            return Reservation(set(), Counter({gpu: min(left[gpu], mib) for gpu in gpus if left[gpu] > 0}))
+            return Reservation(set(), Counter({gpu: min(free[gpu], mib) for gpu in gpus if free[gpu] > 0}))
         by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if request.devices:

@@ -214,14 +214,16 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 
 def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
     """The index of that GPU among these addresses and UUIDs; raises NotFoundError."""
-    found = [index for index, names in enumerate(gpus) if name in names]
-    found = found or [
+    indices = [index for index, names in enumerate(gpus) if name in names]
+    indices = indices or [
         index for index, names in enumerate(gpus) if any(other.startswith(name) for other in names)
     ]
-    if len(found) != 1:
-        what = f"{shorten(name)} matches {len(found)} GPUs" if found else f"there is no GPU {shorten(name)}"
+    if len(indices) != 1:
+        what = (
+            f"{shorten(name)} matches {len(indices)} GPUs" if indices else f"there is no GPU {shorten(name)}"
+        )
         raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
-    return found[0]
+    return indices[0]
 
 
 def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
@@ -236,18 +238,18 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     prefixed = [
         lease for lease in leases.values() if len(name) >= _SHORTEST_PREFIX and lease.id.startswith(name)
     ]
-    own = [[lease for lease in some if lease.holder.owner == caller] for some in (named, prefixed)]
-    found = own[0] or own[1] or prefixed
-    if not found:
+    by_caller = [[lease for lease in some if lease.holder.owner == caller] for some in (named, prefixed)]
+    matches = by_caller[0] or by_caller[1] or prefixed
+    if not matches:
         hint = (
             ("refer to another owner's lease by its id: yunion-mps lease list")
             if named
             else "list the leases: yunion-mps lease list"
         )
         raise NotFoundError(f"there is no lease {shorten(name)}", hint)
-    if len(found) > 1:
-        raise NotFoundError(f"{shorten(name)} matches {len(found)} leases", "use a longer prefix of the id")
-    return found[0]
+    if len(matches) > 1:
+        raise NotFoundError(f"{shorten(name)} matches {len(matches)} leases", "use a longer prefix of the id")
+    return matches[0]
 
 
 def owner_name(owner: Owner) -> str:

@@ -144,11 +144,11 @@ class QueuePositions:
         if now_s > self._repeat_deadline_s and self._restored:
             late, self._restored = self._restored, {}
             self._delete(late)
-        known = self._restored.pop(queued.key, None) if queued.key else None
-        if known is None:
+        place = self._restored.pop(queued.key, None) if queued.key else None
+        if place is None:
             self._last += 1
-            known = self._last, wall_s
-        return queued._replace(position=known[0], since_s=known[1])
+            place = self._last, wall_s
+        return queued._replace(position=place[0], since_s=place[1])
 
     def store(self, queued: QueuedRequest) -> None:
         if queued.key:

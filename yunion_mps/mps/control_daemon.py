@@ -257,8 +257,8 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     daemon alone, if we would not have started it or it serves no GPU of the plan.
     """
     path = plan.pipe_directory
-    known = our_processes() if ours is None else ours
-    daemons = [daemon for daemon in known if daemon.pipe_directory == path and not daemon.is_server]
+    processes = our_processes() if ours is None else ours
+    daemons = [daemon for daemon in processes if daemon.pipe_directory == path and not daemon.is_server]
     peer = peer_of(path)
     hint = f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={path} {PROGRAM}"
     if not daemons:
@@ -341,14 +341,14 @@ def _served_gpus(
     CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own order, which is the PCI order
     only if CUDA_DEVICE_ORDER says so.
     """
-    known = tuple(uuid for uuid in host_gpus if uuid is not None)
-    if len(known) < len(host_gpus):
+    host_uuids = tuple(uuid for uuid in host_gpus if uuid is not None)
+    if len(host_uuids) < len(host_gpus):
         raise _adoption_error(pid, "a GPU of this host has no known UUID")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return known, len(known) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        return host_uuids, len(host_uuids) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     uuids = tuple(word.strip() for word in named.split(","))
-    if not set(uuids) <= set(known):
+    if not set(uuids) <= set(host_uuids):
         raise _adoption_error(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs identify GPUs")
     return uuids, True
 

@@ -51,8 +51,8 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
-    found = {gpu.pci_address: unusable_reason(gpu, config) for gpu in divided}
-    unavailable = {address: reason for address, reason in found.items() if reason}
+    unusable = {gpu.pci_address: unusable_reason(gpu, config) for gpu in divided}
+    unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
     problems += _too_many_in_one_domain(config, usable)
     served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]

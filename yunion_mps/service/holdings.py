@@ -94,17 +94,17 @@ class Holding(NamedTuple):
     @property
     def sm(self) -> int | None:
         """The combined SM utilization of its processes in %; None if it is unknown."""
-        known = [process.sm for process in self.processes if process.sm is not None]
-        return min(sum(known), 100) if known else None
+        percentages = [process.sm for process in self.processes if process.sm is not None]
+        return min(sum(percentages), 100) if percentages else None
 
     @property
     def peak_mib(self) -> int | None:
         """The highest memory use of its devices since the lease began; None if it is unknown."""
         if not self.lease:
             return None
-        own = (budget for budget in self.lease["budgets"] if budget["addr"] in self.devices)
-        known = [mib for budget in own if (mib := budget["memory_peak_mib"]) is not None]
-        return sum(known) if known else None
+        budgets = (budget for budget in self.lease["budgets"] if budget["addr"] in self.devices)
+        peaks_mib = [mib for budget in budgets if (mib := budget["memory_peak_mib"]) is not None]
+        return sum(peaks_mib) if peaks_mib else None
 
     @property
     def state(self) -> str:
@@ -283,12 +283,14 @@ def _add_process(
 
 def lease_states(held: Iterable[Holding]) -> dict[str, str]:
     """Return the state of each lease, by id."""
-    found: dict[str, set[str]] = {}
+    by_lease: dict[str, set[str]] = {}
     for holding in held:
         if holding.lease:
             states = {holding.state} if holding.available else {UNAVAILABLE}
-            found.setdefault(holding.lease["id"], set()).update(states, {PENDING} if holding.pending else ())
-    return {lease: min(states, key=LEASE_STATES.index) for lease, states in found.items()}
+            by_lease.setdefault(holding.lease["id"], set()).update(
+                states, {PENDING} if holding.pending else ()
+            )
+    return {lease: min(states, key=LEASE_STATES.index) for lease, states in by_lease.items()}
 
 
 def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:

@@ -112,7 +112,7 @@ def list_processes(
     clients = [
         client for domain in domains for client in _clients_json(domain, driver, addresses, containers)
     ]
-    known = {client["pid"] for client in clients}
+    listed = {client["pid"] for client in clients}
     return {
         "servers": [
             {**_process_json(pid), "domain": domain.plan.name, "state": domain.states.get(pid)}
@@ -121,7 +121,7 @@ def list_processes(
         ],
         "clients": clients,
         "waiting": [
-            waiter for domain in domains for waiter in _waiting_json(domain) if waiter["pid"] not in known
+            waiter for domain in domains for waiter in _waiting_json(domain) if waiter["pid"] not in listed
         ],
         "errors": errors,
         "total": len(clients),
@@ -171,7 +171,7 @@ def _clients_json(
     rows: list[answers.MpsClient] = []
     for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
-        known = [mib for mib in memory.values() if mib is not None]
+        known_mib = [mib for mib in memory.values() if mib is not None]
         through_mps = _uses_mps(pid, domain, driver, memory)
         inside = containers.of(pid)
         rows.append(
@@ -185,7 +185,7 @@ def _clients_json(
                 "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu_mib": list(memory.values()),
-                "memory_used_mib": sum(known) if known else None,
+                "memory_used_mib": sum(known_mib) if known_mib else None,
                 "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
             }
         )

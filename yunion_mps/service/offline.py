@@ -78,20 +78,20 @@ def _restore(paths: Paths, store: Store) -> int:
     cleanup = _Cleanup(timeout_s, time.monotonic())
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
-    left = left_running(store)
+    processes = left_running(store)
     gpus = load_served(paths).gpus
-    errors = restore_unused(store, None, gpus_of(left), gpus).not_restored
-    for process in left:
+    errors = restore_unused(store, None, gpus_of(processes), gpus).not_restored
+    for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
-    still = original_modes(store)
-    for uuid, mode in still.items():
+    modes = original_modes(store)
+    for uuid, mode in modes.items():
         name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
         if uuid in errors and errors[uuid].code == GPU_LOST:
             how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
         log.error("the compute mode of %s differs from the original; %s", name, how)
-    if left or still:
+    if processes or modes:
         return 1
     log.info(
         "everything is restored: no control daemon is running, and the GPUs have their original compute modes"

@@ -102,14 +102,14 @@ class StatusService:
         devices = self._queries.all_devices()
         states = lease_states(_used(devices, leases, clients))
         seeming = {IDLE: None} if clients["errors"] else {}
-        known = {device["addr"]: device for device in devices}
-        found: list[answers.LeaseDetails] = []
+        by_address = {device["addr"]: device for device in devices}
+        details: list[answers.LeaseDetails] = []
         for lease in leases:
             state = states[lease["id"]]
-            own = reasons_by_gpu(known[name] for name in lease["devices"] if name in known)
-            reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in own)
-            found.append({**lease, "state": seeming.get(state, state), "reason": reason})
-        return found
+            by_gpu = reasons_by_gpu(by_address[name] for name in lease["devices"] if name in by_address)
+            reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in by_gpu)
+            details.append({**lease, "state": seeming.get(state, state), "reason": reason})
+        return details
 
 
 def _used(
@@ -121,8 +121,8 @@ def _used(
     names = {name for lease in leases for name in lease["devices"]}
     for client in clients["clients"]:
         names.update(name.strip() for name in (client["device"] or "").split(","))
-    found = holdings([device for device in devices if device["addr"] in names], leases, clients["clients"])
-    return [holding for holding in found if holding.in_use]
+    listed = [device for device in devices if device["addr"] in names]
+    return [holding for holding in holdings(listed, leases, clients["clients"]) if holding.in_use]
 
 
 def _service_problems(

@@ -196,9 +196,9 @@ def _read_names(pid: int) -> str | None:
     return None if names is None else names[:_MAX_NAMES]
 
 
-def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:
-    own = dict.fromkeys(name.strip() for name in (names or "").split(","))  # without duplicates
-    return tuple(name for name in own if name in known.budgets)
+def _known(variable: str | None, known: KnownDevices) -> tuple[str, ...]:
+    addresses = dict.fromkeys(name.strip() for name in (variable or "").split(","))  # without duplicates
+    return tuple(name for name in addresses if name in known.budgets)
 
 
 def usage_by_device(
@@ -218,8 +218,8 @@ def usage_by_device(
     busy: Counter[str] = Counter()
     for uuid, processes in memory.items():
         for pid, mib in processes.items():
-            own = tuple(name for name in devices.get(pid, ()) if name in budgets)
-            here = tuple(name for name in own if budgets[name].gpu_uuid == uuid)
+            addresses = tuple(name for name in devices.get(pid, ()) if name in budgets)
+            here = tuple(name for name in addresses if budgets[name].gpu_uuid == uuid)
             together[here] += mib or 0
             clients.update(here)
             if (percent := sm.get(uuid, {}).get(pid)) is not None:

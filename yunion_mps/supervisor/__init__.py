@@ -294,9 +294,9 @@ class Supervisor:
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
-        found = find_leftovers(store, self.desired.domains())
-        self._leftovers_notice = found.notice
+        leftovers = find_leftovers(store, self.desired.domains())
+        self._leftovers_notice = leftovers.notice
         if store:
-            needed = {*self.desired.plan.compute_modes, *gpus_of(found.running)}
+            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running)}
             restore_unused(store, self.nvml, needed, self._gpus.inventory.gpus)
-        return found
+        return leftovers

@@ -160,7 +160,7 @@ def changes_to(
     lease_waits: Mapping[str, LeaseWait],
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
-    found = _control_daemons(plan, domains)
+    changes = _control_daemons(plan, domains)
     serving = [domain.in_effect for domain in domains]
     for gpu in gpus:
         domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
@@ -169,16 +169,16 @@ def changes_to(
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
             means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
-            found.append(Change("budget", gpu.address, old, new, means))
+            changes.append(Change("budget", gpu.address, old, new, means))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
             when = AT_ONCE if new_mode else effect
             shown = (old_mode or "original", new_mode or "original")
-            found.append(Change("compute mode", gpu.address, *shown, when))
+            changes.append(Change("compute mode", gpu.address, *shown, when))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
-            found.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
-    return found
+            changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
+    return changes
 
 
 def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | None) -> str:
@@ -207,13 +207,13 @@ def _as_written(value: object) -> str:
 
 
 def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
-    found = []
+    removals = []
     kept = []
     for domain in domains:
         if any(planned.same_control_daemon(domain.desired) for planned in plan.domains):
             kept.append(domain.desired)
         else:
-            found.append(
+            removals.append(
                 Change(
                     "control daemon",
                     domain.in_effect.name,
@@ -222,11 +222,11 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
                     _when_servers_end(domain),
                 )
             )
-    waits = [change.effect for change in found if not change.at_once]
+    waits = [change.effect for change in removals if not change.at_once]
     effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
     started = [(plan.name, "", _describe_control_daemon(plan), effect) for plan in new]
-    return found + [Change("control daemon", *change) for change in started]
+    return removals + [Change("control daemon", *change) for change in started]
 
 
 def _describe_control_daemon(plan: DomainPlan) -> str:

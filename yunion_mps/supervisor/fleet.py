@@ -78,17 +78,17 @@ class Fleet:
         if self._stopping:
             return
         self._program, self._stop_timeout_s = program, stop_timeout_s
-        left = list(plans)
+        unassigned = list(plans)
         for domain in self.domains:
             domain.configure(program, stop_timeout_s)
-            plan = next((plan for plan in left if domain.can_serve(plan)), None)
+            plan = next((plan for plan in unassigned if domain.can_serve(plan)), None)
             if plan is None:
                 domain.retire()
             else:
-                left.remove(plan)
+                unassigned.remove(plan)
                 self._records.write_before_change(domain, plan)
                 domain.change(plan, now_s)
-        self.blocked = left
+        self.blocked = unassigned
         self._advance(now_s)
 
     def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:

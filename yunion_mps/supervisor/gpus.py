@@ -54,8 +54,8 @@ class Gpus:
             if known and known.reason not in ("", self._fault_of(known)) and not gpu.reason:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
         divided = _divided(self.inventory, plan)
-        found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
-        gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in found}
+        gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
+        gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()}
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
@@ -118,13 +118,15 @@ class Gpus:
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
         """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""
-        known = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
+        before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
         for address in _serving(self.inventory, plan):
             now = gpus.get(address)
-            refuses = known[address].uuid in self.mode_errors
-            if not refuses and (now is None or now.uuid in (None, known[address].uuid)):
-                gpus[address] = known[address]._replace(reason=NO_REASON, mig_enabled=None, compute_mode=None)
+            refuses = before[address].uuid in self.mode_errors
+            if not refuses and (now is None or now.uuid in (None, before[address].uuid)):
+                gpus[address] = before[address]._replace(
+                    reason=NO_REASON, mig_enabled=None, compute_mode=None
+                )
         return inventory._replace(gpus=in_order(map(self._with_mode_error, gpus.values())))
 
     def _replace(self, gpu: Gpu) -> None:

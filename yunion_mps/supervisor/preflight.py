@@ -110,16 +110,16 @@ def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
         inventory = inventory._replace(gpus=tuple(kept))
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
-    found = (*problems, *host_problems)
-    return Preflight(config, found, inventory, plan, host, nvml, driver_error, warnings)
+    all_problems = (*problems, *host_problems)
+    return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)
 
 
-def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
+def _with_served(scanned: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
     """Add the lost GPUs that served to the inventory; also return the addresses without a GPU now."""
     before = load_served(paths)
-    known = before.gpus if config.devices or before.this_boot else ()
-    inventory = with_served(found, known)
-    there = {gpu.pci_address for gpu in found.gpus}
+    served = before.gpus if config.devices or before.this_boot else ()
+    inventory = with_served(scanned, served)
+    there = {gpu.pci_address for gpu in scanned.gpus}
     return inventory, {gpu.pci_address for gpu in inventory.gpus} - there
 
 
@@ -221,8 +221,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     """
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
-    found = Leftovers(left_running(store), [], "")
-    for process in found.running:
+    leftovers = Leftovers(left_running(store), [], "")
+    for process in leftovers.running:
         directory = process.pipe_directory
         if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
             continue
@@ -230,7 +230,7 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         if recorded is None and process.plan:  # its daemon ended before it served
             recorded = LimitsInEffect(process.plan, ())
         if recorded and recorded.plan.gpu_uuids == process.gpu_uuids:
-            found.known.append(recorded)
+            leftovers.known.append(recorded)
             continue
         what = f"a control daemon (PID {process.pid}) from an earlier run still serves {directory}"
         hint = (
@@ -240,8 +240,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         if needed & set(process.gpu_uuids):
             raise HostError(what, hint)
         log.error("%s; %s", what, hint)
-        found = found._replace(notice=f"{what}; {hint}")
-    return found
+        leftovers = leftovers._replace(notice=f"{what}; {hint}")
+    return leftovers
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
