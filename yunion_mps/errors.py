@@ -138,8 +138,6 @@ class InfeasibleError(NothingFreeError):
 
 
 class NotFoundError(YunionError):
-    """There is nothing with the requested name."""
-
     code = reasons.NOT_FOUND
 
 

@@ -140,7 +140,6 @@ class Store:
     # -- domains
 
     def record_limits(self, pipe_directory: str, value: Mapping[str, object]) -> None:
-        """Record the limits in effect of a control daemon, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
         self.write("INSERT OR REPLACE INTO limits_in_effect VALUES (?, ?)", [row])
 

@@ -85,7 +85,6 @@ class EventWatch:
         self._renewed.set()
 
     def stop(self) -> None:
-        """Ask the thread to end."""
         self._stopped.set()
         self._renewed.set()
 

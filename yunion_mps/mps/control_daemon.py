@@ -144,7 +144,6 @@ class ControlDaemon:
         self.target = in_running_order(plan, self.target)
 
     def note_served(self) -> None:
-        """Note that it serves, with its limits in effect."""
         self.has_served = self._is_recorded = True
         self.is_replacement = False
 

@@ -22,8 +22,6 @@ VERIFY_S = 60.0
 
 
 class LimitsChangedError(ControlError):
-    """Another program has changed the limits."""
-
     code = reasons.LIMITS_OVERWRITTEN
 
 

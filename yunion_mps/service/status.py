@@ -53,7 +53,6 @@ class StatusService:
         return self.of(clients)
 
     def of(self, clients: answers.ClientList) -> answers.Status:
-        """The status with these processes."""
         gpus, devices = self._queries.gpus()["gpus"], self._queries.all_devices()
         leases, waiting = self._leases.leases(brief=True), self._leases.waiting()
         held = _used(devices, leases, clients)
