@@ -18,15 +18,15 @@ from unit.mps.front_ends import stop_process
 def killed(scene: Scene) -> None:
     scene.serve()
     scene.kill_control_daemon()
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")
 
 
 @fault(CONTROL_DAEMON, "it is stopped (SIGSTOP) while a job runs", takes_s=16)
 def stopped(scene: Scene) -> None:
     scene.serve().job()
     old = scene.control
-    scene.strike(lambda: stop_process(old))
-    scene.is_told("does not serve")
+    scene.inject(lambda: stop_process(old))
+    scene.expect_report("does not serve")
     scene.recovery += "; "
     scene.serves_again(lambda: scene.control == old)
 
@@ -37,8 +37,8 @@ def kept_stopped(scene: Scene) -> None:
     scene.serve()
     old = scene.control
     with_tracer = Tracer(old)
-    scene.strike(with_tracer.attach)
-    scene.is_told("does not serve")
+    scene.inject(with_tracer.attach)
+    scene.expect_report("does not serve")
     scene.recovery += "; "
     scene.another_serves(old)
     with_tracer.close()
@@ -50,7 +50,7 @@ def exits_once(scene: Scene) -> None:
     program = FailingProgram(scene)
     program.fails(once=True)
     scene.kill_control_daemon()
-    scene.saw("exited with status 3")
+    scene.record_report("exited with status 3")
 
 
 @fault(CONTROL_DAEMON, "it was killed, and its program exits at every start")
@@ -59,10 +59,10 @@ def exits_always(scene: Scene) -> None:
     program = FailingProgram(scene)
     program.fails(once=False)
     old = scene.control
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.is_told("exited with status 3")
+    scene.inject(lambda: os.kill(old, signal.SIGKILL))
+    scene.expect_report("exited with status 3")
     until(lambda: scene.domain["restarts"] >= 3, "three attempts", scene.trouble)
-    scene.mend(program.works, "that is fixed")
+    scene.repair(program.works, "that is fixed")
     scene.serves_again()
 
 
@@ -70,21 +70,21 @@ def exits_always(scene: Scene) -> None:
 def exits_at_our_start(scene: Scene) -> None:
     program = FailingProgram(scene)
     program.fails(once=False)
-    scene.strike(lambda: None)
+    scene.inject(lambda: None)
     assert scene.daemon.run() == 1
     assert scene.host.gpus[0].compute_mode == FORMER_MODE
-    scene.is_told("exited with status 3")
+    scene.expect_report("exited with status 3")
     program.works()
-    scene.mend(scene.serve, "that is fixed")
+    scene.repair(scene.serve, "that is fixed")
     scene.serves_again()
 
 
 @fault(CONTROL_DAEMON, "its program exits once when the daemon starts")
 def exits_once_at_our_start(scene: Scene) -> None:
     FailingProgram(scene).fails(once=True)
-    scene.strike(scene.serve, answers=False)
+    scene.inject(scene.serve, answers=False)
     scene.serves_again()
-    scene.saw("exited with status 3")
+    scene.record_report("exited with status 3")
 
 
 @fault(CONTROL_DAEMON, "it was killed, and its program is missing", takes_s=61)
@@ -92,9 +92,9 @@ def missing(scene: Scene) -> None:
     scene.serve()
     old, away = scene.control, scene.control_program.with_name("away")
     scene.control_program.rename(away)
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.is_told("cannot be started")
-    scene.mend(lambda: away.rename(scene.control_program), "it is installed again")
+    scene.inject(lambda: os.kill(old, signal.SIGKILL))
+    scene.expect_report("cannot be started")
+    scene.repair(lambda: away.rename(scene.control_program), "it is installed again")
     scene.serves_again()
 
 
@@ -107,13 +107,13 @@ def replaced(scene: Scene) -> None:
     newer = program.with_name("newer")
     newer.write_bytes(program.read_bytes() + b"\0")
     newer.chmod(0o755)
-    scene.strike(lambda: newer.replace(program))
+    scene.inject(lambda: newer.replace(program))
     assert Path(f"/proc/{old}/exe").stat().st_ino == inode
     scene.daemon.kill()
     scene.serve()
     assert scene.control == old
-    scene.saw("adopted the running control daemon")
-    scene.goes_on("the running one continues; once it ends, the new one ")
+    scene.record_report("adopted the running control daemon")
+    scene.note_recovery("the running one continues; once it ends, the new one ")
     scene.kill_control_daemon()
     assert Path(f"/proc/{scene.control}/exe").stat().st_ino == program.stat().st_ino != inode
 

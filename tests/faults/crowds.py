@@ -57,7 +57,7 @@ def thousand(scene: Scene) -> None:
     old = scene.control
     with _connections(scene, 1000) as connections:
         assert readable(connections[0], 60)  # others have its place: all are accepted
-        scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
+        scene.inject(lambda: os.kill(old, signal.SIGKILL), answers=False)
         for connection in connections:
             with contextlib.suppress(BrokenPipeError):
                 connection.sendall(_GET)
@@ -77,12 +77,12 @@ def half_open(scene: Scene) -> None:
         connections = [held.enter_context(_connect(scene)) for _ in range(400)]
         for connection in connections:
             connection.sendall(_GET[:20])
-        scene.strike(lambda: None)
+        scene.inject(lambda: None)
         assert scene.daemon.status()["devices"]["available"] == 4
         answers = [_answer(connection) for connection in connections]
         assert {status for status, _ in answers} == {408}
         scene.words = f"to each of them: {answers[0][1]['detail']}"
-    scene.goes_on()
+    scene.note_recovery()
 
 
 @fault(CONNECTIONS, "1,000 connections of root with half a request each; then root and another user connect")
@@ -94,7 +94,7 @@ def half_open_of_root(scene: Scene) -> None:
             with contextlib.suppress(BrokenPipeError):
                 connection.sendall(_GET[:20])
         assert readable(connections[0], 60)  # others have its place: all are accepted
-        scene.strike(lambda: None)
+        scene.inject(lambda: None)
         for uid in (0, 65534, 0):
             with as_user(uid), _connect(scene) as another:
                 another.sendall(_GET)
@@ -102,14 +102,14 @@ def half_open_of_root(scene: Scene) -> None:
         status, answer = _answer(connections[0])
         assert status == 503
         scene.words = f"to those that were closed to make room: {answer['detail']}"
-    scene.goes_on()
+    scene.note_recovery()
 
 
 @fault(CONNECTIONS, "a request that arrives at one byte per second", takes_s=11)
 def byte_a_second(scene: Scene) -> None:
     scene.serve()
     with _connect(scene) as connection:
-        scene.strike(lambda: None)
+        scene.inject(lambda: None)
         for byte in _GET:
             connection.sendall(bytes([byte]))
             if readable(connection, 1):
@@ -118,7 +118,7 @@ def byte_a_second(scene: Scene) -> None:
         assert status == 408
         scene.words = f"to the client: {answer['detail']}"
     assert scene.daemon.status()["devices"]["available"] == 4
-    scene.goes_on()
+    scene.note_recovery()
 
 
 @fault(CONNECTIONS, "no file descriptors are left, and the control daemon is killed", takes_s=2)
@@ -128,14 +128,14 @@ def no_descriptors(scene: Scene) -> None:
     most = resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE)
     scene.remember_events()
     resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, (3, most[1]))
-    scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
+    scene.inject(lambda: os.kill(old, signal.SIGKILL), answers=False)
     scene.daemon.wait_log("Too many open files")  # it cannot be asked
     scene.note("reported after {}")
-    scene.mend(
+    scene.repair(
         lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "some are free again"
     )
     scene.another_serves(old)
-    scene.saw("Too many open files")
+    scene.record_report("Too many open files")
 
 
 @fault(CONNECTIONS, "the process limit is reached, and the control daemon is killed", takes_s=2)
@@ -144,9 +144,9 @@ def no_processes(scene: Scene) -> None:
     old = scene.control
     with ExitStack() as limited:
         limited.enter_context(no_more_processes(scene.daemon.pid))
-        scene.strike(lambda: os.kill(old, signal.SIGKILL))
-        scene.is_told("cannot be started: Resource temporarily unavailable")
-        scene.mend(limited.close, "the limit is raised")
+        scene.inject(lambda: os.kill(old, signal.SIGKILL))
+        scene.expect_report("cannot be started: Resource temporarily unavailable")
+        scene.repair(limited.close, "the limit is raised")
     scene.another_serves(old)
 
 
@@ -167,17 +167,17 @@ def silent_with_a_hostile_name(scene: Scene) -> None:
 def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
     scene.serve()
     with silent_process(str(scene.pipe_directory), first):
-        scene.strike(lambda: None)
-        scene.is_told("is connected to it but sends nothing")
-    scene.mend(lambda: None, "it is gone")
+        scene.inject(lambda: None)
+        scene.expect_report("is connected to it but sends nothing")
+    scene.repair(lambda: None, "it is gone")
     scene.serves_again(lambda: scene.control)
 
 
 @fault(CONNECTIONS, "a soak of 50,000 requests and 500 reloads", takes_s=25)
 def soaked(scene: Scene) -> None:
     scene.serve()
-    scene.goes_on(soak(scene))
-    scene.saw("-> 4 x 4096 MiB")
+    scene.note_recovery(soak(scene))
+    scene.record_report("-> 4 x 4096 MiB")
 
 
 _REQUESTS, _RELOADS, _CONNECTIONS, _AT_ONCE = 50_000, 500, 4, 25

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.hands import hang, hear_events
+from faults.hands import await_events, hang
 from faults.rows import GPUS, fault
 from faults.scene import Scene, until
 from simhost import SimGpu
@@ -19,15 +19,15 @@ def _available(scene: Scene) -> int:
 def all_lost(scene: Scene) -> None:
     scene.daemon.configure(cuda_mps_scope="gpu")
     scene.serve()
-    hear_events(scene)
+    await_events(scene)
     controls = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
     assert len(controls) == 64
 
-    scene.strike(lambda: list(map(SimGpu.lose, scene.host.gpus)))
+    scene.inject(lambda: list(map(SimGpu.lose, scene.host.gpus)))
     scene.unavailable()
-    scene.is_told("00:06.0: unavailable")  # they are lost one after another, during a look
+    scene.expect_report("00:06.0: unavailable")  # they are lost one after another, during a look
 
-    scene.mend(lambda: list(map(SimGpu.restore, scene.host.gpus)), "their return")
+    scene.repair(lambda: list(map(SimGpu.restore, scene.host.gpus)), "their return")
     scene.serves_again()
     after = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
     assert controls == after, scene.daemon.log
@@ -37,12 +37,12 @@ def all_lost(scene: Scene) -> None:
 def one_lost(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.serve().job()
-    hear_events(scene)
+    await_events(scene)
     control = scene.control
-    scene.strike(scene.host.gpus[1].lose)
-    scene.is_told("GPU is lost")
+    scene.inject(scene.host.gpus[1].lose)
+    scene.expect_report("GPU is lost")
     assert _available(scene) == 4
-    scene.mend(scene.host.gpus[1].restore, "its return")
+    scene.repair(scene.host.gpus[1].restore, "its return")
     scene.serves_again(lambda: scene.control == control)
 
 
@@ -51,14 +51,14 @@ def lost_in_a_look(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.daemon.configure(cuda_mps_scope="gpu")
     scene.serve()
-    hear_events(scene)
+    await_events(scene)
     controls = [domain["pid"] for domain in scene.daemon.status()["domains"]]
     scene.host.fail("nvmlDeviceGetMemoryInfo*", "success", gpu=1, times=1, delay_ms=300)
     scene.host.gpus[0].xid(13)  # so that the GPUs are looked at now
     until(lambda: not scene.host.show()["failures"], "the call", scene.trouble)
-    scene.strike(scene.host.gpus[1].lose)
-    scene.is_told("GPU is lost")
-    scene.mend(scene.host.gpus[1].restore, "its return")
+    scene.inject(scene.host.gpus[1].lose)
+    scene.expect_report("GPU is lost")
+    scene.repair(scene.host.gpus[1].restore, "its return")
     scene.serves_again()
     assert controls == [domain["pid"] for domain in scene.daemon.status()["domains"]], scene.daemon.log
 
@@ -66,15 +66,15 @@ def lost_in_a_look(scene: Scene) -> None:
 @fault(GPUS, "a GPU gets a fatal Xid (48, double-bit ECC error)", takes_s=2)
 def fatal_xid(scene: Scene) -> None:
     scene.serve()
-    hear_events(scene)
-    scene.strike(lambda: scene.host.gpus[0].xid(48))
+    await_events(scene)
+    scene.inject(lambda: scene.host.gpus[0].xid(48))
     scene.unavailable()
-    scene.is_told("Xid 48 (double bit ECC error)")
+    scene.expect_report("Xid 48 (double bit ECC error)")
 
-    def mend() -> None:
+    def reset() -> None:
         assert scene.daemon.ask("POST", "/v1/reload")[0] == 200
 
-    scene.mend(mend, "the reset and a reload")
+    scene.repair(reset, "the reset and a reload")
     scene.serves_again()
 
 
@@ -82,10 +82,10 @@ def fatal_xid(scene: Scene) -> None:
 def mig(scene: Scene) -> None:
     scene.budgets = ["10G", "25.0"]
     scene.serve().job()
-    scene.strike(lambda: setattr(scene.host.gpus[1], "mig", True))
-    scene.is_told("MIG mode")
+    scene.inject(lambda: setattr(scene.host.gpus[1], "mig", True))
+    scene.expect_report("MIG mode")
     assert _available(scene) == 4
-    scene.mend(lambda: setattr(scene.host.gpus[1], "mig", False), "it is disabled again")
+    scene.repair(lambda: setattr(scene.host.gpus[1], "mig", False), "it is disabled again")
     scene.serves_again()
 
 
@@ -95,7 +95,7 @@ def nvml_hangs(scene: Scene) -> None:
     scene.serve()
     hang(scene, "nvmlDeviceGetMemoryInfo*")
     scene.kill_control_daemon()
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")
     gpu = scene.host.gpus[0]
     gpu.compute_mode = "default"  # what only the next look will notice
     answered: list[dict[str, object]] = []

@@ -83,19 +83,19 @@ class Tracer:
             os.waitpid(self._pid, _WALL)
 
 
-def hear_events(scene: Scene) -> None:
-    """Wait until the driver's events are heard: Xid 13 is a job's own fault, and harms nothing."""
+def await_events(scene: Scene) -> None:
+    """Wait until the driver's events are received: Xid 13 is a job's own fault, and harms nothing."""
 
-    def heard() -> bool:
+    def reported() -> bool:
         scene.host.gpus[0].xid(13)
         return any("Xid 13" in event["what"] for event in scene.events())
 
-    until(heard, "the driver's events", scene.trouble, pause_s=0.05)
+    until(reported, "the driver's events", scene.trouble, pause_s=0.05)
 
 
 def hang(scene: Scene, call: str) -> None:
     """Let NVML hang in one call, for 30 s, and wait until the daemon has made it."""
-    hear_events(scene)
+    await_events(scene)
     scene.host.fail(call, "success", times=1, delay_ms=30_000)
     scene.host.gpus[0].xid(13)  # so that the GPUs are looked at now
     until(lambda: not scene.host.show()["failures"], "the call", scene.trouble)

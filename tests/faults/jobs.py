@@ -17,7 +17,7 @@ OTHER_USER = 65534
 def killed_with_a_job(scene: Scene) -> None:
     scene.serve().job()
     scene.kill_control_daemon()
-    scene.saw("ready -> backoff")  # its orphaned server's event may come before or after
+    scene.record_report("ready -> backoff")  # its orphaned server's event may come before or after
     scene.job()
 
 
@@ -25,11 +25,11 @@ def killed_with_a_job(scene: Scene) -> None:
 def server_killed(scene: Scene) -> None:
     job = scene.serve().job()
     (server,) = scene.stand_ins.servers()
-    scene.strike(lambda: os.kill(server, signal.SIGKILL))
+    scene.inject(lambda: os.kill(server, signal.SIGKILL))
     assert job.says() == "server gone"
     (told,) = until(lambda: _about(scene, server), "an event", scene.trouble)
     assert told["severity"] == "error", told
-    scene.is_told(str(told["what"]))
+    scene.expect_report(str(told["what"]))
     assert scene.daemon.status()["devices"]["available"] == 4
     new = scene.job()
     assert scene.stand_ins.servers() != [server]
@@ -45,10 +45,10 @@ def _about(scene: Scene, server: int) -> list[dict[str, Any]]:
 def server_stopped(scene: Scene) -> None:
     scene.serve().job()
     (server,) = scene.stand_ins.servers()
-    scene.strike(lambda: stop_process(server))
+    scene.inject(lambda: stop_process(server))
     (trouble,) = scene.daemon.get("/v1/clients")[1]["errors"]
     scene.words = trouble.replace(str(server), "N")
-    scene.goes_on()
+    scene.note_recovery()
     os.kill(server, signal.SIGCONT)
 
 
@@ -56,11 +56,11 @@ def server_stopped(scene: Scene) -> None:
 def server_fails(scene: Scene) -> None:
     scene.serve()
     scene.stand_ins.behave("failing")
-    scene.strike(lambda: None)
+    scene.inject(lambda: None)
     job = scene.waiting_job()
     scene.forget(job)
     assert job.says() == "refused"
-    scene.is_told("exited with status 1")
+    scene.expect_report("exited with status 1")
     scene.stand_ins.behave()
     scene.job()
 
@@ -68,9 +68,9 @@ def server_fails(scene: Scene) -> None:
 @fault(JOBS, "a job of another user waits for the server", takes_s=21)
 def another_user_waits(scene: Scene) -> None:
     scene.serve().job()
-    scene.strike(lambda: None)
+    scene.inject(lambda: None)
     waiting = scene.waiting_job(OTHER_USER)
-    scene.is_told(" waits")
+    scene.expect_report(" waits")
     scene.end(waiting)
 
 
@@ -79,12 +79,12 @@ def limits_changed(scene: Scene) -> None:
     scene.serve().job()
     ask = "get_default_active_thread_percentage"
     changes = ["set_default_active_thread_percentage 90", "set_default_device_pinned_mem_limit 0 9G"]
-    scene.strike(lambda: scene.ask(*changes))
+    scene.inject(lambda: scene.ask(*changes))
     assert scene.ask(ask) == ["90.0"]
     # Not by asking the control daemon again and again: only one front-end at a time is served.
     scene.serves_again(lambda: scene.find("another program changed its limits"))
     assert scene.ask(ask) == ["25.0"]
-    scene.saw("another program changed its limits")
+    scene.record_report("another program changed its limits")
 
 
 @fault(JOBS, "another program changes the compute mode", takes_s=11)
@@ -92,10 +92,10 @@ def mode_changed(scene: Scene) -> None:
     scene.serve().job()
     gpu = scene.host.gpus[0]
     change = ["nvidia-smi", "-i", gpu.uuid, "-c", "DEFAULT"]
-    scene.strike(lambda: scene.host.run(change, check=True))
+    scene.inject(lambda: scene.host.run(change, check=True))
     assert gpu.compute_mode == "default"
     scene.serves_again(lambda: gpu.compute_mode == "exclusive_process")
-    scene.saw("another program changed it")
+    scene.record_report("another program changed it")
 
 
 @fault(JOBS, "an operator's front-end stays open during a reload")
@@ -103,9 +103,9 @@ def front_end_open_in_a_reload(scene: Scene) -> None:
     scene.serve()
     with scene.daemon.open_front_end():
         scene.host.divide(2)
-        scene.strike(lambda: scene.daemon.signal(signal.SIGHUP))
-        scene.is_told("another nvidia-cuda-mps-control is connected")
-    scene.mend(lambda: None, "its end")
+        scene.inject(lambda: scene.daemon.signal(signal.SIGHUP))
+        scene.expect_report("another nvidia-cuda-mps-control is connected")
+    scene.repair(lambda: None, "its end")
     scene.serves_again(lambda: scene.domain["memory_limits_mib"] == [8192])
     scene.budgets = ["8G", "50.0"]
 
@@ -115,10 +115,10 @@ def front_end_open_in_a_stop(scene: Scene) -> None:
     """The job gets the time that a stop leaves it (10 s), then it ends; and the modes are restored."""
     job = scene.serve().job()
     with scene.daemon.open_front_end():
-        scene.strike(lambda: scene.daemon.signal(signal.SIGTERM))
+        scene.inject(lambda: scene.daemon.signal(signal.SIGTERM))
         assert scene.daemon.wait() == 0
         assert job.says() == "server gone"
-        scene.goes_on(f"stopped after {shown_s(scene.elapsed_s)}")
+        scene.note_recovery(f"stopped after {shown_s(scene.elapsed_s)}")
     assert scene.host.gpus[0].compute_mode == FORMER_MODE
-    scene.saw("sending SIGTERM to the control daemon")
+    scene.record_report("sending SIGTERM to the control daemon")
     scene.serve()

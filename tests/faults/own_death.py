@@ -27,7 +27,7 @@ _ADOPTED = "adopted the running control daemon"
 def killed(scene: Scene) -> None:
     scene.serve().job()
     control = scene.control
-    scene.strike(scene.daemon.kill)
+    scene.inject(scene.daemon.kill)
     _is_adopted(scene, control)
 
 
@@ -35,7 +35,7 @@ def _is_adopted(scene: Scene, control: int) -> None:
     """The next daemon goes on with the same control daemon."""
     scene.serve()
     scene.serves_again(lambda: scene.control == control)
-    scene.saw(_ADOPTED)
+    scene.record_report(_ADOPTED)
 
 
 @fault(OURSELVES, "it is stopped (SIGSTOP), and systemd's watchdog kills it")
@@ -47,7 +47,7 @@ def stopped(scene: Scene) -> None:
     stop_process(scene.daemon.pid)
     until(lambda: _is_silent(scene), "the end of its signs of life")
     # systemd sends SIGABRT first, which a stopped process does not heed.
-    scene.strike(scene.daemon.kill, answers=False)
+    scene.inject(scene.daemon.kill, answers=False)
     _is_adopted(scene, control)
 
 
@@ -88,7 +88,7 @@ def hidden(scene: Scene) -> None:
     control = scene.control
     chance = random.Random(12)
     with full_queue(str(scene.pipe_directory), STRANGER):
-        scene.strike(scene.daemon.kill, answers=False)
+        scene.inject(scene.daemon.kill, answers=False)
         for _ in range(299):
             scene.daemon.start()
             time.sleep(chance.uniform(0, 0.15))  # the moment of its death, which is what varies
@@ -96,8 +96,8 @@ def hidden(scene: Scene) -> None:
             assert scene.control_daemons() == [control], scene.daemon.log
             assert scene.host.gpus[0].compute_mode == "exclusive_process"
         scene.daemon.start().wait_ready()
-        scene.is_told("its queue is full, so")
-    scene.mend(lambda: None, "they are closed")
+        scene.expect_report("its queue is full, so")
+    scene.repair(lambda: None, "they are closed")
     scene.serves_again(lambda: scene.control == control)
     assert scene.control_daemons() == [control]
 
@@ -109,10 +109,10 @@ def flooded_at_a_start(scene: Scene) -> None:
     place = str(scene.pipe_directory)
     assert scene.daemon.stop() == 0
     with flood(place, STRANGER):
-        scene.strike(lambda: scene.daemon.start().wait_ready(), answers=False)
-        scene.is_told("its queue is full, so")
+        scene.inject(lambda: scene.daemon.start().wait_ready(), answers=False)
+        scene.expect_report("its queue is full, so")
         assert scene.host.gpus[0].compute_mode == "exclusive_process"
-    scene.mend(lambda: None, "the user's process has ended")
+    scene.repair(lambda: None, "the user's process has ended")
     scene.serves_again()
     scene.hold_a_lease()
 
@@ -135,9 +135,9 @@ def while_it_starts_one(scene: Scene) -> None:
         assert scene.daemon.stop() == 0, scene.daemon.log
         assert scene.host.gpus[0].compute_mode == FORMER_MODE
     scene.serve()
-    scene.strike(lambda: None)
-    scene.goes_on("the next daemon continues with it each time")
-    scene.saw("host: applying -> ready")
+    scene.inject(lambda: None)
+    scene.note_recovery("the next daemon continues with it each time")
+    scene.record_report("host: applying -> ready")
 
 
 @fault(OURSELVES, "it is killed while the driver sets a compute mode, at a start and at a stop")
@@ -146,7 +146,7 @@ def in_a_mode_change(scene: Scene) -> None:
 
     def kill_in_the_call() -> None:
         until(lambda: not scene.host.show()["failures"], "the call", scene.trouble)
-        scene.strike(daemon.kill, answers=False)
+        scene.inject(daemon.kill, answers=False)
 
     _let_the_next_change_hang(scene)
     daemon.start()
@@ -157,7 +157,7 @@ def in_a_mode_change(scene: Scene) -> None:
     kill_in_the_call()
     scene.serve()
     scene.serves_again()
-    scene.saw("stopped -> starting")
+    scene.record_report("stopped -> starting")
 
 
 def _let_the_next_change_hang(scene: Scene) -> None:
@@ -187,7 +187,7 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     levers = Levers(scene.host.root)
     scene.serve(WATCHDOG_USEC="200000", **levers.environment).job()
     old = scene.control
-    scene.strike(lambda: levers.set_clock(offset_s))
+    scene.inject(lambda: levers.set_clock(offset_s))
     signs = scene.daemon.notifications.count("WATCHDOG=1")
     until(lambda: scene.daemon.notifications.count("WATCHDOG=1") > signs + 2, "signs of life")
     assert scene.control == old
@@ -198,8 +198,8 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     scene.budgets = ["8G", "50.0"]
     ahead_s = seconds(scene.events()[-1]["time"]) - time.time()
     assert round(ahead_s / DAY_S) == offset_s / DAY_S, "it is dated by that clock"
-    scene.goes_on()
-    scene.saw("new limits")
+    scene.note_recovery()
+    scene.record_report("new limits")
     levers.close()
 
 
@@ -343,11 +343,11 @@ class Sweep:
 
     def _next_daemon(self) -> None:
         """It has to adopt, or to start again, and to have all budgets and events."""
-        struck_s = time.monotonic()
+        begin_s = time.monotonic()
         self._begin()
         self._daemon.wait_ready()
         self._scene.all_available()
-        self._times_s.append(time.monotonic() - struck_s)
+        self._times_s.append(time.monotonic() - begin_s)
         assert self._scene.limits() == BUDGETS[self._number], self._scene.trouble()
         assert self._scene.host.gpus[0].compute_mode == "exclusive_process"
         assert self._scene.control_daemons() == [self._scene.control]

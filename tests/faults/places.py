@@ -23,9 +23,9 @@ def _clean(scene: Scene) -> None:
 def sockets_removed(scene: Scene) -> None:
     scene.serve()
     old = scene.control
-    scene.strike(lambda: _clean(scene))
+    scene.inject(lambda: _clean(scene))
     scene.another_serves(old)
-    scene.saw("does not serve")
+    scene.record_report("does not serve")
 
 
 @fault(PLACES, "the control daemon's sockets are removed (cleaning of /tmp) while a job runs", takes_s=20)
@@ -44,10 +44,10 @@ def sockets_removed_while_nvml_hangs(scene: Scene) -> None:
 def _removed_under(scene: Scene, job: Client) -> None:
     """Nothing is ended that may serve the job."""
     old = scene.control
-    scene.strike(lambda: _clean(scene))
-    scene.is_told("which may have jobs")
+    scene.inject(lambda: _clean(scene))
+    scene.expect_report("which may have jobs")
     assert scene.control == old
-    scene.mend(lambda: scene.end(job), "the job has ended")
+    scene.repair(lambda: scene.end(job), "the job has ended")
     scene.another_serves(old)
 
 
@@ -55,9 +55,9 @@ def _removed_under(scene: Scene, job: Client) -> None:
 def symlink(scene: Scene) -> None:
     scene.serve()
     pipes, elsewhere = _elsewhere(scene)
-    scene.strike(lambda: _replace(pipes, elsewhere, owner=65534))
-    scene.is_told("is a symlink")
-    scene.mend(pipes.unlink, "it is removed")
+    scene.inject(lambda: _replace(pipes, elsewhere, owner=65534))
+    scene.expect_report("is a symlink")
+    scene.repair(pipes.unlink, "it is removed")
     scene.serves_again()
     assert list(elsewhere.iterdir()) == [], "it was not followed"
 
@@ -67,9 +67,9 @@ def own_symlink(scene: Scene) -> None:
     scene.serve()
     old = scene.control
     pipes, elsewhere = _elsewhere(scene)
-    scene.strike(lambda: _replace(pipes, elsewhere, owner=0))
+    scene.inject(lambda: _replace(pipes, elsewhere, owner=0))
     scene.another_serves(old)
-    scene.saw("does not serve")
+    scene.record_report("does not serve")
     assert (elsewhere / "control").exists(), "it was followed"
 
 
@@ -90,13 +90,13 @@ def _replace(pipes: Path, elsewhere: Path, owner: int) -> None:
 @fault(PLACES, "the disk of the log directory is full, and the control daemon is killed")
 def log_disk(scene: Scene) -> None:
     _with_a_full_disk(scene, "tmp/nvidia-mps/log")
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")
 
 
 @fault(PLACES, "the disk of the state directory is full, and the control daemon is killed")
 def state_disk(scene: Scene) -> None:
     _with_a_full_disk(scene, "var/lib/yunion-mps")
-    scene.saw("disk is full")
+    scene.record_report("disk is full")
 
 
 @fault(PLACES, "the disk of the state directory is full, the control daemon is killed, and then the daemon")
@@ -109,7 +109,7 @@ def state_disk_and_death(scene: Scene) -> None:
     assert "events_not_written" in scene.daemon.warnings().values()
     scene.remember_events()
     assert any("was killed by signal 9" in event["cause"] for event in scene.known_events)
-    scene.saw("disk is full")
+    scene.record_report("disk is full")
     scene.daemon.kill()
     disk.make_room()
     scene.serve()
@@ -120,20 +120,20 @@ def state_disk_at_stop(scene: Scene) -> None:
     disk = scene.stack.enter_context(FullDisk(scene, "var/lib/yunion-mps"))
     scene.serve()
     disk.fill()
-    scene.strike(lambda: None)
+    scene.inject(lambda: None)
     assert scene.daemon.stop() == 0
     assert scene.host.gpus[0].compute_mode == FORMER_MODE
-    scene.goes_on("the compute modes are restored; ")
-    scene.is_told("its record could not be deleted")
+    scene.note_recovery("the compute modes are restored; ")
+    scene.expect_report("its record could not be deleted")
     disk.make_room()
-    scene.mend(scene.serve, "there is room again")
+    scene.repair(scene.serve, "there is room again")
     scene.serves_again()
 
 
 @fault(PLACES, "the disk of the run directory is full, and the control daemon is killed")
 def run_disk(scene: Scene) -> None:
     _with_a_full_disk(scene, "run/yunion-mps")
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")
 
 
 def _with_a_full_disk(scene: Scene, directory: str) -> None:
@@ -151,11 +151,11 @@ def all_disks(scene: Scene) -> None:
     scene.serve()
     control = scene.control
     disk.fill()
-    scene.strike(scene.daemon.kill)
+    scene.inject(scene.daemon.kill)
     assert scene.daemon.run() == 1
-    scene.is_told("disk is full")
+    scene.expect_report("disk is full")
     disk.make_room()
-    scene.mend(scene.serve, "there is room again")
+    scene.repair(scene.serve, "there is room again")
     scene.serves_again(lambda: scene.control == control)
 
 
@@ -170,9 +170,9 @@ def torn(scene: Scene) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     connection.close()
     os.truncate(state, state.stat().st_size // 2)
-    scene.strike(scene.serve)
+    scene.inject(scene.serve)
     scene.serves_again()
-    scene.saw("could not be read")
+    scene.record_report("could not be read")
 
 
 @fault(PLACES, "the daemon is killed, and the state file is of a newer version")
@@ -182,11 +182,11 @@ def newer(scene: Scene) -> None:
     scene.daemon.kill()
     state = scene.host.root / "var/lib/yunion-mps/state.db"
     _set_version(state, 99)
-    scene.strike(lambda: None)
+    scene.inject(lambda: None)
     assert scene.daemon.run() == 1
-    scene.is_told("was written by a newer yunion-mps")
+    scene.expect_report("was written by a newer yunion-mps")
     _set_version(state, 2)
-    scene.mend(scene.serve, "that version is installed")
+    scene.repair(scene.serve, "that version is installed")
     scene.serves_again()
 
 
@@ -199,10 +199,10 @@ def _set_version(state: object, version: int) -> None:
 @fault(PLACES, "the API's socket is removed")
 def api_socket_removed(scene: Scene) -> None:
     scene.serve(WATCHDOG_USEC="400000")
-    scene.strike(scene.daemon.socket_path.unlink)
+    scene.inject(scene.daemon.socket_path.unlink)
     until(scene.daemon.socket_path.exists, "another socket", scene.trouble)
     scene.serves_again()
-    scene.saw("was removed; creating it again")
+    scene.record_report("was removed; creating it again")
 
 
 @fault(PLACES, "the pipe and log directories are removed")
@@ -210,4 +210,4 @@ def directories_removed(scene: Scene) -> None:
     scene.serve()
     shutil.rmtree(scene.host.root / "tmp/nvidia-mps")
     scene.kill_control_daemon()
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")

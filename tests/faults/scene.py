@@ -2,9 +2,9 @@
 
 with Scene(None) as scene:
     job = scene.serve().job()
-    scene.strike(lambda: os.kill(scene.control, signal.SIGKILL))
+    scene.inject(lambda: os.kill(scene.control, signal.SIGKILL))
     scene.serves_again()
-    scene.saw("was killed by signal 9")
+    scene.record_report("was killed by signal 9")
     row = Row(..., lost(scene), scene.recovery, scene.words)
 """
 
@@ -86,7 +86,7 @@ class Scene(Closes):
         self.known_events: list[dict[str, Any]] = []
         #: The lease that must stay: this process has it.
         self.lease = ""
-        self._struck_s = 0.0
+        self._fault_s = 0.0
 
     # -- before the fault
 
@@ -158,7 +158,7 @@ class Scene(Closes):
         place = place or self.pipe_directory
 
         def answer() -> list[str]:
-            with contextlib.suppress(AssertionError):  # it was told that it cannot be heard now
+            with contextlib.suppress(AssertionError):  # another front-end is connected now
                 return self.daemon.control(*questions, pipe_directory=place)
             return []
 
@@ -166,18 +166,18 @@ class Scene(Closes):
 
     # -- the fault
 
-    def strike(self, blow: Callable[[], object], *, answers: bool = True) -> None:
+    def inject(self, fault: Callable[[], object], *, answers: bool = True) -> None:
         """Let the fault happen, and begin to measure; `answers` is whether the daemon can be asked before."""
         if answers:
             self.remember_events()
-        self._struck_s = time.monotonic()
-        blow()
+        self._fault_s = time.monotonic()
+        fault()
 
-    def mend(self, repair: Callable[[], object], what: str) -> None:
-        """Do what a human has to do, and measure again from then on."""
+    def repair(self, action: Callable[[], object], what: str) -> None:
+        """Do what the operator has to do, and measure again from then on."""
         self.recovery += f"; after {what}: "
-        self._struck_s = time.monotonic()
-        repair()
+        self._fault_s = time.monotonic()
+        action()
 
     def serves_again(self, also: Callable[[], object] = lambda: True) -> None:
         """Wait until every device is served (and `also` holds), and note how long that took."""
@@ -191,27 +191,27 @@ class Scene(Closes):
     def kill_control_daemon(self) -> None:
         """Let its death (SIGKILL) be the fault, and wait until another serves."""
         old = self.control
-        self.strike(lambda: os.kill(old, signal.SIGKILL))
+        self.inject(lambda: os.kill(old, signal.SIGKILL))
         self.another_serves(old)
 
-    def is_told(self, text: str) -> None:
+    def expect_report(self, text: str) -> None:
         """Wait until the operator can read `text`, keep its line for the table, and note the time."""
-        self.saw(text)
+        self.record_report(text)
         self.note("reported after {}")
 
     @property
     def elapsed_s(self) -> float:
         """How long ago the fault, or its repair, was."""
-        return time.monotonic() - self._struck_s
+        return time.monotonic() - self._fault_s
 
-    def saw(self, text: str) -> None:
+    def record_report(self, text: str) -> None:
         """Keep the first line with `text` that the operator could read for the table."""
         self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
 
     def find(self, text: str) -> str:
         return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
 
-    def goes_on(self, what: str = "serves throughout") -> None:
+    def note_recovery(self, what: str = "serves throughout") -> None:
         self.recovery += what
 
     def all_available(self, also: Callable[[], object] = lambda: True) -> None:
