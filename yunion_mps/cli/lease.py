@@ -40,7 +40,6 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
-from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -52,6 +51,7 @@ from yunion_mps.http.operations import (
     NAME_LENGTH,
     RENEW_LEASE,
 )
+from yunion_mps.http.transport import RequestMembers
 from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
 from yunion_mps.text import printable
 from yunion_mps.units import seconds

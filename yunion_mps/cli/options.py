@@ -28,7 +28,7 @@ from yunion_mps.units import duration_s, duration_text, mebibytes
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from yunion_mps.client.transport import RequestMembers
+    from yunion_mps.http.transport import RequestMembers
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from click.core import ParameterSource
 from yunion_mps.cli.calls import add_option_hints, call, preview, take, warn_unenforced_budgets
 from yunion_mps.cli.options import RequestCommand, complete_file, request_options, style_option
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.client.transport import RequestMembers, refuse_unreachable
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.http.operations import BIND_LEASE, COMMAND_LENGTH, END_LEASE, GET_GPUS
+from yunion_mps.http.transport import RequestMembers, refuse_unreachable
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 

@@ -16,6 +16,7 @@ ELSEWHERE = (
     "yunion_mps.client",
     "yunion_mps.answers.fields",
     "yunion_mps.http.client",
+    "yunion_mps.http.transport",
     "yunion_mps.kubernetes",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",
