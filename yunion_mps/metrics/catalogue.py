@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.enums import (
@@ -27,7 +27,7 @@ from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.facts import BOUNDS_S, Facts
+from yunion_mps.service.facts import Facts
 from yunion_mps.service.observer import DomainUsage, GpuUsage
 from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.units import seconds
@@ -117,12 +117,6 @@ def _events(facts: Facts) -> Iterator[Sample]:
         yield (kind, severity), facts.events.get((kind, severity), 0)
 
 
-def _latencies(facts: Facts) -> Iterator[Sample]:
-    bounds = [*(str(bound_s) for bound_s in BOUNDS_S), "+Inf"]
-    for route, latency in facts.requests.latencies.items():
-        yield (route,), list(zip(bounds, accumulate(latency.counts))), latency.sum_s
-
-
 def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
     return facts.latest.load.gpus.get(gpu["uuid"] or "", GpuLoad())
 
@@ -191,7 +185,7 @@ CATALOGUE = (
                           for (route, method, status), number in facts.requests.answers.items())),
     Metric(HISTOGRAM, "yunion_mps_http_request_duration_seconds",
            "Time taken to answer API requests, including the time that callers chose to wait.",
-           ("route",), _latencies),
+           ("route",), lambda facts: facts.requests.latencies),
     _host("yunion_mps_use_timestamp_seconds",
           "Unix time at which the driver last listed the processes on the GPUs.",
           lambda facts: facts.use and facts.use.taken_s),
