@@ -22,12 +22,12 @@ from yunion_mps.exposition import (
     exposition_of,
     wants_openmetrics,
 )
+from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response, problem
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.resources import ResourceHealth
 
