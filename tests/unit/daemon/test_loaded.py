@@ -12,6 +12,7 @@ import yunion_mps
 ELSEWHERE = (
     "yunion_mps.answers",
     "yunion_mps.cli",
+    "yunion_mps.containers.command",
     "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.answers.fields",
