@@ -52,6 +52,7 @@ from yunion_mps.http.operations import (
     RENEW_LEASE,
 )
 from yunion_mps.http.transport import RequestMembers
+from yunion_mps.identity import gpu_of
 from yunion_mps.service.holdings import ID_LENGTH, folded_addresses, holder_label, in_container
 from yunion_mps.text import printable
 from yunion_mps.units import seconds
@@ -314,7 +315,7 @@ def print_environment(device: str, output: str) -> None:
                 f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
-    warn_unenforced_budgets([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
+    warn_unenforced_budgets([] if answer["budget_enforced"] else [gpu_of(answer["addr"])])
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from yunion_mps.http.operations import (
     GET_LEASES,
     MAX_DEVICES_PER_LEASE,
     MAX_MIB,
+    MAX_PID,
     MAX_WAIT_S,
 )
 from yunion_mps.service.holdings import ID_LENGTH
@@ -76,8 +77,7 @@ class Number(click.ParamType):
         return found
 
 
-#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
-PID = Number(1, 4_194_304)
+PID = Number(1, MAX_PID)
 
 
 def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:

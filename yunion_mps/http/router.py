@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import NotAllowedError, YunionError
+from yunion_mps.errors import YunionError
 from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
@@ -20,6 +19,7 @@ from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETER
 from yunion_mps.http.parameters import Value
 from yunion_mps.identity import fingerprint
 from yunion_mps.service.facts import RequestCounts
+from yunion_mps.service.permissions import refuse_unprivileged
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class Router:
     def _handle(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
-        if operation.access == ROOT and request.uid not in (0, os.geteuid()):
-            raise NotAllowedError("only root may reload or re-execute the daemon", "run the command as root")
+        if operation.access == ROOT:
+            refuse_unprivileged(request.uid, "reload or re-execute the daemon")
         arguments = operation.arguments(query, request.headers, request.body)
         if not operation.watchable:
             return self._handler_of[operation.name](request, **in_path, **arguments)

@@ -223,7 +223,7 @@ def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDev
 
 
 def _error_text(error: YunionError) -> str:
-    return f"{error.message}{f' ({error.hint})' if error.hint else ''} [{error.code}]"
+    return f"{error.message_with_hint} [{error.code}]"
 
 
 def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:

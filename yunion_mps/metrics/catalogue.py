@@ -24,6 +24,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
 )
 from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
+from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
@@ -82,7 +83,7 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
 def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
-            gpu = device["addr"].rpartition("-")[0]
+            gpu = gpu_of(device["addr"])
             yield (device["addr"], gpu, device["gpu_uuid"]), value(facts, device)
 
     return Metric(kind, name, help_, ("device", *_GPU), samples)
