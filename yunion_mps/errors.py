@@ -31,6 +31,11 @@ class YunionError(Exception):
         return Reason(self.message, self.code)
 
     @property
+    def message_with_hint(self) -> str:
+        """The message, and the hint in parentheses."""
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    @property
     def lines(self) -> list[str]:
         """What a program prints: the message with the reason code, unless it is `failed`, and the hint."""
         reason_code = "" if self.code == reasons.FAILED else f" [{self.code}]"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,6 +39,25 @@ class Family(NamedTuple):
     help: str
     labels: tuple[str, ...]
     samples: Iterable[Sample]
+
+
+class Histogram:
+    """Counts observed values by label values, in buckets up to each bound and one for all values above."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, labels: tuple[str, ...], value: float) -> None:
+        counts = self._counts.setdefault(labels, [0] * (len(self._bounds) + 1))
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] = self._sums.get(labels, 0.0) + value
+
+    def samples(self) -> Iterator[Sample]:
+        names = [*map(str, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            yield labels, list(zip(names, accumulate(counts))), self._sums[labels]
 
 
 class _Library(NamedTuple):

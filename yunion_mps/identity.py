@@ -1,7 +1,7 @@
-"""UUIDs and fingerprints.
+"""UUIDs, fingerprints and addresses.
 
-They are those of `uuid` and `hashlib`, without importing `platform` and OpenSSL for SHA-1: 4 ms of the
-daemon's start, and 4 MiB of its memory.
+UUIDs and fingerprints are those of `uuid` and `hashlib`, without importing `platform` and OpenSSL for SHA-1:
+4 ms of the daemon's start, and 4 MiB of its memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def fingerprint(data: bytes) -> str:
     """Return 32 hexadecimal digits that are equal for equal data; not for secrets."""
     digits: str = sha1(data).hexdigest()[:32]  # noqa: S324 - see above
     return digits
+
+
+def gpu_of(address: str) -> str:
+    """Return the address of the device's GPU; empty if the address is a GPU's itself."""
+    return address.rpartition("-")[0]
 
 
 def _uuid(data: bytes, version: int) -> str:

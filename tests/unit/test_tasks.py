@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from yunion_mps.tasks import cancel, first_of
+from yunion_mps.tasks import cancel, first_of, within
 
 
 def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
@@ -59,3 +59,19 @@ def test_the_tasks_that_do_not_end_first_are_cancelled() -> None:
     with pytest.raises(ValueError, match="a fault"):
         asyncio.run(first_of(wait(), fail()))
     assert ended == ["wait"]
+
+
+def test_work_that_takes_too_long_is_cancelled_and_its_error_raised() -> None:
+    ended: list[str] = []
+
+    async def work(delay_s: float) -> str:
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            ended.append("work")
+        return "done"
+
+    assert asyncio.run(within(60, work(0), ValueError("too slow"))) == "done"
+    with pytest.raises(ValueError, match="too slow"):
+        asyncio.run(within(0.001, work(60), ValueError("too slow")))
+    assert ended == ["work"] * 2

@@ -15,8 +15,8 @@ from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord
-    from yunion_mps.client.transport import BlockingTransport, RequestMembers
     from yunion_mps.http.client import DaemonClient
+    from yunion_mps.http.transport import BlockingTransport, RequestMembers
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def _daemon() -> DaemonClient:
 
 def blocking_transport() -> BlockingTransport:
     """Return a transport for requests that survive a restart of the daemon."""
-    from yunion_mps.client.transport import BlockingTransport
+    from yunion_mps.http.transport import BlockingTransport
 
     return BlockingTransport(_daemon())
 
@@ -54,7 +54,7 @@ def listed_devices() -> list[Device]:
 
 def take(request: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
-    from yunion_mps.client import transport  # not needed by most commands
+    from yunion_mps.http import transport  # not needed by most commands
 
     with add_option_hints(request, wait_s):
         return transport.run_blocking(transport.take(blocking_transport(), request, wait_s, print_notice))
@@ -62,7 +62,7 @@ def take(request: RequestMembers, wait_s: int) -> LeaseRecord:
 
 def preview(request: RequestMembers) -> LeaseRecord:
     """Return the lease that the request would get now; raises YunionError."""
-    from yunion_mps.client import transport
+    from yunion_mps.http import transport
 
     return transport.run_blocking(transport.preview(blocking_transport(), request))
 

@@ -24,7 +24,8 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.enums import FREE
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
-from yunion_mps.service.holdings import ID_LENGTH, gpu_of
+from yunion_mps.identity import gpu_of
+from yunion_mps.service.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, DeviceList, Gpu, PcieLink

@@ -15,10 +15,10 @@ import click
 from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Number
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, print_notice, show, wrapped
-from yunion_mps.client.transport import follow_events, iterate_blocking
 from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 from yunion_mps.http.parameters import LATEST_S
+from yunion_mps.http.transport import follow_events, iterate_blocking
 from yunion_mps.units import duration_s, rfc3339, seconds
 
 if TYPE_CHECKING:

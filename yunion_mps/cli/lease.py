@@ -40,7 +40,6 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
-from yunion_mps.client.transport import RequestMembers
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -52,6 +51,8 @@ from yunion_mps.http.operations import (
     NAME_LENGTH,
     RENEW_LEASE,
 )
+from yunion_mps.http.transport import RequestMembers
+from yunion_mps.identity import gpu_of
 from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
 from yunion_mps.text import printable
 from yunion_mps.units import seconds
@@ -314,7 +315,7 @@ def print_environment(device: str, output: str) -> None:
                 f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
-    warn_unenforced_budgets([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
+    warn_unenforced_budgets([] if answer["budget_enforced"] else [gpu_of(answer["addr"])])
 
 
 @contextlib.contextmanager

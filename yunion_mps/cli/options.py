@@ -20,6 +20,7 @@ from yunion_mps.http.operations import (
     GET_LEASES,
     MAX_DEVICES_PER_LEASE,
     MAX_MIB,
+    MAX_PID,
     MAX_WAIT_S,
 )
 from yunion_mps.service.holdings import ID_LENGTH
@@ -28,7 +29,7 @@ from yunion_mps.units import duration_s, duration_text, mebibytes
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from yunion_mps.client.transport import RequestMembers
+    from yunion_mps.http.transport import RequestMembers
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -76,8 +77,7 @@ class Number(click.ParamType):
         return found
 
 
-#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
-PID = Number(1, 4_194_304)
+PID = Number(1, MAX_PID)
 
 
 def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
@@ -155,6 +155,11 @@ def confirm(question: str, yes: bool) -> None:
         raise YunionError("cancelled: nothing was changed, and no job was ended")
 
 
+#: Variables that only a device's environment sets.
+BUDGET_VARIABLES = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE",
+)  # fmt: skip
 #: Formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
 _REQUEST_OPTIONS = (

@@ -13,7 +13,6 @@ from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, notes, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.transport import Retrier, run_blocking
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -26,6 +25,7 @@ from yunion_mps.http.operations import (
     SLOW_S,
     TERMINATE_CLIENT,
 )
+from yunion_mps.http.transport import Retrier, run_blocking
 from yunion_mps.overview import REEXEC as REEXEC_HINT
 from yunion_mps.overview import version_mismatch
 from yunion_mps.reasons import LEASES_PENDING, LIMITS_PENDING, hint_of

@@ -9,35 +9,32 @@ AsyncClient has the same methods for asyncio. Every failure is a YunionError wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from yunion_mps.client.clients import AsyncClient, Client
-    from yunion_mps.client.lease import AsyncLease, Lease
-    from yunion_mps.client.values import (
-        Device,
-        DeviceDetails,
-        Domain,
-        Event,
-        Gpu,
-        LeaseDetails,
-        LeaseRecord,
-        PcieLink,
-        Pool,
-        QueuedRequest,
-        Status,
-    )
-    from yunion_mps.errors import (
-        BusyError,
-        HostError,
-        InfeasibleError,
-        NotAllowedError,
-        NotFoundError,
-        NothingFreeError,
-        UnreachableError,
-        VersionError,
-        YunionError,
-    )
+from yunion_mps.client.clients import AsyncClient, Client
+from yunion_mps.client.lease import AsyncLease, Lease
+from yunion_mps.client.values import (
+    Device,
+    DeviceDetails,
+    Domain,
+    Event,
+    Gpu,
+    LeaseDetails,
+    LeaseRecord,
+    PcieLink,
+    Pool,
+    QueuedRequest,
+    Status,
+)
+from yunion_mps.errors import (
+    BusyError,
+    HostError,
+    InfeasibleError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    UnreachableError,
+    VersionError,
+    YunionError,
+)
 
 __all__ = [
     "AsyncClient",
@@ -65,22 +62,3 @@ __all__ = [
     "VersionError",
     "YunionError",
 ]
-
-#: Where names are, besides values and errors: each is imported when it is used, because the command line
-#: imports parts of this package and none of these.
-_MODULES = {
-    "AsyncClient": "client.clients",
-    "AsyncLease": "client.lease",
-    "Client": "client.clients",
-    "Lease": "client.lease",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """The public names."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    usual = "errors" if name.endswith("Error") else "client.values"
-    return getattr(import_module(f"yunion_mps.{_MODULES.get(name, usual)}"), name)

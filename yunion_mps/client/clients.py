@@ -7,15 +7,6 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from yunion_mps.client.lease import AsyncLease, Lease, LeaseArguments, LeaseMethod, acquire
-from yunion_mps.client.transport import (
-    BlockingTransport,
-    OnMessage,
-    Transport,
-    follow_events,
-    iterate_blocking,
-    run_blocking,
-    watch,
-)
 from yunion_mps.client.values import (
     Device,
     DeviceDetails,
@@ -39,6 +30,15 @@ from yunion_mps.http.operations import (
     MAX_EVENTS,
 )
 from yunion_mps.http.parameters import LATEST_S
+from yunion_mps.http.transport import (
+    BlockingTransport,
+    OnMessage,
+    Transport,
+    follow_events,
+    iterate_blocking,
+    run_blocking,
+    watch,
+)
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INVALID_REQUEST
 from yunion_mps.units import rfc3339

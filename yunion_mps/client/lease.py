@@ -9,16 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
-from yunion_mps.client.transport import (
-    RECONNECT_TIMEOUT_S,
-    OnMessage,
-    RequestMembers,
-    Retrier,
-    Transport,
-    refuse_unreachable,
-    run_blocking,
-    take,
-)
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import (
@@ -31,6 +21,16 @@ from yunion_mps.http.operations import (
     TAKE_LEASE,
 )
 from yunion_mps.http.parameters import BadRequestError
+from yunion_mps.http.transport import (
+    RECONNECT_TIMEOUT_S,
+    OnMessage,
+    RequestMembers,
+    Retrier,
+    Transport,
+    refuse_unreachable,
+    run_blocking,
+    take,
+)
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 

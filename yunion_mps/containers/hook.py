@@ -70,8 +70,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
             of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
             _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")
     except YunionError as error:
-        hint = f" ({error.hint})" if error.hint else ""
-        line = _one_line(f"{error.message}{hint}")
+        line = _one_line(error.message_with_hint)
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print
         _log(paths, container, line)
         return error.exit_code

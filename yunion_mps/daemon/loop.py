@@ -14,6 +14,7 @@ from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.process import DaemonParts, program
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.gateway import publish_addresses, remove_addresses
+from yunion_mps.host.log import Failures
 from yunion_mps.host.processes import Watchable
 from yunion_mps.host.systemd import watchdog_interval_s
 from yunion_mps.http.client import Exchange
@@ -227,7 +228,7 @@ class Watchdog:
         self._server = server
         self._notifier = parts.notifier
         self._late = late
-        self._logged = ""
+        self._failures = Failures(log, level=logging.ERROR)
 
     async def run(self) -> None:
         """Check until the task is cancelled, and notify systemd while the daemon is healthy."""
@@ -237,13 +238,13 @@ class Watchdog:
         while True:
             await asyncio.sleep(interval_s or _CHECK_INTERVAL_S)
             error_text = self._late() or await self._socket_error()
-            if not error_text and interval_s:
+            if error_text:
+                silence = "not notifying systemd's watchdog until this is resolved"
+                self._failures.report(f"unhealthy: {error_text}", consequence=silence)
+                continue
+            self._failures.clear()
+            if interval_s:
                 self._notifier.alive()
-            if error_text and error_text != self._logged:
-                log.error(
-                    "unhealthy: %s; not notifying systemd's watchdog until this is resolved", error_text
-                )
-            self._logged = error_text
 
     async def _socket_error(self) -> str:
         """Why the daemon's socket does not answer, empty if it does; a removed socket is created again."""

@@ -66,10 +66,11 @@ def command() -> click.Command:
     """All options with their help, as a command that returns what was given."""
     import click
 
+    from yunion_mps.http.operations import MAX_PID
     from yunion_mps.program import program_command
 
     def pid(text: str) -> int:
-        if not re.fullmatch("[1-9][0-9]{0,6}", text):
+        if not re.fullmatch("[1-9][0-9]{0,6}", text) or int(text) > MAX_PID:
             raise click.BadParameter(f"{text} is not a PID.")
         return int(text)
 

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.containers.command import device_in, variables_in, words_after_run
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
 from yunion_mps.doctor.gpus import library_version
@@ -70,12 +71,13 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
     program = shutil.which(argv[0], path=environ.get("PATH"))
     if program is None:
         return [problem(f"{argv[0]} was not found", "give its path, or correct PATH")]
-    if variables.starts_container(argv):
-        device = variables.device_in(argv)
+    words = words_after_run(argv)
+    if words is not None:
+        device = device_in(words)
         if device:
             return [ok(f"{argv[0]} gives the container the environment of {device}, or refuses to start it")]
-        found = variables.sharing_problems(argv)
-        subject = Subject(argv[0], variables.variables_in(argv, environ))
+        found = variables.sharing_problems(words)
+        subject = Subject(argv[0], variables_in(words, environ))
         return [*found, *_check(host, subject)] or [
             ok(f"{argv[0]} gives the container the complete environment of an MPS client")
         ]

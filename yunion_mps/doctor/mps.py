@@ -21,7 +21,7 @@ from yunion_mps.doctor.checks import (
 )
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_of, uid_of, user_name
+from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_name, uid_of, user_name
 from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import find
@@ -365,7 +365,5 @@ def _connected_clients(domain: DomainPlan, known: set[int], serving: set[int]) -
     return {
         pid
         for pid in connections(domain.pipe_directory)
-        if pid not in known
-        and uid_of(pid) not in (None, *serving)
-        and program_of(pid).rpartition("/")[2] != PROGRAM
+        if pid not in known and uid_of(pid) not in (None, *serving) and program_name(pid) != PROGRAM
     }

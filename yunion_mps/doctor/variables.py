@@ -1,4 +1,4 @@
-"""The meaning of a program's variables for MPS, and of `docker run`'s options. Pure."""
+"""The meaning of a program's variables for MPS, and what a container does not share. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.config.document import nearest_key
+from yunion_mps.containers.command import mounts_in, option_values
 from yunion_mps.doctor.checks import Finding, problem, warning
-from yunion_mps.models import CDI_KIND, DomainPlan
+from yunion_mps.models import DomainPlan
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -185,69 +186,18 @@ def _check_threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
         yield warning(f"{what}, so the program gets that share", "a client can only lower its limit")
 
 
-_ENGINES = ("docker", "podman", "nerdctl")
 _SHM = "/dev/shm"
 
 
-def starts_container(words: Sequence[str]) -> bool:
-    """Whether the command starts a container: `docker run ...`."""
-    return os.path.basename(words[0]) in _ENGINES and "run" in words
-
-
-def device_in(words: Sequence[str]) -> str:
-    """Return our device that the container gets by CDI, with all that it needs; empty if there is none."""
-    options = (text.partition("=") for text in _option_values(words, "--device"))
-    return next((name for kind, _, name in options if kind == CDI_KIND), "")
-
-
-def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the container's variables, with the pipe directory's path on the host."""
-    found = {}
-    for text in _option_values(words, "-e", "--env"):
-        name, equals, value = text.partition("=")
-        if equals or name in environ:
-            found[name] = value if equals else environ[name]
-    directory = os.path.normpath(found.get(PIPE, ""))
-    for host_side, container_side in _mounts(words):
-        if PIPE in found and (directory == container_side or directory.startswith(f"{container_side}/")):
-            found[PIPE] = host_side + directory[len(container_side) :]
-    return found
-
-
 def sharing_problems(words: Sequence[str]) -> list[Finding]:
-    mounts = _mounts(words)
+    """What keeps a container from sharing memory and the pipe directory; `words` follow `docker run`."""
+    mounts = mounts_in(words)
     found = []
-    if "host" not in _option_values(words, "--ipc") and not any(source == _SHM for source, _ in mounts):
+    if "host" not in option_values(words, "ipc") and not any(source == _SHM for source, _ in mounts):
         what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
         found.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
-    options = dict(text.partition("=")[::2] for text in _option_values(words, "-e", "--env"))
-    directory = os.path.normpath(options.get(PIPE) or "/")
+    variables = dict(text.partition("=")[::2] for text in option_values(words, "env"))
+    directory = os.path.normpath(variables.get(PIPE) or "/")
     if directory != "/" and not any(f"{directory}/".startswith(f"{target}/") for _, target in mounts):
         found.append(problem(f"the container does not see {directory}", f"add -v {directory}:{directory}"))
     return found
-
-
-def _mounts(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the mounted directories, as (path on the host, path in the container)."""
-    found = []
-    for text in _option_values(words, "-v", "--volume"):
-        parts = text.split(":")
-        if len(parts) > 1:
-            found.append((os.path.normpath(parts[0]), os.path.normpath(parts[1])))
-    for text in _option_values(words, "--mount"):
-        options = dict(part.partition("=")[::2] for part in text.split(","))
-        source, target = options.get("source", options.get("src")), options.get("target", options.get("dst"))
-        if source and target:
-            found.append((os.path.normpath(source), os.path.normpath(target)))
-    return found
-
-
-def _option_values(words: Sequence[str], *options: str) -> Iterator[str]:
-    """Yield the values of options written as `--env X=1`, `--env=X=1` or `-eX=1`."""
-    for index, word in enumerate(words):
-        if word in options:
-            yield from words[index + 1 : index + 2]
-        for option in options:
-            long = option.startswith("--")
-            if word.startswith(f"{option}=") or (not long and word.startswith(option) and word != option):
-                yield word[len(option) :].removeprefix("=")

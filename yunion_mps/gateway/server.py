@@ -21,6 +21,7 @@ from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import read_addresses
 from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
+from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER, Operation
@@ -151,7 +152,10 @@ class MetricsHandler(ReadOnlyHandler):
     """Serves the daemon's metrics, or `yunion_mps_up 0` if it does not answer."""
 
     subject = "the metrics are"
-    _last_error = ""
+
+    def __init__(self, paths: Paths) -> None:
+        super().__init__(paths)
+        self._failures = Failures(log)
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path != GET_METRICS.path:
@@ -162,16 +166,11 @@ class MetricsHandler(ReadOnlyHandler):
         try:
             answer = await get_from_daemon(self._paths, GET_METRICS.path, accept, _METRICS_S)
         except UnreachableError as error:
-            self._log_change(f"yunion_mps_up is 0: {error.message}; {error.hint}")
+            self._failures.report(f"yunion_mps_up is 0: {error.message}", consequence=error.hint)
             return Response(200, _METRICS_TYPE, _METRICS_DOWN)
-        self._log_change("")
+        if self._failures.clear():
+            log.warning("yunion_mps_up is 1 again: the daemon answers")
         return answer
-
-    def _log_change(self, error: str) -> None:
-        """Log each error once, and its end."""
-        if error != self._last_error:
-            log.warning("%s", error or "yunion_mps_up is 1 again: the daemon answers")
-        self._last_error = error
 
 
 class WebPage(ReadOnlyHandler):
@@ -269,7 +268,7 @@ class Listeners:
     def __init__(self, handlers: Mapping[str, Application]) -> None:
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}
-        self._logged: dict[str, str] = {}
+        self._failures = {key: Failures(log, level=logging.ERROR) for key in handlers}
 
     async def update(self, published: Mapping[str, str]) -> None:
         for key, (address, server) in list(self._open.items()):
@@ -285,13 +284,12 @@ class Listeners:
         try:
             listener = listen_on(address)
         except OSError as error:
-            failure = f"{key}: cannot listen on {address}: {error.strerror}"
-            if self._logged.get(key) != failure:
-                log.error("%s; trying again every %g s. Choose another port in host.conf", failure, _POLL_S)
-            self._logged[key] = failure
+            again = f"trying again every {_POLL_S:g} s. Choose another port in host.conf"
+            what = f"{key}: cannot listen on {address}: {error.strerror}"
+            self._failures[key].report(what, consequence=again)
             return
         server = Server(self._handlers[key], LIMITS)
         await server.open(listener)
         self._open[key] = address, server
-        self._logged.pop(key, None)
+        self._failures[key].clear()
         log.info("%s: serving at http://%s/", key, address)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from traceback import walk_tb
 
@@ -63,6 +64,41 @@ class TracebackLimit(logging.Filter):
             self._logged.clear()
         self._logged[cause] = now_s, 0
         return True
+
+
+class Failures:
+    """The failures of work that is retried: each cause is logged once, and every failed request is counted.
+
+    `cause` is why the last attempt failed, empty if it succeeded.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        errors: Counter[str] | None = None,
+        cause: str = "",
+        *,
+        level: int = logging.WARNING,
+    ) -> None:
+        """`errors` counts failed requests by program; `cause` is why there was no attempt yet."""
+        self._log = log
+        self._errors = Counter[str]() if errors is None else errors
+        self._level = level
+        self.cause = cause
+
+    def report(self, cause: str, program: str = "", *, consequence: str = "trying again") -> None:
+        """Record a failed attempt; `program` is the one that was asked, if any."""
+        if program:
+            self._errors[program] += 1
+        if cause != self.cause:
+            self._log.log(self._level, "%s; %s", cause, consequence)
+        self.cause = cause
+
+    def clear(self) -> bool:
+        """Record a successful attempt; returns whether the one before had failed."""
+        had_failed = bool(self.cause)
+        self.cause = ""
+        return had_failed
 
 
 def set_up_log(level: str, *, plain: bool = False) -> None:

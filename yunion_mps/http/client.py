@@ -175,18 +175,9 @@ class AsyncDaemonClient:
         return conditional_result_of(await self._answer(exchange, default_timeout_s(operation, arguments)))
 
     async def _answer(self, exchange: Exchange, timeout_s: float) -> Response:
-        import asyncio
+        from yunion_mps.tasks import within  # asyncio, which a blocking client need not import
 
-        # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
-        answering = asyncio.ensure_future(answer_on(self._path, exchange))
-        try:
-            await asyncio.wait({answering}, timeout=timeout_s)
-            if not answering.done():
-                raise timeout_error(self._path, timeout_s)
-            return answering.result()
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+        return await within(timeout_s, answer_on(self._path, exchange), timeout_error(self._path, timeout_s))
 
     async def sleep(self, delay_s: float) -> None:
         import asyncio

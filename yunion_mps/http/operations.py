@@ -167,8 +167,8 @@ MAX_LIMIT = 100_000
 DEFAULT_LIMIT = 20
 MAX_EVENTS = 1000
 MAX_EVENT_WAIT_S = 60
-#: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
-MAX_PID = 9_999_999
+#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
+MAX_PID = 4_194_304
 MAX_DEVICES_PER_LEASE = 64
 #: More memory than any GPU has.
 MAX_MIB = 1 << 30
@@ -178,16 +178,13 @@ MAX_WAIT_S = 30 * 86_400
 MAX_TTL_S = 100_000 * 86_400
 #: A holder's command line is cut to this many characters.
 COMMAND_LENGTH = 100
-#: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is
-#: also a CDI device's, so it has neither the form of a device's address nor of an id.
 #: Long enough for a Kubernetes claim's claim:NAMESPACE/NAME@UID (at most 63, 253 and 36 characters).
 NAME_LENGTH = 360
+#: The names of leases, those of containers, and idempotency keys (regular expressions). A container's name is
+#: also a CDI device's, so it has neither the form of a device's address nor of an id.
 NAME = f"^[A-Za-z0-9][A-Za-z0-9._:/@-]{{0,{NAME_LENGTH - 1}}}$"
 CONTAINER_NAME = "(?=.{1,32}$)[a-z0-9]+(-[a-z0-9]+)*"
 IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
-
-
-#: The format of metrics that Prometheus asks for; others get text.
 
 
 def _number(name: str, description: str, minimum: int, maximum: int, default: int | None = None) -> Parameter:
@@ -201,7 +198,7 @@ def _flag(name: str, description: str, *, default: bool = False) -> Parameter:
 _DEVICE = Parameter(
     "id", "The device's id or address, or a unique prefix of either.", pattern="^.+$", example="00:06.0-1"
 )
-_CLIENT = Parameter("pid", "The client's PID.", "integer", maximum=9_999_999_999, example=4260)
+_CLIENT = Parameter("pid", "The client's PID.", "integer", maximum=MAX_PID, example=4260)
 _LEASE = Parameter(
     "lease",
     "The lease's id, at least the first 8 characters of it, or the name of one of the caller's leases.",

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import NotAllowedError, YunionError
+from yunion_mps.errors import YunionError
+from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
 from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETERS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.identity import fingerprint
-from yunion_mps.service.facts import BOUNDS_S, LatencyHistogram, RequestCounts
+from yunion_mps.service.facts import RequestCounts
+from yunion_mps.service.permissions import refuse_unprivileged
 
 log = logging.getLogger(__name__)
 
 #: The route of unknown paths, and the method of unsupported ones, so that callers cannot create counters.
 OTHER = "other"
 
+#: The buckets of request durations in s, from a cached answer to a reload that waits for jobs.
+_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 _READ = ("GET", "HEAD")
 _METHODS = (*_READ, "POST", "DELETE")
 _CACHED_BYTES = 8 << 20
@@ -49,8 +51,7 @@ class Router:
         self._cached_bytes = 0
         self._uninterruptible: set[asyncio.Task[Response]] = set()
         self._answers: Counter[tuple[str, str, int]] = Counter()
-        self._buckets: dict[str, list[int]] = {}
-        self._sums_s: dict[str, float] = {}
+        self._latencies = Histogram(_BOUNDS_S)
 
     def answer(self, request: Request) -> Answer:
         """The response, or an awaitable one; never raises."""
@@ -69,18 +70,12 @@ class Router:
         return later
 
     def request_counts(self) -> RequestCounts:
-        latencies = {
-            route: LatencyHistogram(tuple(buckets), self._sums_s[route])
-            for route, buckets in self._buckets.items()
-        }
-        return RequestCounts(dict(self._answers), latencies)
+        return RequestCounts(dict(self._answers), list(self._latencies.samples()))
 
     def _count(self, route: str, request: Request, response: Response, took_s: float) -> None:
         method = request.method if request.method in _METHODS else OTHER
         self._answers[route, method, response.status] += 1
-        buckets = self._buckets.setdefault(route, [0] * (len(BOUNDS_S) + 1))
-        buckets[bisect_left(BOUNDS_S, took_s)] += 1
-        self._sums_s[route] = self._sums_s.get(route, 0.0) + took_s
+        self._latencies.observe((route,), took_s)
 
     def _answer(self, request: Request) -> tuple[str, Answer]:
         version = self._handlers.version
@@ -148,8 +143,8 @@ class Router:
     def _handle(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
-        if operation.access == ROOT and request.uid not in (0, os.geteuid()):
-            raise NotAllowedError("only root may reload or re-execute the daemon", "run the command as root")
+        if operation.access == ROOT:
+            refuse_unprivileged(request.uid, "reload or re-execute the daemon")
         arguments = operation.arguments(query, request.headers, request.body)
         if not operation.watchable:
             return self._handler_of[operation.name](request, **in_path, **arguments)

@@ -20,7 +20,7 @@ import h11
 
 from yunion_mps.kubernetes.api_objects import Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import within
 
 T = TypeVar("T")
 
@@ -310,15 +310,8 @@ def _failures(access: Access) -> Iterator[None]:
 
 
 async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Like asyncio.wait_for, which before Python 3.12 loses a cancellation that coincides with the result."""
-    task = asyncio.ensure_future(coroutine)
-    try:
-        await asyncio.wait({task}, timeout=timeout_s)
-        if not task.done():
-            raise ApiServerError(f"the API server did not answer within {timeout_s:g} s")
-        return task.result()
-    finally:
-        await cancel([task])
+    error = ApiServerError(f"the API server did not answer within {timeout_s:g} s")
+    return await within(timeout_s, coroutine, error)
 
 
 def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import dra_api, grpc
 from yunion_mps.kubernetes.api_server import ApiServer, Backoff
@@ -25,7 +26,6 @@ from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra_devices import DRIVER, AllocatedDevice, requested_by
 from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
@@ -223,7 +223,7 @@ def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDev
 
 
 def _error_text(error: YunionError) -> str:
-    return f"{error.message}{f' ({error.hint})' if error.hint else ''} [{error.code}]"
+    return f"{error.message_with_hint} [{error.code}]"
 
 
 def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:

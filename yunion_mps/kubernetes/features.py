@@ -15,7 +15,7 @@ import os
 from collections import Counter
 
 from yunion_mps.host.files import read_text, write_atomically
-from yunion_mps.kubernetes.failures import Failures
+from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.resources import ExtendedResource
 from yunion_mps.tasks import first_of
 

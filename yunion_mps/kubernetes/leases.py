@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from yunion_mps.client.transport import Retrier
 from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
+from yunion_mps.http.transport import Retrier
 from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.resources import ExtendedResource, is_container_lease, lease_name
 from yunion_mps.paths import Paths

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,16 +17,17 @@ from yunion_mps.exposition import (
     OPENMETRICS_TYPE,
     PLAIN_TYPE,
     Family,
+    Histogram,
     Sample,
     exposition_of,
     wants_openmetrics,
 )
+from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import Answer, Request, Response, problem
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.resources import ResourceHealth
 
@@ -56,19 +55,12 @@ class Counts:
         self.starts = Counter[tuple[str, str]]()
         #: Failed requests, by the program that was asked.
         self.errors = Counter[str]({DAEMON: 0, KUBELET: 0, API_SERVER: 0})
-        self._start_buckets = defaultdict[str, list[int]](lambda: [0] * (len(_BOUNDS_S) + 1))
-        self._start_sums_s = defaultdict[str, float](float)
+        self.start_times = Histogram(_BOUNDS_S)
 
     def note_start(self, resource: str, result: str, took_s: float) -> None:
         """Count a container's start that was permitted or refused."""
         self.starts[resource, result] += 1
-        self._start_buckets[resource][bisect_left(_BOUNDS_S, took_s)] += 1
-        self._start_sums_s[resource] += took_s
-
-    def start_histograms(self) -> Iterator[Sample]:
-        bounds = [*(str(bound_s) for bound_s in _BOUNDS_S), "+Inf"]
-        for resource, buckets in self._start_buckets.items():
-            yield (resource,), list(zip(bounds, accumulate(buckets))), self._start_sums_s[resource]
+        self.start_times.observe((resource,), took_s)
 
 
 class PluginMetric(NamedTuple):
@@ -117,7 +109,7 @@ PLUGIN_CATALOGUE = (
     PluginMetric(
         HISTOGRAM, f"{_PROGRAM}_start_duration_seconds",
         "Time that the start of a container waited for its lease.", ("resource",),
-        lambda counts, _: counts.start_histograms(),
+        lambda counts, _: counts.start_times.samples(),
     ),
     PluginMetric(
         COUNTER, f"{_PROGRAM}_errors_total",

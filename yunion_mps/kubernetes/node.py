@@ -10,10 +10,10 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
+from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.features import FeatureFile
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve

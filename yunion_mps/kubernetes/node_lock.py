@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from yunion_mps.kubernetes.failures import Failures
+from yunion_mps.host.log import Failures
 from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)

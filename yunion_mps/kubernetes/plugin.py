@@ -283,4 +283,4 @@ def _topology(numa_node: int | None) -> TopologyInfo | None:
 
 def _refusal(error: YunionError) -> RpcError:
     status = Status.UNAVAILABLE if isinstance(error, UnreachableError) else Status.FAILED_PRECONDITION
-    return RpcError(status, f"{error.message}{f' ({error.hint})' if error.hint else ''}")
+    return RpcError(status, error.message_with_hint)

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import cancel, first_of
 
@@ -141,9 +141,8 @@ class PodDeletionWatch:
     async def _watch(self) -> None:
         fields = f"spec.nodeName={self._node}"
         async for pods in self._server.watch(PODS, fields=fields, confirm=True, on_failure=self._report):
-            if self._failures.cause:
+            if self._failures.clear():
                 log.info("watching the pods of node %s again", self._node)
-            self._failures.clear()
             self._deletions.update(pods, time.monotonic(), time.time())
             self._changed.set()
 

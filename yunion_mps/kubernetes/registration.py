@@ -8,8 +8,8 @@ import os
 import time
 
 from yunion_mps.host.files import FileVersion, version_of
+from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin
 from yunion_mps.paths import Paths

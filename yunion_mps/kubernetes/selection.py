@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.errors import YunionError
 from yunion_mps.host.files import read_text
+from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
-from yunion_mps.kubernetes.failures import Failures
 from yunion_mps.kubernetes.metrics import API_SERVER
 from yunion_mps.kubernetes.options import PluginOptions
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.enums import (
@@ -24,10 +24,11 @@ from yunion_mps.enums import (
     UNAVAILABLE,
 )
 from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
+from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.facts import BOUNDS_S, Facts
+from yunion_mps.service.facts import Facts
 from yunion_mps.service.observer import DomainUsage, GpuUsage
 from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.units import seconds
@@ -82,7 +83,7 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
 def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
-            gpu = device["addr"].rpartition("-")[0]
+            gpu = gpu_of(device["addr"])
             yield (device["addr"], gpu, device["gpu_uuid"]), value(facts, device)
 
     return Metric(kind, name, help_, ("device", *_GPU), samples)
@@ -115,12 +116,6 @@ def _events(facts: Facts) -> Iterator[Sample]:
     # Counters start at 0, because Prometheus sees no increase if the first value is 1.
     for kind, severity in product(EVENT_KINDS, SEVERITIES):
         yield (kind, severity), facts.events.get((kind, severity), 0)
-
-
-def _latencies(facts: Facts) -> Iterator[Sample]:
-    bounds = [*(str(bound_s) for bound_s in BOUNDS_S), "+Inf"]
-    for route, latency in facts.requests.latencies.items():
-        yield (route,), list(zip(bounds, accumulate(latency.counts))), latency.sum_s
 
 
 def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
@@ -191,7 +186,7 @@ CATALOGUE = (
                           for (route, method, status), number in facts.requests.answers.items())),
     Metric(HISTOGRAM, "yunion_mps_http_request_duration_seconds",
            "Time taken to answer API requests, including the time that callers chose to wait.",
-           ("route",), _latencies),
+           ("route",), lambda facts: facts.requests.latencies),
     _host("yunion_mps_use_timestamp_seconds",
           "Unix time at which the driver last listed the processes on the GPUs.",
           lambda facts: facts.use and facts.use.taken_s),

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from yunion_mps.errors import HostError
 from yunion_mps.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, Family, exposition_of, wants_openmetrics
 from yunion_mps.host.files import write_atomically
+from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.mps.directories import directory_of
@@ -61,7 +62,7 @@ class Textfile:
         self._exporter = exporter
         self._wake = asyncio.Event()
         self._written = ""
-        self._trouble = ""
+        self._failures = Failures(log)
 
     def wake(self) -> None:
         """Apply the configuration now instead of with the next write."""
@@ -93,20 +94,21 @@ class Textfile:
         return self._paths.under(file) if file else ""
 
     async def _write(self, file: str) -> None:
-        trouble = ""
         self._written = file
+        what = ""
         try:
             text = await self._exporter.text()
             await on_thread(lambda: write(file, text))
         except (OSError, HostError) as error:
             cause = error.strerror if isinstance(error, OSError) else error.message
-            trouble = f"cannot write metrics_textfile {file}: {cause}"
+            what = f"cannot write metrics_textfile {file}: {cause}"
         except Exception as error:  # noqa: BLE001 - metrics must not stop the daemon
-            trouble = f"the metrics for {file} cannot be generated: {error!r}"
-        if trouble and self._trouble != trouble:
-            log.warning("%s; retrying every %g s", trouble, _WRITE_S)
-        self._trouble = trouble
-        reason = Reason(trouble, METRICS_FILE_FAILED) if trouble else NO_REASON
+            what = f"the metrics for {file} cannot be generated: {error!r}"
+        if what:
+            self._failures.report(what, consequence=f"retrying every {_WRITE_S:g} s")
+        else:
+            self._failures.clear()
+        reason = Reason(what, METRICS_FILE_FAILED) if what else NO_REASON
         self._supervisor.set_warning("metrics_textfile", reason)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import revision
+from yunion_mps.exposition import Sample
 from yunion_mps.models import DomainStatus
 from yunion_mps.service.observer import HostUsage
 from yunion_mps.service.services import Services
@@ -17,24 +18,15 @@ from yunion_mps.service.usage import LatestPoll
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-#: The buckets of request durations in s, from a cached answer to a reload that waits for jobs.
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 #: Read now, because an upgrade may replace the files while this program runs.
 _REVISION = revision()
 
 
-class LatencyHistogram(NamedTuple):
-    """The number of answers in each bucket of `BOUNDS_S` (the last: above all), and their total time in s."""
-
-    counts: tuple[int, ...]
-    sum_s: float
-
-
 class RequestCounts(NamedTuple):
-    """The API's answers by route, method and status, and their latencies by route."""
+    """The API's answers by route, method and status, and the histogram of their latencies by route."""
 
     answers: Mapping[tuple[str, str, int], int] = {}
-    latencies: Mapping[str, LatencyHistogram] = {}
+    latencies: Sequence[Sample] = ()
 
 
 class ClockReadings(NamedTuple):

@@ -16,6 +16,7 @@ from yunion_mps.enums import (
     RESERVED,
     UNAVAILABLE,
 )
+from yunion_mps.identity import gpu_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
@@ -200,10 +201,6 @@ def _abbreviate(slots: Sequence[str]) -> str:
         else:
             rows.append([slot])
     return ",".join(f"{row[0]}..{row[-1]}" if len(row) > 2 else ",".join(row) for row in rows)
-
-
-def gpu_of(address: str) -> str:
-    return address.rpartition("-")[0]
 
 
 def holdings(

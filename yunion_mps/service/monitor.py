@@ -9,6 +9,7 @@ import time
 from typing import Optional
 
 from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.inventory.nvml import Load, Nvml
@@ -40,7 +41,7 @@ class Monitor:
         self._poll_now = control.poll_now
         self._tick = control.tick
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_error = ""
+        self._failures = Failures(log, level=logging.ERROR)
         self._answering = frozenset[Optional[str]]()
         self._events: EventWatch | None = None
 
@@ -79,14 +80,12 @@ class Monitor:
                 self._note_shortage(error)
                 return
             except DriverError as error:
-                if error.message != self._last_error:
-                    log.error("cannot poll the GPUs: %s; %s", error.message, error.hint)
-                self._last_error = error.message
+                self._failures.report(f"cannot poll the GPUs: {error.message}", consequence=error.hint)
                 self._answering = frozenset()
                 self._usage.forget()
                 supervisor.driver_failed(error, loop.time())
                 return
-            self._last_error = ""
+            self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
@@ -128,9 +127,7 @@ class Monitor:
     def _note_shortage(self, error: ShortageError) -> None:
         """Warn that the GPUs cannot be polled now; the next poll retries."""
         what = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
-        if self._last_error != what:
-            log.error("%s; %s", what, error.hint)
-        self._last_error = what
+        self._failures.report(what, consequence=error.hint)
         self._supervisor.set_warning("polling", Reason(what, error.code))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps import __version__
 from yunion_mps.enums import FREE, PENDING, READY, RESERVED, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
+from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import shorten
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
 from yunion_mps.planning.division import client_environment
 from yunion_mps.reasons import DOMAIN_NOT_READY, Reason
@@ -45,7 +47,7 @@ class Filters(NamedTuple):
 
     def matches(self, device: answers.Device) -> bool:
         """Whether the device matches; an address may be the device's own or its GPU's."""
-        if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
+        if self.addr is not None and self.addr not in (device["addr"], gpu_of(device["addr"])):
             return False
         if self.unused and device["state"] != FREE:
             return False
@@ -102,8 +104,7 @@ class Queries:
             device for device in devices if device["id"].startswith(name) or device["addr"].startswith(name)
         ]
         if not matches:
-            quoted = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
-            raise NotFoundError(f"there is no device {quoted}", "list the devices: yunion-mps list")
+            raise NotFoundError(f"there is no device {shorten(name)}", "list the devices: yunion-mps list")
         if len(matches) > 1:
             few = ", ".join(device["addr"] for device in matches[:4])
             more = ", …" if len(matches) > 4 else ""

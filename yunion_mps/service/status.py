@@ -20,6 +20,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
+from yunion_mps.identity import gpu_of
 from yunion_mps.models import Gpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -27,7 +28,6 @@ from yunion_mps.service.holdings import (
     ID_LENGTH,
     Holding,
     ProcessUse,
-    gpu_of,
     holdings,
     lease_states,
     reasons_by_gpu,

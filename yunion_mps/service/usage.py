@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.host.proc import variable_of
+from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
@@ -86,7 +87,7 @@ class UsageHistory:
         slots = [minute % MINUTES for minute in range(first, self._minute + 1)]
         rows: dict[bool, list[answers.MinuteUse]] = {True: [], False: []}
         for address, series in self._series.items():
-            device_of = address.rpartition("-")[0]
+            device_of = gpu_of(address)
             if (device_of and not devices) or gpu not in (None, address, device_of):
                 continue
             rows[bool(device_of)].append(

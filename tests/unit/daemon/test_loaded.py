@@ -12,10 +12,12 @@ import yunion_mps
 ELSEWHERE = (
     "yunion_mps.answers",
     "yunion_mps.cli",
+    "yunion_mps.containers.command",
     "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.answers.fields",
     "yunion_mps.http.client",
+    "yunion_mps.http.transport",
     "yunion_mps.kubernetes",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",

@@ -170,7 +170,7 @@ def test_another_user_may_not_change_the_daemon(host: ServerHost, target: str) -
     assert post(host, target, NOBODY).problem == (
         403,
         "only root may reload or re-execute the daemon",
-        "run the command as root",
+        "retry as root",
     )
     assert host.reloader.asked == []
 

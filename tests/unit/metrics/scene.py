@@ -6,14 +6,13 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from yunion_mps.exposition import Histogram
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Snapshot
 from yunion_mps.service.facts import (
-    BOUNDS_S,
     ClockReadings,
     Facts,
-    LatencyHistogram,
     LeaseFacts,
     RequestCounts,
 )
@@ -74,6 +73,9 @@ USE = HostUsage(
     {"00:06.0-1": DeviceUsage(5900, 2)},
     {"host": DomainUsage(1, 2, 1_787_999_500.0)},
 )
+LATENCIES = Histogram((0.0005, 0.001, 5.0))
+for took_s in (0.0001, 0.0006, 0.0006):
+    LATENCIES.observe(("/v1/status",), took_s)
 #: A host on which every metric has a value that any host can have.
 ALL = Facts(
     *facts(
@@ -89,7 +91,7 @@ ALL = Facts(
         events={("domain", "warning"): 4},
         requests=RequestCounts(
             {("/v1/status", "GET", 200): 3},
-            {"/v1/status": LatencyHistogram((1, 2, *[0] * (len(BOUNDS_S) - 1)), 0.25)},
+            list(LATENCIES.samples()),
         ),
     )
 )

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from yunion_mps.cli.output import print_notice
-from yunion_mps.client.transport import Retrier, run_blocking
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.operations import GET_STATUS
+from yunion_mps.http.transport import Retrier, run_blocking
 
 UNREACHABLE = UnreachableError("it is away", "start it")
 

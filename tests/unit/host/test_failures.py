@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 import pytest
-from yunion_mps.kubernetes.failures import Failures
+from yunion_mps.host.log import Failures
 
 
 def test_a_failure_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
