@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NotFoundError
@@ -73,8 +74,8 @@ class ClaimLeases:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
-        #: Only one lease is changed at a time, so that none is released while it is being taken.
-        self._changing = asyncio.Lock()
+        #: By uid of the claim, so that its lease is not released while it is being taken.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
         #: Since when a lease has been unneeded (monotonic), by its id.
         self._gone_since_s: dict[str, float] = {}
 
@@ -99,7 +100,7 @@ class ClaimLeases:
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
         """Take the claim's lease, or return the one that it has; raises YunionError."""
-        async with self._changing:
+        async with self._lock(claim.uid):
             for lease in await self._leases_of(claim.uid):
                 if _satisfies(lease, request):
                     return lease
@@ -124,7 +125,7 @@ class ClaimLeases:
 
     async def release(self, uid: str) -> None:
         """End the claim's lease if there is one; raises YunionError."""
-        async with self._changing:
+        async with self._lock(uid):
             for lease in await self._leases_of(uid):
                 await self._end(lease)
 
@@ -147,7 +148,7 @@ class ClaimLeases:
         self._gone_since_s = gone
         for lease, claim in leases:
             if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
-                async with self._changing:
+                async with self._lock(claim.uid):
                     log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
                     await self._end(lease)
 
@@ -164,6 +165,9 @@ class ClaimLeases:
             (claim.claim_namespace, claim.claim_name)
             for container in await list_containers(self._paths)
             for claim in container.dynamic_resources
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
         }
 
     async def _leases(self) -> list[LeaseDetails]:
