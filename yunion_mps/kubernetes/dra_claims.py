@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
@@ -69,8 +69,10 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 
 class ClaimLeases:
-    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S) -> None:
+    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S, refusal: str = "") -> None:
+        """`refusal` is why no claim gets a lease, empty if claims get leases."""
         self._server = server
+        self._refusal = refusal
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
@@ -108,6 +110,9 @@ class ClaimLeases:
                     what = f"{claim.lease} now has other devices, but a process still uses the previous ones"
                     raise HostError(what, "see: yunion-mps who")
                 await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
+            if self._refusal:
+                what = f"claims are not prepared on this node: {self._refusal}"
+                raise HostError(what, "delete the pod, so that it is scheduled to another node")
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
                 members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
@@ -128,6 +133,14 @@ class ClaimLeases:
         async with self._lock(uid):
             for lease in await self._leases_of(uid):
                 await self._end(lease)
+
+    async def may_exist(self) -> bool:
+        """Whether a claim has a lease; True if the daemon does not answer."""
+        try:
+            leases = (await self._daemon.call(GET_LEASES))["leases"]
+        except YunionError:
+            return True
+        return any(map(is_claim_lease, leases))
 
     async def reconcile(self) -> None:
         """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
@@ -152,6 +165,9 @@ class ClaimLeases:
                     log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
                     await self._end(lease)
 
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
     async def _is_reserved(self, claim: ClaimName) -> bool:
         try:
             stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
@@ -165,9 +181,6 @@ class ClaimLeases:
             (claim.claim_namespace, claim.claim_name)
             for container in await list_containers(self._paths)
             for claim in container.dynamic_resources
-    def _lock(self, uid: str) -> asyncio.Lock:
-        return self._locks.setdefault(uid, asyncio.Lock())
-
         }
 
     async def _leases(self) -> list[LeaseDetails]:
