@@ -25,6 +25,8 @@ from simhost.host import Closes
 #: The environment variable with the folder of the programs.
 ASSETS = "KUBERNETES_ASSETS"
 NODE = "node-1"
+#: Features that are tested, and not on by default before Kubernetes 1.36. Taints of devices stay off there.
+FEATURES = "--feature-gates=DRAConsumableCapacity=true,ResourceHealthStatus=true"
 #: Tokens of an administrator and of the node's kubelet.
 ADMIN, KUBELET = "admin", "kubelet"
 _TOKENS = f"""\
@@ -122,10 +124,11 @@ class ControlPlane(Closes):
             f"--service-account-key-file={key}",
             f"--service-account-signing-key-file={key}",
             "--disable-admission-plugins=ServiceAccount",  # pods have no tokens
+            FEATURES,
         )
         self._wait_ready()
         kubeconfig = self.write_kubeconfig(folder / "kubeconfig", ADMIN)
-        shared = f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0"
+        shared = f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", FEATURES
         self._run("kube-scheduler", *shared)
         self._run("kube-controller-manager", *shared, "--node-monitor-grace-period=1h")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from cluster.control_plane import KUBELET, NODE, ControlPlane, Object, Program
+from cluster.control_plane import FEATURES, KUBELET, NODE, ControlPlane, Object, Program
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.gateway_host import free_port
 from integration.image import IMAGE
@@ -84,6 +84,7 @@ class Node(Closes):
                     f"--config={self._write_config()}",
                     f"--kubeconfig={self.cluster.write_kubeconfig(self._root / 'etc/kubelet.conf', KUBELET)}",
                     f"--hostname-override={NODE}",
+                    FEATURES,
                 ),
             )
         )
@@ -149,7 +150,7 @@ class Node(Closes):
     def devices(self) -> list[Object]:
         """The devices of all slices."""
         slices = self.cluster.get(f"{_DRA}/resourceslices")["items"]
-        return [device for one in slices for device in one["spec"].get("devices", ())]
+        return [device for one in slices for device in one["spec"].get("devices") or ()]
 
     def published(self) -> int:
         """How many devices without a taint are published."""

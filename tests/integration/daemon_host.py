@@ -199,6 +199,13 @@ class Daemon(Closes):
         return self.host.root / "run/yunion-mps/yunion-mps.sock"
 
     @property
+    def pending_connections(self) -> int:
+        """How many connections it has not accepted yet (net/unix/af_unix.c: connecting, without an inode)."""
+        path = str(self.socket_path.parent)
+        lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+        return sum(line[5] == "02" and line[-1].startswith(path) for line in lines)
+
+    @property
     def pipe_directory(self) -> Path:
         """The pipe directory of the default configuration's one domain."""
         return self.host.root / "tmp/nvidia-mps/pipe"

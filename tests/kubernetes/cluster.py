@@ -47,7 +47,7 @@ class RefusalError(Exception):
 
 
 class Cluster(Closes):
-    """A context manager. `requests` counts what was asked, as in `requests["PUT"]`."""
+    """A context manager. `requests` counts what was asked, by method and by `GET /api/v1/pods/trainer`."""
 
     def __init__(self, keys: Path | None = None) -> None:
         """With `keys`, a directory with key.pem and certificate.pem, it speaks TLS."""
@@ -218,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         cluster = self.server.cluster
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with cluster.changed:
-            cluster.requests[self.command] += 1
+            cluster.requests.update((self.command, f"{self.command} {urlsplit(self.path).path}"))
             refusals = cluster.refusals.get(self.command)
             refusal = refusals.pop(0) if refusals else 0
             cluster.changed.notify_all()

@@ -33,6 +33,8 @@ SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
 NODES = "/api/v1/nodes"
 NAMESPACE = "default"
+#: How long the kubelet waits for an answer about claims, in s.
+CALL_S = 45.0
 
 
 class Claim(NamedTuple):
@@ -69,6 +71,7 @@ class DraKubelet(Closes):
         #: The names of the claims of running containers.
         self.listed: list[str] = []
         self.endpoint = ""
+        self._sent: list[object] = []
 
     def close(self) -> None:
         self._stack.close()
@@ -100,8 +103,13 @@ class DraKubelet(Closes):
     def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
         with channel(Path(self.endpoint)) as opened:
             return rpc.answer.decode(
-                opened.unary_unary(rpc.path)(request.encode(), timeout=PATIENCE_S, wait_for_ready=True)
+                opened.unary_unary(rpc.path)(request.encode(), timeout=CALL_S, wait_for_ready=True)
             )
+
+    def _send(self, rpc: Rpc[Any, Any], request: Message) -> None:
+        opened = self._stack.enter_context(channel(Path(self.endpoint)))
+        # grpcio cancels a call whose future is deleted
+        self._sent.append(opened.unary_unary(rpc.path).future(request.encode(), timeout=CALL_S))
 
     def wait_published(self, number: int) -> list[dict[str, Any]]:
         """Wait until so many devices without a taint are in complete slices, and return those."""
@@ -154,9 +162,10 @@ class DraKubelet(Closes):
 
     def send_prepare(self, claim: Claim) -> None:
         """Ask the driver to prepare a claim, without waiting for its answer."""
-        opened = self._stack.enter_context(channel(Path(self.endpoint)))
-        request = api.NodePrepareResourcesRequest((claim.reference,))
-        opened.unary_unary(self._prepare.path).future(request.encode(), timeout=PATIENCE_S)
+        self._send(self._prepare, api.NodePrepareResourcesRequest((claim.reference,)))
+
+    def send_unprepare(self, claim: Claim) -> None:
+        self._send(self._unprepare, api.NodeUnprepareResourcesRequest((claim.reference,)))
 
     def prepared(self, claim: Claim) -> str:
         """The CDI device of a claim that can be prepared."""
@@ -207,10 +216,10 @@ class HealthWatch(Closes):
 class DraPlugin(KubeletPlugin):
     """The program with `dra: true`, and a way to the cluster."""
 
-    def __init__(self, host: SimHost, cluster: Cluster, more: str = "") -> None:
-        """`more` are other lines of its configuration."""
+    def __init__(self, host: SimHost, cluster: Cluster, more: str = "dra: true\n", *arguments: str) -> None:
+        """`more` are other lines of its configuration, `arguments` those of the program."""
         kubeconfig = cluster.write_kubeconfig(host.root / "etc/kubeconfig")
         options = host.root / "etc/yunion/kubelet-plugin.yml"
-        options.write_text(f"dra: true\nkubeconfig: {kubeconfig}\nnodeName: {NODE}\n{more}")
+        options.write_text(f"kubeconfig: {kubeconfig}\nnodeName: {NODE}\n{more}")
         self.host = host
-        super().__init__(host)
+        super().__init__(host, *arguments)

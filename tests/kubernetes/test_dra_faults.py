@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
+import signal
+from collections.abc import Callable
 
 import pytest
 from yunion_mps.kubernetes.api_server import ApiServer
@@ -27,28 +27,6 @@ from simhost.host import IN_UNITS
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 NAMES = [f"00-06-0-{slot}" for slot in range(4)]
 UID = "4f6a0c1e-58d3-4a39-9a5b-0d5d8c6f2b11"
-
-
-def hook(daemon: Daemon, cdi: str, pid: int) -> subprocess.CompletedProcess[str]:
-    """Start a container with the CDI device: its hook is called for its first process."""
-    name = cdi.partition("=")[2]
-    return daemon.host.run(["yunion-mps", "cdi-hook", name], input=json.dumps({"pid": pid, "id": "c"}))
-
-
-def test_containers_that_share_a_claim_share_its_lease(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
-) -> None:
-    claim = dra_kubelet.allocate("trainer", [NAMES[1]])
-    cdi = dra_kubelet.prepared(claim)
-    (before,) = leases_of(ready_daemon)
-    for _ in range(2):
-        with subprocess.Popen(["sleep", "600"]) as container:
-            assert hook(ready_daemon, cdi, container.pid).returncode == 0
-            container.kill()
-    (lease,) = leases_of(ready_daemon)
-    assert (lease["id"], lease["binding"]) == (before["id"], "name"), "it does not end with a container"
-    assert dra_kubelet.unprepare(claim) == []
-    assert hook(ready_daemon, cdi, 1).returncode != 0
 
 
 def test_two_shares_of_one_gpu_are_one_budget(
@@ -139,37 +117,72 @@ def test_memory_leased_on_the_host_is_no_capacity_of_a_pool(daemon: Daemon, clus
         wait_capacity("1Gi", f"{DRIVER}/leased")
 
 
-def test_a_driver_killed_between_steps_loses_nothing(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+class RestartedDriver:
+    """The driver, which is killed and started again at each step."""
+
+    def __init__(self, driver: DraPlugin, kubelet: DraKubelet, daemon: Daemon) -> None:
+        self._driver = driver
+        self._kubelet = kubelet
+        self._daemon = daemon
+
+    def restart(self) -> None:
+        self._driver.restart()
+        self._kubelet.register()
+        self._kubelet.wait_published(4)
+
+    def kill_in_request(self, send: Callable[[Claim], None], claim: Claim) -> None:
+        """Kill it while it waits for the daemon's answer to what it asks because of `send`."""
+        self._daemon.signal(signal.SIGSTOP)
+        before = self._daemon.pending_connections
+        send(claim)
+        eventually(lambda: self._daemon.pending_connections > before, "a request")
+        self._driver.end()
+        self._daemon.signal(signal.SIGCONT)
+        self._driver.start()
+        self._kubelet.register()
+
+
+@pytest.fixture
+def restarted(driver: DraPlugin, dra_kubelet: DraKubelet, ready_daemon: Daemon) -> RestartedDriver:
+    dra_kubelet.wait_published(4)
+    return RestartedDriver(driver, dra_kubelet, ready_daemon)
+
+
+def test_a_driver_killed_at_any_step_of_a_preparation_loses_nothing(
+    dra_kubelet: DraKubelet, restarted: RestartedDriver, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
-
-    def restart() -> None:
-        driver.restart()
-        dra_kubelet.register()
-
-    restart()
+    restarted.restart()
+    cluster.is_silent = True
+    dra_kubelet.send_prepare(claim)
+    request = f"GET /apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims/trainer"
+    eventually(lambda: cluster.requests[request], "the request for the claim")
+    cluster.is_silent = False
+    restarted.restart()
+    assert leases_of(ready_daemon) == []
+    restarted.kill_in_request(dra_kubelet.send_prepare, claim)
+    assert leases_of(ready_daemon) == []
+    dra_kubelet.send_prepare(claim)
+    eventually(lambda: leases_of(ready_daemon), "the lease")
+    restarted.restart()
     cdi = dra_kubelet.prepared(claim)
-    restart()
+    restarted.restart()
     assert dra_kubelet.prepared(claim) == cdi, "the kubelet may not have got the answer"
     assert len(leases_of(ready_daemon)) == 1
-    cluster.is_silent = True  # killed while it asks for the claim
-    asked = cluster.requests["GET"]
-    other = dra_kubelet.allocate("other", [NAMES[1]])
-    dra_kubelet.send_prepare(other)
-    eventually(lambda: cluster.requests["GET"] > asked, "the request for the claim")
-    driver.end()
-    cluster.is_silent = False
-    driver.start()
-    dra_kubelet.register()
-    assert dra_kubelet.prepared(other)
-    driver.end()
-    driver.start()
-    dra_kubelet.register()
-    assert dra_kubelet.unprepare(claim, other) == []
-    restart()
-    assert dra_kubelet.unprepare(claim, other) == []
-    assert leases_of(ready_daemon) == []
+
+
+def test_a_driver_killed_at_any_step_of_an_unpreparation_leaks_nothing(
+    dra_kubelet: DraKubelet, restarted: RestartedDriver, ready_daemon: Daemon
+) -> None:
+    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+    dra_kubelet.prepared(claim)
+    restarted.restart()
+    restarted.kill_in_request(dra_kubelet.send_unprepare, claim)
+    assert len(leases_of(ready_daemon)) == 1
+    dra_kubelet.send_unprepare(claim)
+    eventually(lambda: not leases_of(ready_daemon), "the end of the lease")
+    restarted.restart()
+    assert dra_kubelet.unprepare(claim) == []
 
 
 def test_without_the_api_server_claims_are_refused_and_leases_remain(
@@ -292,7 +305,7 @@ def test_prepared_claims_and_errors_are_counted(
     dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
-    with DraPlugin(ready_daemon.host, cluster, f"metricsAddress: {address}\n"):
+    with DraPlugin(ready_daemon.host, cluster, f"dra: true\nmetricsAddress: {address}\n"):
         dra_kubelet.register()
         claim = dra_kubelet.allocate("trainer", [NAMES[0]])
         dra_kubelet.prepared(claim)

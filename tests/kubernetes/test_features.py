@@ -6,9 +6,6 @@ import signal
 
 import pytest
 from yunion_mps.kubernetes.features import labels_of
-from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, Offer
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.kubelet import KubeletPlugin
@@ -43,20 +40,10 @@ def test_the_labels_follow_the_division_until_the_plugin_stops(daemon: Daemon) -
         assert not (root / FILE).exists()
 
 
-def resources(*numbers: int) -> tuple[DeviceResource, MemoryResource]:
-    """Devices of GPUs that have so many each, and no memory."""
-    options = read_options(Paths("/nonexistent"))
-    devices = DeviceResource(options)
-    devices.offers = {
-        f"{gpu}-{slot}": Offer(str(gpu), None) for gpu, number in enumerate(numbers) for slot in range(number)
-    }
-    return devices, MemoryResource(options)
-
-
 def test_replicas_are_a_label_only_if_all_gpus_have_the_same_number() -> None:
-    assert labels_of(*resources(4, 4))["nvidia.com/gpu.replicas"] == "4"
-    assert "nvidia.com/gpu.replicas" not in labels_of(*resources(4, 2))
-    assert labels_of(*resources()) == {}
+    assert labels_of("aabb", set())["nvidia.com/gpu.replicas"] == "2"
+    assert "nvidia.com/gpu.replicas" not in labels_of("aab", {"c"})
+    assert labels_of((), set()) == {}
 
 
 @pytest.mark.processes

@@ -12,9 +12,10 @@ import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
@@ -68,13 +69,15 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 
 class ClaimLeases:
-    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S) -> None:
+    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S, refusal: str = "") -> None:
+        """`refusal` is why no claim gets a lease, empty if claims get leases."""
         self._server = server
+        self._refusal = refusal
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
-        #: Only one lease is changed at a time, so that none is released while it is being taken.
-        self._changing = asyncio.Lock()
+        #: By uid of the claim, so that its lease is not released while it is being taken.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
         #: Since when a lease has been unneeded (monotonic), by its id.
         self._gone_since_s: dict[str, float] = {}
 
@@ -99,7 +102,7 @@ class ClaimLeases:
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
         """Take the claim's lease, or return the one that it has; raises YunionError."""
-        async with self._changing:
+        async with self._lock(claim.uid):
             for lease in await self._leases_of(claim.uid):
                 if _satisfies(lease, request):
                     return lease
@@ -107,6 +110,9 @@ class ClaimLeases:
                     what = f"{claim.lease} now has other devices, but a process still uses the previous ones"
                     raise HostError(what, "see: yunion-mps who")
                 await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
+            if self._refusal:
+                what = f"claims are not prepared on this node: {self._refusal}"
+                raise HostError(what, "delete the pod, so that it is scheduled to another node")
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
                 members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
@@ -124,9 +130,17 @@ class ClaimLeases:
 
     async def release(self, uid: str) -> None:
         """End the claim's lease if there is one; raises YunionError."""
-        async with self._changing:
+        async with self._lock(uid):
             for lease in await self._leases_of(uid):
                 await self._end(lease)
+
+    async def may_exist(self) -> bool:
+        """Whether a claim has a lease; True if the daemon does not answer."""
+        try:
+            leases = (await self._daemon.call(GET_LEASES))["leases"]
+        except YunionError:
+            return True
+        return any(map(is_claim_lease, leases))
 
     async def reconcile(self) -> None:
         """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
@@ -147,9 +161,12 @@ class ClaimLeases:
         self._gone_since_s = gone
         for lease, claim in leases:
             if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
-                async with self._changing:
+                async with self._lock(claim.uid):
                     log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
                     await self._end(lease)
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
 
     async def _is_reserved(self, claim: ClaimName) -> bool:
         try:

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.log import Failures
-from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import dra_api, grpc
 from yunion_mps.kubernetes.api_server import ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import ApiCredentials, ApiServerError
@@ -22,10 +21,11 @@ from yunion_mps.kubernetes.dra_api import (
     NodeUnprepareResourceResponse,
     PreparedDevice,
 )
-from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
+from yunion_mps.kubernetes.dra_claims import GONE_S, ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra_devices import DRIVER, AllocatedDevice, requested_by
 from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
+from yunion_mps.kubernetes.features import labels_of
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
@@ -133,12 +133,19 @@ class DraService:
     """Serves the driver's sockets, publishes the devices and releases leftover leases."""
 
     def __init__(
-        self, credentials: ApiCredentials, node: str, paths: Paths, notifier: Notifier, counts: Counts
+        self,
+        credentials: ApiCredentials,
+        node: str,
+        paths: Paths,
+        counts: Counts,
+        refusal: str = "",
+        gone_s: float = GONE_S,
     ) -> None:
+        """`refusal` is why nothing is published, and no claim gets a lease; leases can still end."""
         self._host = DraHost(paths, counts)
-        self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths)
+        self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths, gone_s, refusal)
         self._slices = SlicePublisher(ApiServer(credentials), node, counts)
-        self._notifier = notifier
+        self._is_refusing = bool(refusal)
         self._counts = counts
         self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
         self._registration = os.path.join(paths.plugins_registry, _REGISTRATION)
@@ -152,15 +159,41 @@ class DraService:
     def health(self) -> ResourceHealth:
         return self._host.health
 
+    @property
+    def status(self) -> str:
+        return self._failures.cause or f"{DRIVER}: {self._host.status}; {self._slices.status}"
+
+    @property
+    def changes(self) -> Sequence[asyncio.Event]:
+        """What is set when the labels may change."""
+        return [self._host.changed]
+
+    def labels(self) -> dict[str, str]:
+        """The node's labels for Node Feature Discovery."""
+        offered = self._host.offered or ()
+        shares = [one.gpu for one in offered if not one.is_pool]
+        return labels_of(shares, {one.gpu for one in offered if one.is_pool})
+
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""
         await first_of(self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile())
 
+    async def run_while_used(self) -> None:
+        """Like `run`, but only as long as a claim has a lease."""
+        if await self._claims.may_exist():
+            await first_of(self.run(), self._wait_unused())
+
+    async def _wait_unused(self) -> None:
+        while await self._claims.may_exist():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(_POLL_S)
+
     async def _offer(self) -> None:
         while True:
-            changed = self._host.changed
-            if self._host.offered is not None:
-                self._slices.offer(self._host.offered)
+            changed, offered = self._host.changed, self._host.offered
+            if self._is_refusing or (offered is None and self._host.failure):
+                offered = ()  # an earlier driver may have published devices
+            if offered is not None:
+                self._slices.offer(offered)
             await changed.wait()
 
     async def _serve(self) -> None:
@@ -172,13 +205,11 @@ class DraService:
                 await self._driver.open(self._endpoint)
                 await self._registrar.open(self._registration)
                 self._failures.clear()
-                while self._driver.is_reachable and self._registrar.is_reachable:
-                    self._notifier.status(f"{DRIVER}: {self._host.status}; {self._slices.status}")
+                while self._driver.is_reachable and self._registrar.is_reachable:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
                 log.warning("%s: a socket was removed; creating it again", DRIVER)
             except OSError as error:
                 self._failures.report(f"{error.filename or self._endpoint}: {error.strerror or error}")
-                self._notifier.status(self._failures.cause)
                 await asyncio.sleep(_POLL_S)
             finally:
                 await asyncio.gather(self._registrar.close(), self._driver.close())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.errors import UnreachableError, YunionError
-from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
@@ -31,12 +31,17 @@ CHANGE_WAIT_S = 60
 _PAUSE_S = 0.2
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
 OUTAGE_S = 5.0
+#: How long a claim waits for the daemon's first answer, in s.
+_KNOWN_S = 10.0
 #: The root of the PCI hierarchy in a device's sysfs path.
 _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 
 
 class DraHost:
-    """`offered` are the devices, None until the daemon has answered; `changed` is set when they change."""
+    """`offered` are the devices, None until the daemon has answered; `failure` is why it no longer answers.
+
+    `changed` is set when either changes.
+    """
 
     def __init__(
         self, paths: Paths, counts: Counts, outage_s: float = OUTAGE_S, change_wait_s: int = CHANGE_WAIT_S
@@ -49,6 +54,7 @@ class DraHost:
         self._stale = asyncio.Event()
         self._failing_since_s = 0.0
         self.offered: Sequence[OfferedDevice] | None = None
+        self.failure: YunionError | None = None
         self.changed = asyncio.Event()
         self.status = "waiting for the daemon"
         #: A device with a taint is unhealthy: no pod should get it.
@@ -64,16 +70,18 @@ class DraHost:
             self._stale.clear()
             try:
                 self._publish(offered_devices(await self._facts()))
-                self._failing_since_s = 0.0
+                self._failing_since_s, self.failure = 0.0, None
             except YunionError as error:
                 self._note_failure(error)
                 self._stale.set()
             await asyncio.sleep(_PAUSE_S)
 
     async def known(self) -> dict[str, OfferedDevice]:
-        """The devices by name, once the daemon has answered."""
-        while self.offered is None:
-            await self.changed.wait()
+        """The devices by name, once the daemon has answered; raises YunionError if it does not."""
+        if self.offered is None and self.failure is None:
+            await first_of(self.changed.wait(), asyncio.sleep(_KNOWN_S))
+        if self.offered is None or self.failure:
+            raise self.failure or timeout_error(self._paths.socket, _KNOWN_S)
         return {one.name: one for one in self.offered}
 
     async def _watch(self, operation: Operation[Any], **arguments: Value) -> None:
@@ -117,11 +125,14 @@ class DraHost:
         now_s = time.monotonic()
         self._failing_since_s = self._failing_since_s or now_s
         if now_s - self._failing_since_s >= self._outage_s and isinstance(error, UnreachableError):
+            is_new, self.failure = self.failure is None, error
             if self.offered is not None:
                 taint, reason = DAEMON_UNREACHABLE, error.message
                 self._publish(
                     [one._replace(taint=taint, reason=reason, is_healthy=False) for one in self.offered]
                 )
+            elif is_new:
+                self._wake()
             self.status = error.message
 
     def _publish(self, offered: Sequence[OfferedDevice]) -> None:
@@ -136,8 +147,11 @@ class DraHost:
         if is_first or offered != self.offered:
             self.health.update(_health(self.offered or ()), _health(offered))
             self.offered = offered
-            changed, self.changed = self.changed, asyncio.Event()
-            changed.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
 
 def _health(offered: Sequence[OfferedDevice]) -> dict[str, str]:

@@ -13,10 +13,10 @@ import errno
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.host.log import Failures
-from yunion_mps.kubernetes.resources import ExtendedResource
 from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
@@ -33,19 +33,22 @@ def is_foreign(path: str) -> bool:
     return not read_text(path).startswith(f"{_FIRST}=")
 
 
-def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, str]:
-    """The node's labels, which do not depend on the health of what is offered; none if nothing is."""
-    if not devices.offers and not memory.offers:
+def labels_of(devices: Iterable[str], pools: set[str], memory_units: int | None = None) -> dict[str, str]:
+    """The node's labels, which do not depend on the health of what is offered; none if nothing is.
+
+    `devices` has the GPU of each device, `pools` the GPUs whose memory is offered; in units, if they count.
+    """
+    by_gpu = Counter(devices)
+    if not by_gpu and not pools:
         return {}
-    by_gpu = Counter(one.gpu for one in devices.offers.values())
-    pools = {one.gpu for one in memory.offers.values()}
     labels = {
         _FIRST: str(len(by_gpu.keys() | pools)),
         "nvidia.com/mps.capable": "true",
         "nvidia.com/gpu.sharing-strategy": "mps",
-        "yunion.io/mps.devices": str(len(devices.offers)),
-        "yunion.io/mps.memory-units": str(len(memory.offers)),
+        "yunion.io/mps.devices": str(sum(by_gpu.values())),
     }
+    if memory_units is not None:
+        labels["yunion.io/mps.memory-units"] = str(memory_units)
     if len(set(by_gpu.values())) == 1:  # otherwise, no number is true of all GPUs
         labels["nvidia.com/gpu.replicas"] = str(next(iter(by_gpu.values())))
     return labels
@@ -54,9 +57,16 @@ def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, 
 class FeatureFile:
     """Keeps the file current, and removes it at the end: labels of a node that offers nothing are wrong."""
 
-    def __init__(self, path: str, devices: ExtendedResource, memory: ExtendedResource) -> None:
+    def __init__(
+        self,
+        path: str,
+        labels: Callable[[], dict[str, str]],
+        changes: Callable[[], Iterable[asyncio.Event]],
+    ) -> None:
+        """`changes` returns what is set when `labels` may return others."""
         self._path = path
-        self._resources = devices, memory
+        self._labels = labels
+        self._changes = changes
 
     async def run(self) -> None:
         """Write the file whenever the labels change, without end; then remove it."""
@@ -64,8 +74,7 @@ class FeatureFile:
         failures = Failures(log)
         try:
             while True:
-                changes = [one.changed for one in self._resources]
-                labels = labels_of(*self._resources)
+                changes, labels = self._changes(), self._labels()
                 try:
                     self._write(labels, written)
                     written = labels

@@ -141,8 +141,8 @@ class ContainerLeases:
 
 
 async def call_patiently(daemon: AsyncDaemonClient, operation: Operation[T], **arguments: Value) -> T:
-    """The daemon's answer; waits while the daemon restarts. Raises YunionError."""
-    return await Retrier(daemon, _RESTART_S, log.info).call(operation, None, **arguments)
+    """The daemon's answer; waits while the daemon restarts. Raises YunionError, within twice that time."""
+    return await Retrier(daemon, _RESTART_S, log.info).call(operation, _RESTART_S, **arguments)
 
 
 async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:

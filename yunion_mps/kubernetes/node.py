@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
@@ -14,7 +15,7 @@ from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.features import FeatureFile
+from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions
@@ -28,6 +29,7 @@ from yunion_mps.tasks import first_of
 if TYPE_CHECKING:
     from yunion_mps.kubernetes.api_server import ApiServer
     from yunion_mps.kubernetes.credentials import ApiCredentials
+    from yunion_mps.kubernetes.dra_driver import DraService
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ _POLL_S = 1.0
 _RECONCILE_S = 10.0
 
 #: What runs without end.
-Work = Sequence[Coroutine[object, object, object]]
+Work = list[Coroutine[object, object, object]]
 
 
 class NodeService:
@@ -51,12 +53,14 @@ class NodeService:
         self, options: PluginOptions, paths: Paths, notifier: Notifier, name: str = "", labels_file: str = ""
     ) -> None:
         """`name` and `labels_file` are the program's `--config` and `--node-labels`."""
+        self._options = options
         self._paths = paths
         self._notifier = notifier
         self._daemon = AsyncDaemonClient(paths)
         self._counts = Counts()
         self._leases = ContainerLeases(self._daemon, paths)
         self._registered = asyncio.Event()
+        self._may_have_claims = any(one.dra for one in (options, *(one.options for one in options.configs)))
         self._api = api_server(options, paths)
         self._selector = Selector(options, name, self._daemon, labels_file, self._api, self._counts.errors)
 
@@ -71,18 +75,26 @@ class NodeService:
 
     async def _follow_choice(self) -> None:
         while True:
-            changed, choice = self._selector.changed, self._selector.choice
-            work: Work = ()
+            changed, work = self._selector.changed, Work()
             try:
-                if choice and choice.options:
-                    options = choice.options
-                    work = self._dra(options) if options.dra else self._device_plugins(options)
-                else:
-                    self._notifier.status(choice.cause if choice else self._selector.waiting)
+                work = self._work()
             except ConfigError as error:  # of a choice that can change, unlike what the program refuses
                 log.warning("nothing is offered: %s", error.message)
                 self._notifier.status(f"nothing is offered: {error.message}")
             await first_of(*work, changed.wait())
+
+    def _work(self) -> Work:
+        """What serves the node with the current choice; raises ConfigError."""
+        choice = self._selector.choice
+        options = choice.options if choice else None
+        if options and options.dra:
+            return self._dra(options)
+        cause = choice.cause if choice else self._selector.waiting
+        work: Work = [self._end_claims(cause)] if self._may_have_claims else []
+        if options:
+            return [*work, *self._device_plugins(options)]
+        self._notifier.status(cause)
+        return work
 
     async def _reconcile(self) -> None:
         """Compare the leases with the kubelet's pods regularly and at each registration."""
@@ -99,34 +111,64 @@ class NodeService:
 
     def _dra(self, options: PluginOptions) -> Work:
         """The DRA driver, which takes the place of the device plugins: both would offer the same devices."""
-        from yunion_mps.kubernetes.dra_driver import DraService
+        service = self._dra_service()
+        return [
+            service.run(),
+            self._notify(service),
+            *self._feature_file(options, service.labels, lambda: service.changes),
+            *self._metrics(options, service.health),
+        ]
 
-        credentials = dra_credentials(options, self._paths)
-        service = DraService(credentials, node_name(options), self._paths, self._notifier, self._counts)
-        return [service.run(), *self._metrics(options, service.health)]
+    def _dra_service(self, refusal: str = "") -> DraService:
+        """Raises ConfigError."""
+        from yunion_mps.kubernetes.dra_driver import DraService  # others need no TLS
+
+        credentials = dra_credentials(self._options, self._paths)
+        return DraService(credentials, node_name(self._options), self._paths, self._counts, refusal)
+
+    async def _end_claims(self, cause: str) -> None:
+        """Let the pods end whose claims were prepared before the choice changed; then wait without end."""
+        with contextlib.suppress(ConfigError):  # so that no claim was prepared
+            await self._dra_service(cause).run_while_used()
+        await asyncio.Event().wait()
 
     def _device_plugins(self, options: PluginOptions) -> Work:
         devices, memory = DeviceResource(options), MemoryResource(options)
         plugins = (DevicePlugin(one, self._leases, options, self._counts) for one in (devices, memory))
         first, second = (Registration(one, self._paths, self._registered) for one in plugins)
-        file = options.feature_file
+
+        def labels() -> dict[str, str]:
+            units = memory.offers.values()
+            return labels_of(
+                (one.gpu for one in devices.offers.values()), {one.gpu for one in units}, len(units)
+            )
+
         return [
             OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),
             first.run(),
             second.run_once_offered(),
             self._notify(first, second),
-            *([FeatureFile(self._paths.under(file), devices, memory).run()] if file else []),
+            *self._feature_file(options, labels, lambda: (devices.changed, memory.changed)),
             *self._metrics(options, devices.health, memory.health),
         ]
+
+    def _feature_file(
+        self,
+        options: PluginOptions,
+        labels: Callable[[], dict[str, str]],
+        changes: Callable[[], Iterable[asyncio.Event]],
+    ) -> Work:
+        path = options.feature_file
+        return [FeatureFile(self._paths.under(path), labels, changes).run()] if path else []
 
     def _metrics(self, options: PluginOptions, *resources: ResourceHealth) -> Work:
         address = options.metrics_address
         return [serve(address, MetricsPage(self._counts, resources))] if address else []
 
-    async def _notify(self, *registrations: Registration) -> None:
+    async def _notify(self, *services: Registration | DraService) -> None:
         """Keep systemd's status current."""
         while True:
-            self._notifier.status("; ".join(dict.fromkeys(one.status for one in registrations)))
+            self._notifier.status("; ".join(dict.fromkeys(one.status for one in services)))
             await asyncio.sleep(_POLL_S)
 
 
