@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 PROGRAM = "yunion-mps-kubelet-plugin"
 #: The node's name, which a DaemonSet sets from `spec.nodeName`.
 NODE_VARIABLE = "NODE_NAME"
-#: One of these says where the API server is, unless the option `kubeconfig` does.
-_CLUSTER_VARIABLES = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
+#: A pod finds the API server there, unless the option `kubeconfig` says where it is.
+_CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How often systemd's status is updated, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
 _RECONCILE_S = 10.0
@@ -136,7 +136,7 @@ def node_name(options: PluginOptions) -> str:
 
 def api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
     """The API server and the node's name, None without access to it."""
-    if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
+    if not options.kubeconfig and _CLUSTER_VARIABLE not in os.environ:
         return None
     from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
     from yunion_mps.kubernetes.credentials import find_credentials
