@@ -19,7 +19,7 @@ from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
-from yunion_mps.kubernetes.registration import Registration
+from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, ResourceHealth
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
@@ -108,10 +108,12 @@ class NodeService:
     def _device_plugins(self, options: PluginOptions) -> Work:
         devices, memory = DeviceResource(options), MemoryResource(options)
         plugins = (DevicePlugin(one, self._leases, options, self._counts) for one in (devices, memory))
-        first, second = (Registration(one, self._paths, self._registered) for one in plugins)
+        watch = DirectoryWatch(self._paths.device_plugins)
+        first, second = (Registration(one, self._paths, watch, self._registered) for one in plugins)
         file = options.feature_file
         return [
             OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),
+            watch.run(),
             first.run(),
             second.run_once_offered(),
             self._notify(first, second),
