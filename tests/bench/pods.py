@@ -1,4 +1,4 @@
-"""Pods and claims: the plugin's calls, a container's start on containerd, and what the plugin itself uses."""
+"""Pods and claims: the plugin's calls, a pod's start on containerd, and what the plugin itself uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kubernetes.kubelet import Kubelet, KubeletPlugin, Pod
 
 _CALL_FLOOR = "a call of GetDevicePluginOptions"
 _CLAIM_FLOOR = "a call of NodeUnprepareResources without claims"
-_CONTAINER_FLOOR = "a container without a device"
+_POD_FLOOR = "a pod without a device"
 _SIZES = ((1, 4), (64, 48))
 #: Each changes a device, so that the plugin gets the whole list again.
 _PODS = 10
@@ -32,14 +32,14 @@ _PODS = 10
 
 def lines(settings: Settings) -> Iterator[Line]:
     if os.geteuid() != 0:
-        raise BenchError("containers are only started by root")
+        raise BenchError("pods are only started by root")
     with running(1) as daemon, Kubelet(daemon.host) as kubelet, KubeletPlugin(daemon.host):
         kubelet.wait_healthy(4)
         yield from _call_lines(settings, daemon, kubelet)
         with tempfile.TemporaryDirectory() as folder:
             image = make_image(Path(folder), daemon.host)
             with Containerd(daemon.host, image) as containerd:
-                yield _container_line(settings, daemon, kubelet, containerd)
+                yield _pod_line(settings, daemon, kubelet, containerd)
     for gpus, virtual_number in _SIZES:
         yield from _plugin_lines(settings, gpus, virtual_number)
         yield from _claim_lines(settings, gpus, virtual_number)
@@ -100,27 +100,32 @@ def _claim_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterator
     yield Line(f"DRA driver's RSS, {number:,} devices", rss, None, "one process", Aim(40, "MiB"))
 
 
-def _container_line(settings: Settings, daemon: Daemon, kubelet: Kubelet, containerd: Containerd) -> Line:
-    """From PreStartContainer until the container's program runs, in a sandbox that already exists."""
-    plain = Pod("plain", (), api.ContainerAllocateResponse())
-    pod = kubelet.admit("pod", kubelet.preferred(1))
+def _pod_line(settings: Settings, daemon: Daemon, kubelet: Kubelet, containerd: Containerd) -> Line:
+    """From the pod's admission until its container's program runs, as the kubelet has both started."""
+    devices = kubelet.preferred(1)
 
-    def start_ms(pod: Pod) -> float:
-        begin_s = time.perf_counter()
+    def start(name: str) -> Pod:
+        is_plain = name == "plain"
+        pod = Pod(name, (), api.ContainerAllocateResponse()) if is_plain else kubelet.admit(name, devices)
+        containerd.run_sandbox(pod)
         if pod.devices:
             kubelet.start_container(pod)
-        container = containerd.start_container(containerd.create_container(pod))
+        containerd.run(pod)
+        return pod
+
+    def start_ms(name: str) -> float:
+        begin_s = time.perf_counter()
+        pod = start(name)
         taken_ms = (time.perf_counter() - begin_s) * 1000
-        containerd.stop_container(container)
+        containerd.remove_pod(pod)
         eventually(lambda: not leases_of(daemon), "the end of the lease")
         return taken_ms
 
     rounds = Rounds("ms")
-    for one in (plain, pod):
-        containerd.run_sandbox(one)
-    rounds.run(settings.rounds(40, 5), [("plain", lambda: start_ms(plain)), ("pod", lambda: start_ms(pod))])
-    what = "a container's start with a device, by containerd"
-    return Line(what, rounds.of("pod"), rounds.of("plain"), _CONTAINER_FLOOR)
+    steps = [("plain", lambda: start_ms("plain")), ("pod", lambda: start_ms("pod"))]
+    rounds.run(settings.rounds(40, 5), steps)
+    what = "a pod's start with a device, by containerd"
+    return Line(what, rounds.of("pod"), rounds.of("plain"), _POD_FLOOR)
 
 
 def _plugin_lines(settings: Settings, gpus: int, virtual_number: int) -> Iterator[Line]:

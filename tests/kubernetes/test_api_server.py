@@ -298,10 +298,9 @@ def test_credentials_come_from_a_kubeconfig_or_the_service_account(tmp_path: Pat
     paths = Paths(str(tmp_path))
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     assert isinstance(find_credentials("/a", paths, pod), Kubeconfig)
-    assert isinstance(find_credentials("", paths, {"KUBECONFIG": "/a"}), Kubeconfig)
     assert isinstance(find_credentials("", paths, pod), ServiceAccount)
     with pytest.raises(ApiServerError, match="kubeconfig is not set"):
-        find_credentials("", paths, {})
+        find_credentials("", paths, {"KUBECONFIG": "/a"})
     with pytest.raises(ApiServerError, match="token cannot be read"):
         ServiceAccount("10.0.0.1", 443, paths).access()
 

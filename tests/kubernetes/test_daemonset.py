@@ -15,6 +15,7 @@ from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given
 from kubernetes.conftest import StartContainer
 from kubernetes.kubelet import Kubelet, KubeletPlugin
+from kubernetes.peers import PATIENCE_S
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 
@@ -109,6 +110,20 @@ def test_the_plugin_serves_from_the_container_of_the_daemonset(
         kubelet.restart()
         kubelet.wait_registered(2)
         assert kubelet.wait_healthy(4) == ADDRESSES
+
+
+def test_the_container_ends_if_the_kubelet_s_directory_is_removed(
+    kubelet: Kubelet, ready_daemon: Daemon, tmp_path: Path
+) -> None:
+    """The kubelet starts it again, with the new directory."""
+    with ContainedPlugin(ready_daemon.host, tmp_path) as plugin:
+        kubelet.wait_healthy(4)
+        kubelet.stop()
+        shutil.rmtree(ready_daemon.host.root / "var/lib/kubelet/device-plugins")
+        with Kubelet(ready_daemon.host) as kubelet:
+            assert plugin.process.wait(PATIENCE_S) == 1, plugin.log
+            plugin.start()
+            assert kubelet.wait_healthy(4) == ADDRESSES
 
 
 def test_a_daemonset_s_plugin_serves_once_the_service_has_ended(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from yunion_mps.errors import HostError
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 
 from integration.daemon_host import Daemon, eventually
@@ -18,26 +22,76 @@ OTHER = "another yunion-mps-kubelet-plugin serves this node"
 PATIENCE_S = 60.0
 
 
-def test_the_work_starts_again_if_the_directory_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removes", [Path.rmdir, lambda path: path.rename(path.with_name("former"))])
+def test_the_work_ends_if_the_directory_is_removed_or_replaced(
+    tmp_path: Path, removes: Callable[[Path], object]
+) -> None:
     directory = tmp_path / "device-plugins"
-    told: list[str] = []
-    starts: list[bool] = []
+    ends = []
 
     async def work() -> None:
-        other = NodeLock(str(directory))
-        starts.append(other.take())
-        if len(starts) == 1:
-            directory.rename(tmp_path / "former")
-            assert other.take(), "the lock is on the former directory"
-            asyncio.get_running_loop().call_later(0.1, other.release)  # once the work has been cancelled
+        assert not NodeLock(str(directory)).take()
+        removes(directory)
+        directory.mkdir()
+        try:
             await asyncio.Event().wait()
+        finally:
+            ends.append("cancelled")
 
     async def run() -> None:
-        await asyncio.wait_for(run_alone(str(directory), OTHER, told.append, work), PATIENCE_S)
+        await asyncio.wait_for(run_alone(str(directory), OTHER, print, work), PATIENCE_S)
 
-    asyncio.run(run())
-    assert starts == [False, False]
-    assert told in ([], [OTHER])
+    with pytest.raises(HostError, match="device-plugins was removed or replaced"):
+        asyncio.run(run())
+    assert ends == ["cancelled"]
+
+
+#: What ProtectSystem=strict and ReadWritePaths= of the unit do with the kubelet's directories, of which $1 is
+#: the parent.
+_UNIT = """\
+set -e
+kubelet=$1; shift
+mount --bind "$kubelet" "$kubelet"
+for name in device-plugins plugins plugins_registry; do
+    mkdir -p "$kubelet/$name"
+    mount --bind "$kubelet/$name" "$kubelet/$name"
+done
+mount -o remount,bind,ro "$kubelet"
+exec "$@"
+"""
+
+
+class MountedPlugin(KubeletPlugin):
+    """The program in a mount namespace, as in its unit."""
+
+    def start(self) -> None:
+        folder = self._host.root / "var/lib/kubelet"
+        command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", _UNIT, "sh", str(folder)]
+        with self._log.open("a") as log:
+            self.process = self._host.popen([*command, "yunion-mps-kubelet-plugin"], stdout=log, stderr=log)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_unit_serves_again_once_the_kubelet_has_new_directories(ready_daemon: Daemon) -> None:
+    """As after `kubeadm reset` and `kubeadm join`; systemd starts it again."""
+    folder = ready_daemon.host.root / "var/lib/kubelet"
+    with (
+        Kubelet(ready_daemon.host) as kubelet,
+        MountedPlugin(ready_daemon.host) as plugin,
+        MountedPlugin(ready_daemon.host) as waiting,
+    ):
+        kubelet.wait_healthy(4)
+        eventually(lambda: OTHER in plugin.log, "the report")
+        kubelet.stop()
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+        with Kubelet(ready_daemon.host) as kubelet:
+            assert plugin.process.wait(PATIENCE_S) == waiting.process.wait(PATIENCE_S) == 1
+            assert plugin.log.count("device-plugins was removed or replaced") == 2
+            plugin.start()
+            assert len(kubelet.wait_healthy(4)) == 4
 
 
 def test_a_directory_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:

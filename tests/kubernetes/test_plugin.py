@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 
 import grpc
 import pytest
-from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import Counts
-from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.plugin import DevicePlugin
-from yunion_mps.kubernetes.registration import Registration
-from yunion_mps.kubernetes.resources import DeviceResource, lease_name
-from yunion_mps.paths import Paths
+from yunion_mps.kubernetes.resources import lease_name
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, restart, take
 from kubernetes.conftest import StartContainer
 from kubernetes.kubelet import RESOURCE, HookError, Kubelet, KubeletPlugin, Reconciler
-from kubernetes.peers import Loop
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -43,26 +34,6 @@ def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin
     assert request.options == api.DevicePluginOptions(True, True)
     assert plugin.end(signal.SIGTERM) == 0
     assert kubelet.registrations == [request]
-
-
-def test_the_plugin_registers_as_soon_as_the_kubelet_starts(ready_daemon: Daemon, loop: Loop) -> None:
-    paths = Paths(str(ready_daemon.host.root))
-    tasks = []
-
-    async def start() -> Registration:
-        options = read_options(paths)
-        leases = ContainerLeases(AsyncDaemonClient(paths), paths)
-        plugin = DevicePlugin(DeviceResource(options), leases, options, Counts())
-        registration = Registration(plugin, paths, asyncio.Event(), retry_s=600)
-        tasks.append(asyncio.ensure_future(registration.run()))
-        return registration
-
-    with Kubelet(ready_daemon.host) as kubelet:
-        kubelet.stop()
-        registration = loop.run(start())
-        eventually(lambda: "cannot register" in registration.status, "the first attempt")
-        kubelet.start()
-        kubelet.wait_registered()
 
 
 def test_a_restarted_kubelet_is_registered_with_again(kubelet: Kubelet, plugin: KubeletPlugin) -> None:

@@ -142,7 +142,6 @@ class Kubeconfig:
 
 def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials:
     """The credentials of the kubeconfig file if one is set, otherwise the pod's; raises ApiServerError."""
-    kubeconfig = kubeconfig or environment.get("KUBECONFIG", "")
     if kubeconfig:
         return Kubeconfig(kubeconfig)
     host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))

@@ -20,7 +20,7 @@ from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
-from yunion_mps.kubernetes.registration import Registration
+from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, ResourceHealth
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 PROGRAM = "yunion-mps-kubelet-plugin"
 #: The node's name, which a DaemonSet sets from `spec.nodeName`.
 NODE_VARIABLE = "NODE_NAME"
-#: One of these says where the API server is, unless the option `kubeconfig` does.
-_CLUSTER_VARIABLES = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
+#: A pod finds the API server there, unless the option `kubeconfig` says where it is.
+_CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How often systemd's status is updated, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
 _RECONCILE_S = 10.0
@@ -135,7 +135,8 @@ class NodeService:
     def _device_plugins(self, options: PluginOptions) -> Work:
         devices, memory = DeviceResource(options), MemoryResource(options)
         plugins = (DevicePlugin(one, self._leases, options, self._counts) for one in (devices, memory))
-        first, second = (Registration(one, self._paths, self._registered) for one in plugins)
+        watch = DirectoryWatch(self._paths.device_plugins)
+        first, second = (Registration(one, self._paths, watch, self._registered) for one in plugins)
 
         def labels() -> dict[str, str]:
             units = memory.offers.values()
@@ -145,6 +146,7 @@ class NodeService:
 
         return [
             OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),
+            watch.run(),
             first.run(),
             second.run_once_offered(),
             self._notify(first, second),
@@ -178,7 +180,7 @@ def node_name(options: PluginOptions) -> str:
 
 def api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
     """The API server and the node's name, None without access to it."""
-    if not (options.kubeconfig or any(name in os.environ for name in _CLUSTER_VARIABLES)):
+    if not options.kubeconfig and _CLUSTER_VARIABLE not in os.environ:
         return None
     from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
     from yunion_mps.kubernetes.credentials import find_credentials

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from yunion_mps.errors import HostError
 from yunion_mps.host.log import Failures
 from yunion_mps.tasks import cancel
 
@@ -32,8 +34,15 @@ class NodeLock:
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Take the lock, unless another process has it; raises OSError."""
-        os.makedirs(self._directory, _MODE, exist_ok=True)
+        """Take the lock, unless another process has it; raises OSError, and HostError if we may not write."""
+        try:
+            os.makedirs(self._directory, _MODE, exist_ok=True)
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise self.replaced from None
+            raise
+        if not os.access(self._directory, os.W_OK):
+            raise self.replaced
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,11 +56,19 @@ class NodeLock:
 
     @property
     def is_effective(self) -> bool:
-        """Whether other processes would find the lock: the directory may have been replaced since."""
+        """Whether other processes would find the lock: the directory may have been removed or replaced."""
         assert self._descriptor is not None
+        locked = os.fstat(self._descriptor)
         with contextlib.suppress(OSError):
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory))
+            # a pod still sees a directory that was mounted into it and has been removed, but without links
+            return bool(locked.st_nlink) and os.path.samestat(locked, os.stat(self._directory))
         return False
+
+    @property
+    def replaced(self) -> HostError:
+        """The error if it is: the new directory is not among the writable mounts of this unit or pod."""
+        hint = "start the plugin again, unless systemd or the kubelet does"
+        return HostError(f"{self._directory} was removed or replaced", hint)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -67,22 +84,21 @@ async def run_alone(
 ) -> None:
     """Do the work while no other plugin serves the node; raises what it raises.
 
-    While one does, `report` is called with the text `other`. If the directory is replaced (by a mount, or
-    with all of the kubelet's files), the work is cancelled, and starts again with the new directory's lock.
+    While one does, `report` is called with the text `other`. Raises HostError if the directory is removed or
+    replaced, by a mount or with all of the kubelet's files.
     """
     lock = NodeLock(directory)
-    while True:
-        await _wait_for(lock, other, report)
-        serving = asyncio.ensure_future(work())
-        try:
-            while not serving.done() and lock.is_effective:
-                await asyncio.wait({serving}, timeout=_POLL_S)
-        finally:
-            await cancel([serving])
-            lock.release()
-        if not serving.cancelled():
-            return serving.result()
-        log.warning("%s was replaced: starting again", directory)
+    await _wait_for(lock, other, report)
+    serving = asyncio.ensure_future(work())
+    try:
+        while not serving.done():
+            if not lock.is_effective:
+                raise lock.replaced
+            await asyncio.wait({serving}, timeout=_POLL_S)
+    finally:
+        await cancel([serving])
+        lock.release()
+    serving.result()
 
 
 async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -> None:

@@ -102,7 +102,7 @@ class OfferWatch:
 
     async def _follow(self, operation: Operation[Any], accept: Callable[[Any], None], **query: int) -> None:
         condition: dict[str, Value] = {}
-        failing_since_s = 0.0
+        failing_since_s: float | None = None
         while True:
             try:
                 answer, etag = await self._daemon.call_if_changed(operation, **query, **condition)
@@ -110,13 +110,14 @@ class OfferWatch:
                     accept(answer)
                     answer = None  # thousands of devices, while the next answer is awaited
                     await self._update()
-                condition, failing_since_s = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}, 0.0
+                condition, failing_since_s = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}, None
             except YunionError as error:
                 condition = {}
                 accept(None)
                 self._counts.errors[DAEMON] += 1
-                failing_since_s = failing_since_s or time.monotonic()
-                if time.monotonic() - failing_since_s >= _OUTAGE_S:
+                now_s = asyncio.get_running_loop().time()
+                failing_since_s = now_s if failing_since_s is None else failing_since_s
+                if now_s - failing_since_s >= _OUTAGE_S:
                     for resource in self._resources:
                         resource.lose(error.message)
                 await asyncio.sleep(_RETRY_S)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
-import time
+import signal
 
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.host.log import Failures
@@ -13,31 +15,68 @@ from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
 from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin
 from yunion_mps.paths import Paths
+from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
 _KUBELET = "kubelet.sock"
-#: How often the sockets are checked, in s. About a second after it starts, the kubelet refuses those of its
-#: pods whose resource is not registered yet, such as those that it finds after a restart of the node.
-_POLL_S = 0.2
-#: How soon a failed attempt is repeated, unless the kubelet starts earlier, in s.
-_RETRY_S = 1.0
+#: How often the sockets are checked even if no change is reported, in s.
+_POLL_S = 1.0
+#: The first and the longest time until a failed attempt is repeated, in s: a kubelet that starts creates its
+#: socket a moment before it listens.
+_RETRIES_S = (0.05, 1.0)
 #: How long the kubelet has to answer a registration, in s.
 _REGISTER_S = 10.0
+
+
+class DirectoryWatch:
+    """Reports changes of the kubelet's directory as they happen, and regularly.
+
+    About a second after it starts, the kubelet refuses those of its pods whose resource is not registered
+    yet, as after a restart of the node. So the kernel sends a signal for each change (F_NOTIFY of fcntl(2)).
+    Not inotify(7), of whose instances a user has only a few, and a busy node may have none left.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        #: Set when an entry may have been created, renamed or removed, and then replaced.
+        self.changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Report changes, without end."""
+        loop = asyncio.get_running_loop()
+        # SIGURG is ignored without a handler, but the default, SIGIO, would end the process.
+        loop.add_signal_handler(signal.SIGURG, self._report)
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # a kernel without it
+                fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+                events = fcntl.DN_CREATE | fcntl.DN_DELETE | fcntl.DN_RENAME
+                fcntl.fcntl(descriptor, fcntl.F_NOTIFY, events | fcntl.DN_MULTISHOT)
+            while True:
+                self._report()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            os.close(descriptor)
+            loop.remove_signal_handler(signal.SIGURG)
+
+    def _report(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
 
 class Registration:
     """Serves the methods of a resource's plugin, and keeps it registered; it sets `registered` each time."""
 
     def __init__(
-        self, plugin: DevicePlugin, paths: Paths, registered: asyncio.Event, retry_s: float = _RETRY_S
+        self, plugin: DevicePlugin, paths: Paths, watch: DirectoryWatch, registered: asyncio.Event
     ) -> None:
         self.resource = plugin.resource
         self._kubelet = os.path.join(paths.device_plugins, _KUBELET)
         self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
         self._server = grpc.RpcServer(plugin.methods())
+        self._watch = watch
         self._registered = registered
-        self._retry_s = retry_s
         self._counts = plugin.counts
         self._failures = Failures(log, plugin.counts.errors, "waiting for the kubelet")
 
@@ -48,19 +87,22 @@ class Registration:
 
     async def run(self) -> None:
         """Serve and register, without end: a kubelet that starts removes the sockets of plugins."""
+        retry_s, kubelet = 0.0, None
         while True:
-            kubelet = version_of(self._kubelet)
+            before, kubelet = kubelet, version_of(self._kubelet)
+            first_s, longest_s = _RETRIES_S
+            retry_s = min(2 * retry_s, longest_s) if retry_s and kubelet == before else first_s
             try:
                 await self._server.open(self._endpoint)
                 await self._register_and_wait()
             except OSError as error:
                 self._failures.report(f"{self._endpoint}: {error.strerror or error}")
-                await self._wait_for_start(kubelet)
+                await self._wait_for_start(kubelet, retry_s)
             except grpc.RpcError as error:
                 self._counts.registrations[self.resource.name, REFUSED] += 1
                 what = f"cannot register {self.resource.name} with the kubelet: {error.message}"
                 self._failures.report(what, KUBELET)
-                await self._wait_for_start(kubelet)
+                await self._wait_for_start(kubelet, retry_s)
             finally:
                 await self._server.close()
 
@@ -70,11 +112,14 @@ class Registration:
             await self.resource.changed.wait()
         await self.run()
 
-    async def _wait_for_start(self, kubelet: FileVersion | None) -> None:
+    async def _wait_for_start(self, kubelet: FileVersion | None, retry_s: float) -> None:
         """Wait until the kubelet has replaced this socket of its own, or the next attempt is due."""
-        end_s = time.monotonic() + self._retry_s
-        while version_of(self._kubelet) == kubelet and time.monotonic() < end_s:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
+
+        async def replaced() -> None:
+            while version_of(self._kubelet) == kubelet:
+                await self._watch.changed.wait()
+
+        await first_of(replaced(), asyncio.sleep(retry_s))
 
     async def _register_and_wait(self) -> None:
         """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
@@ -86,7 +131,6 @@ class Registration:
         self._failures.clear()
         self._counts.registrations[name, DONE] += 1
         self._registered.set()
-        # Nothing announces that the kubelet has started.
-        while self._server.is_reachable and version_of(self._kubelet) == kubelet:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
+        while self._server.is_reachable and version_of(self._kubelet) == kubelet:
+            await self._watch.changed.wait()
         log.info("%s: the kubelet has restarted, or the socket was removed", name)

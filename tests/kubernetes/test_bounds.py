@@ -1,0 +1,141 @@
+"""How soon the plugin notices what nothing announces, by clocks of the test, and what it does without one."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.kubernetes import dra_api
+from yunion_mps.kubernetes.api_server import ApiServer
+from yunion_mps.kubernetes.credentials import Kubeconfig
+from yunion_mps.kubernetes.dra_claims import ClaimLeases
+from yunion_mps.kubernetes.dra_driver import DraDriver
+from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.metrics import Counts
+from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
+from yunion_mps.kubernetes.options import read_options
+from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
+from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
+from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, known_device
+from yunion_mps.paths import Paths
+from yunion_mps.tasks import first_of
+
+from integration.daemon_host import eventually
+from kubernetes.clocks import SkippingLoop, StoppedLoop
+from kubernetes.offers import share, shares
+from kubernetes.peers import their_server
+
+T = TypeVar("T")
+#: By when the kubelet has to be told of a change, and after which it takes DRA devices for unhealthy, in s.
+NOTICED_S, DRA_HEALTH_TIMEOUT_S = 1.0, 30.0
+#: An outage of the daemon that is not reported: a re-exec, in s.
+REEXEC_S = 0.5
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty directory in which sockets can be; pytest's own are too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_only_an_outage_longer_than_a_reexec_makes_devices_unhealthy(tmp_path: Path) -> None:
+    async def unhealthy_s() -> float:
+        paths = Paths(str(tmp_path))
+        daemon, options = AsyncDaemonClient(paths), read_options(paths)
+        devices, memory = DeviceResource(options), MemoryResource(options)
+        devices.update([known_device(share(0, 0))], [])
+        changed = devices.changed
+        watch = OfferWatch(daemon, devices, memory, ContainerLeases(daemon, paths), Counts())
+        await first_of(watch.run(), changed.wait())
+        assert all(offer.cause for offer in devices.offers.values())
+        return now_s()
+
+    assert REEXEC_S <= run(SkippingLoop(), unhealthy_s()) <= NOTICED_S
+
+
+def test_the_plugin_registers_as_soon_as_the_kubelet_starts(short_path: Path) -> None:
+    """It does not even wait for the next regular check, neither at first nor when the kubelet restarts."""
+    paths = Paths(str(short_path))
+    folder = Path(paths.device_plugins)
+    folder.mkdir(parents=True)
+    resource = DeviceResource(read_options(paths))
+
+    def restart_kubelet(registration: Registration) -> None:
+        eventually(lambda: "cannot register" in registration.status, "the first attempt")
+        for _ in range(2):
+            requests: list[bytes] = []
+
+            def register(data: bytes, _: object, requests: list[bytes] = requests) -> bytes:
+                requests.append(data)
+                return b""
+
+            with their_server("v1beta1.Registration", {"Register": register}, folder / "new"):
+                (folder / "new").rename(folder / "kubelet.sock")  # one that listens
+                eventually(lambda requests=requests: requests, "the registration")  # type: ignore[misc]
+
+    async def serve() -> None:
+        leases = ContainerLeases(AsyncDaemonClient(paths), paths)
+        plugin = DevicePlugin(resource, leases, read_options(paths), Counts())
+        watch = DirectoryWatch(paths.device_plugins)
+        registration = Registration(plugin, paths, watch, asyncio.Event())
+        kubelet = asyncio.get_running_loop().run_in_executor(None, restart_kubelet, registration)
+        await first_of(watch.run(), registration.run(), kubelet)
+
+    run(StoppedLoop(), serve())
+
+
+def test_the_kubelet_s_directory_is_also_checked_regularly(tmp_path: Path) -> None:
+    async def checked_s() -> float:
+        watch = DirectoryWatch(str(tmp_path))
+
+        async def second_check() -> None:
+            for _ in range(2):
+                await watch.changed.wait()
+
+        await first_of(second_check(), watch.run())
+        return now_s()
+
+    assert 0 < run(SkippingLoop(), checked_s()) <= NOTICED_S
+
+
+def test_a_plugin_takes_the_place_of_another_one_within_a_second(tmp_path: Path) -> None:
+    async def serving_s() -> float:
+        other = NodeLock(str(tmp_path))
+        assert other.take()
+        asyncio.get_running_loop().call_later(0.1, other.release)
+        await run_alone(str(tmp_path), "another serves the node", lambda _: None, lambda: asyncio.sleep(0))
+        return now_s()
+
+    assert 0 < run(SkippingLoop(), serving_s()) <= 0.1 + NOTICED_S
+
+
+def test_the_health_of_dra_devices_is_repeated_before_it_expires(tmp_path: Path) -> None:
+    async def times_s() -> list[float]:
+        host = DraHost(Paths(str(tmp_path)), Counts())
+        host.offered = shares(1, 1)
+        claims = ClaimLeases(ApiServer(Kubeconfig("/nonexistent")), Paths(str(tmp_path)))
+        methods = DraDriver(host, claims, "node-1", Counts()).methods()
+        answers = methods[dra_api.WATCH_HEALTH.path].answers(b"")
+        return [now_s() for _ in range(2) if await answers.__anext__()]
+
+    first_s, second_s = run(SkippingLoop(), times_s())
+    assert 0 < second_s - first_s < DRA_HEALTH_TIMEOUT_S / 2
