@@ -97,6 +97,8 @@ def test_killing_the_control_daemon_ends_no_pod(node: Node, plugin: KubeletPlugi
     container = node.run(pod("trainer"))
     os.kill(node.daemon.control_pid(), signal.SIGKILL)
     eventually(lambda: node.daemon.status()["domains"][0]["restarts"] == 1, "the next control daemon")
+    # The node's status may still be the one from before, when the kubelet would reject a pod.
+    eventually(lambda: plugin.log.count("4 of 4 devices are healthy") == 2, "healthy devices")
     node.wait_allocatable(4)
     assert_leased_to(node.daemon, container, node.run(pod("another")))
 
