@@ -168,6 +168,10 @@ class ControlPlane(Closes):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    @property
+    def minor_version(self) -> int:
+        return int(self.get("/version")["minor"])
+
     def create(self, path: str, made: Object) -> Object:
         return self.request("POST", path, made)
 

@@ -6,14 +6,18 @@ import os
 import signal
 
 import pytest
+from yunion_mps.kubernetes.selection import CONFIG_LABEL
 
-from cluster.control_plane import ApiError
-from cluster.node import Node, named
+from cluster.control_plane import ApiError, Object
+from cluster.node import Node, named, pod
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
 from kubernetes.containerd import Container
 from kubernetes.kubelet import KubeletPlugin
 from simhost.host import IN_UNITS
+
+#: The Kubernetes, 1.x, that is known to do what a test needs, unlike 1.34.
+LATER = 36
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -85,6 +89,103 @@ def test_two_shares_are_scheduled_only_where_they_can_be_combined(node: Node, dr
     assert node.daemon.ask("POST", "/v1/reload")[0] == 200
     driver.restart()  # it would notice within a minute
     assert node.wait_running("trainer").environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+
+
+@pytest.mark.gpus(
+    {"kind": "v100", "virtual_number": 1}, {"kind": "a100", "virtual_number": 1}, {"kind": "a100"}
+)
+def test_a_claim_gets_a_large_share_of_a_new_gpu(node: Node) -> None:
+    node.start_plugin(dra=True)
+    node.wait_published(6)
+    trainer = node.create_example("dra-ampere-20gi")
+    assert node.run(named(trainer, "trainer")).environment["YUNION_MPS_DEVICE"] == "00:07.0-0"
+    node.create(named(trainer, "another"))
+    node.wait_pending("another", "cannot allocate all claims")
+
+
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_claim_gets_shares_of_two_gpus(node: Node) -> None:
+    if node.cluster.minor_version < LATER:
+        pytest.skip("the scheduler of Kubernetes 1.34 ignores distinctAttribute")
+    node.start_plugin(dra=True)
+    node.wait_published(8)
+    environment = node.run(named(node.create_example("dra-two-gpus"), "trainer")).environment
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M,1=4096M"
+    (lease,) = leases_of(node.daemon)
+    assert lease["gpus"] == ["00:06.0", "00:07.0"]
+
+
+def test_a_pod_with_a_claim_ends_after_its_node_is_turned_off(node: Node) -> None:
+    node.label(gpus="on")
+    node.start_plugin(dra=True, onlyWithNodeLabel="gpus=on")
+    node.wait_published(4)
+    trainer = node.create_example("dra-one-device")
+    containers = [node.run(named(trainer, name)) for name in ("first", "second")]
+    node.label(gpus="off")
+    eventually(lambda: not node.devices(), "the end of the devices")
+    node.create(named(trainer, "third"))
+    node.wait_pending("third", "cannot allocate all claims")
+    node.delete("first")
+    assert_leased_to(node.daemon, containers[1])
+    node.label(gpus="on")
+    assert_leased_to(node.daemon, containers[1], node.wait_running("third"))
+
+
+def test_a_pod_with_a_claim_ends_beside_the_device_plugin(node: Node) -> None:
+    node.label(**{CONFIG_LABEL: "claims"})
+    node.start_plugin(configs={"claims": {"dra": True}, "plugin": {}})
+    node.wait_published(4)
+    node.run(named(node.create_example("dra-one-device"), "first"))
+    node.label(**{CONFIG_LABEL: "plugin"})
+    node.wait_allocatable(3)
+    node.run(pod("second"))
+    node.delete("first")
+    node.wait_allocatable(4)
+    assert len(leases_of(node.daemon)) == 1
+
+
+def test_a_pod_sees_why_its_claim_waits_for_the_daemon(node: Node, driver: KubeletPlugin) -> None:
+    trainer = node.create_example("dra-one-device")
+    driver.end()
+    node.create(named(trainer, "trainer"))
+    node.wait_pending("trainer", "Failed to prepare dynamic resources")
+    assert node.daemon.stop() == 0
+    driver.start()
+    node.wait_pending("trainer", "start it: systemctl start yunion-mps-daemon")
+    eventually(lambda: not node.devices(), "the end of the devices")
+    node.daemon.start().wait_ready()
+    assert_leased_to(node.daemon, node.wait_running("trainer"))
+
+
+def test_a_claim_of_a_pod_deleted_by_force_ends_with_the_next_driver(
+    node: Node, driver: KubeletPlugin
+) -> None:
+    trainer = node.create_example("dra-one-device")
+    node.run(named(trainer, "deleted"))
+    driver.end()
+    node.delete("deleted", gracePeriodSeconds=0)
+    assert len(leases_of(node.daemon)) == 1
+    driver.start()
+    eventually(lambda: not leases_of(node.daemon), "the end of the lease")
+    assert_leased_to(node.daemon, *(node.run(named(trainer, f"next-{number}")) for number in range(4)))
+
+
+def test_a_pod_s_status_has_the_health_of_its_device(node: Node, driver: KubeletPlugin) -> None:
+    if node.cluster.minor_version < LATER:
+        pytest.skip("the kubelet of Kubernetes 1.34 watches the health, but does not write it to the status")
+    node.run(named(node.create_example("dra-one-device"), "trainer"))
+
+    def health() -> Object:
+        (container,) = node.pod("trainer")["status"]["containerStatuses"]
+        resources = [
+            one for each in container.get("allocatedResourcesStatus", ()) for one in each["resources"]
+        ]
+        return dict(resources[0]) if resources else {}
+
+    eventually(lambda: health().get("health") == "Healthy", "the health")
+    node.daemon.host.gpus[0].lose()
+    eventually(lambda: node.daemon.polls() and health()["health"] == "Unhealthy", "the loss")
+    assert "lost" in health()["message"]
 
 
 def test_claims_are_kept_whichever_program_is_killed(node: Node, driver: KubeletPlugin) -> None:

@@ -219,6 +219,8 @@ def test_binding_to_a_container_leaves_a_named_lease_named(
     assert lease["cdi"] == f"yunion.io/mps={lease['id']}"
     status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, bound["binding"], bound["pid"]) == (200, "name", None)
+    (event, *_) = reversed(ready_daemon.get("/v1/events")[1]["events"])
+    assert event["what"].startswith("used by ")
     inside.kill()
     inside.wait()
     assert given(ready_daemon) == lease["devices"]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
+from integration.image import make_image
 from integration.lease_host import leases_of, restart
 from kubernetes.containerd import Container, Containerd
-from kubernetes.dra_kubelet import DraKubelet
+from kubernetes.dra_kubelet import DraKubelet, DraPlugin
 from kubernetes.kubelet import Pod
+from simhost import SimHost
+from simhost.mps import StandIns
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"}), pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
 
 def start(containerd: Containerd, pod: str, cdi: str) -> Container:
@@ -20,8 +26,35 @@ def start(containerd: Containerd, pod: str, cdi: str) -> Container:
     return containerd.run(Pod(pod, (), answer))
 
 
+@pytest.fixture
+def jobs(host: SimHost, image_folder: Path) -> Iterator[StandIns]:
+    make_image(image_folder, host)  # of the real control program, which the stand-ins wrap
+    with StandIns(host) as jobs:
+        yield jobs
+
+
+def test_views_name_the_pods_whose_processes_use_a_claim(
+    jobs: StandIns, dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    cdi = dra_kubelet.prepared(dra_kubelet.allocate("trainer", ["00-06-0-1"]))
+    container = start(containerd, "first", cdi)
+    name = "pod default/first/main"
+    assert f"00:06.0-1: used by container {name} (PID {container.pid}, root)" in shown(ready_daemon, "events")
+    ready_daemon.host.env["YUNION_MPS_DEVICE"] = "00:06.0-1"
+    client = jobs.attached(ready_daemon.pipe_directory)
+    for cgroup in containerd.cgroups_of(container):
+        (cgroup / "cgroup.procs").write_text(str(client.pid))
+    ready_daemon.host.gpus[0].add_process(client.pid, 512)
+    eventually(lambda: ready_daemon.polls() and f"{name}: " in shown(ready_daemon, "who"), "the pod")
+    assert f"{name}: " in shown(ready_daemon, "top", "--once")
+
+
+def shown(daemon: Daemon, *words: str) -> str:
+    return daemon.host.run(["yunion-mps", *words]).stdout
+
+
 def test_containers_with_one_claim_share_its_lease(
-    dra_kubelet: DraKubelet, ready_daemon: Daemon, containerd: Containerd
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     claim = dra_kubelet.allocate("trainer", ["00-06-0-1"])
     cdi = dra_kubelet.prepared(claim)

@@ -146,7 +146,7 @@ class Holding(NamedTuple):
         """A label for people: `job-17: python train.py`.
 
         The holder's name or container, if any, and the lease's command, or else that of the process with the
-        most memory.
+        most memory. A process's container is preferred to the lease's name, because pods can share a claim.
         """
         names = [process.container for process in self.processes]
         commands = [
@@ -154,7 +154,7 @@ class Holding(NamedTuple):
             for process in sorted(self.processes, key=lambda process: -(process.memory_mib or 0))
         ]
         if self.lease:
-            names = [self.lease["name"], self.lease["container"], *names]
+            names = [self.lease["container"], *names, self.lease["name"]]
             commands.insert(0, self.lease["command"])
         return in_container(next(filter(None, names), None), next(filter(None, commands), ""))
 

@@ -211,7 +211,10 @@ class LeaseService:
         lease = self._own(name, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
         refuse_unserved(lease, self._supervisor.snapshot())
-        if lease.holder.binding == "name" or lease.holder == holder:
+        if lease.holder.binding == "name":
+            self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
+            return self._json(lease)
+        if lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
             what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"

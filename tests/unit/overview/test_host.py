@@ -57,6 +57,13 @@ def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
     assert (part["user"], part["used"], part["budget"], part["since"]) == ("alice", 512, 5760, LEASE["since"])
     assert (part["command"], part["pids"], part["lease"]) == ("python train.py", [4260], LEASE["id"][:8])
     assert "environment" not in json.dumps(part)
+    claim: Json = {**LEASE, "name": "claim:default/trainer", "binding": "name", "pid": None, "command": None}
+    client: Json = {**CLIENT, "container": "pod default/trainer/main"}
+    commands = [
+        parts(page_of(P40, leases=(claim,), clients=clients))["00:06.0-1"]["command"]
+        for clients in ((), (client,))
+    ]
+    assert commands == ["claim:default/trainer", "pod default/trainer/main: python train.py"]
 
 
 @pytest.mark.parametrize(
