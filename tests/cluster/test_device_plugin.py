@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
 
 @pytest.fixture
-def jobs(host: SimHost) -> Iterator[StandIns]:
+def jobs(host: SimHost, image_folder: Path) -> Iterator[StandIns]:
+    make_image(image_folder, host)  # of NVIDIA's programs, before scripts are in their place
     with StandIns(host) as jobs:
         yield jobs
 

@@ -103,6 +103,11 @@ def test_every_view_names_the_namespace_the_pod_and_the_container(
     assert f"{name}: sleep infinity" in ready_daemon.host.run(["yunion-mps", "who"]).stdout
     for words in (["list"], ["events"], ["top", "--once"]):
         assert name in ready_daemon.host.run(["yunion-mps", *words]).stdout, words
+    labels = 'claim="",container="main"', 'namespace="default",pod="trainer"'
+    metrics = ready_daemon.host.run(["yunion-mps", "metrics"]).stdout
+    (sample,) = (line for line in metrics.splitlines() if line.startswith("yunion_mps_device_pod_info{"))
+    assert all(label in sample for label in labels), sample
+    assert f'device="{lease["devices"][0]}"' in sample
 
 
 def test_a_lease_ends_with_its_container_and_comes_back_with_the_next(

@@ -29,6 +29,7 @@ _SECURITY = dict.fromkeys(
 _CONTAINER = {
     **dict.fromkeys(("name", "image", "imagePullPolicy", "command", "args"), ANY),
     "env": {"name": ANY, "value": ANY, "valueFrom": {"fieldRef": {"fieldPath": ANY}}},
+    "ports": {"name": ANY, "containerPort": ANY},
     "lifecycle": {"preStop": {"exec": {"command": ANY}}},
     "resources": {"limits": ANY, "requests": ANY, "claims": {"name": ANY, "request": ANY}},
     "securityContext": _SECURITY,

@@ -101,9 +101,13 @@ def test_a_failed_request_to_the_api_server_is_counted(ready_daemon: Daemon, add
             eventually(lambda: scrape(address)["errors_total", "api_server"] == 1, "the failed request")
 
 
-def test_the_metrics_are_only_served_under_local_names(ready_daemon: Daemon, address: str) -> None:
+def test_the_metrics_are_not_served_under_other_names(ready_daemon: Daemon, address: str) -> None:
+    """Those of a pod are, under its addresses, as Prometheus asks for them."""
     with KubeletPlugin(ready_daemon.host):
         scrape(address)
+        for host in ("10.244.1.7:9436", "[fd00::7]:9436"):
+            request = urllib.request.Request(f"http://{address}/metrics", headers={"Host": host})
+            urllib.request.urlopen(request, timeout=60).close()
         for host, path, status in (("evil.example", "metrics", 421), ("localhost", "", 404)):
             request = urllib.request.Request(f"http://{address}/{path}", headers={"Host": host})
             with pytest.raises(urllib.error.HTTPError) as caught:

@@ -103,11 +103,21 @@ def test_an_invalid_value_is_reported_with_its_line(read: Read, text: str) -> No
         ("? [a]\n: 1\n", "unknown key a list"),
         (f"resource: {'a' * 60}.{'.'.join(['b' * 60] * 4)}/x\n", "not the name of an extended resource"),
         ("resource: requests.io/x\n", "not the name of an extended resource"),
+        (f"onlyWithNodeLabel: {'a' * 64}\n", "write a name of at most 63 characters"),
+        (f"onlyWithNodeLabel: a={'b' * 64}\n", "write a value of at most 63 characters"),
+        (f"onlyWithNodeLabel: {'.'.join(['b' * 60] * 5)}/a\n", "write a domain of at most 253 characters"),
+        ("featureFile: /etc/features.d/.mps\n", "a hidden file, which NFD does not read"),
     ],
 )
 def test_what_looks_right_but_is_not_is_explained(read: Read, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read(text)
+
+
+def test_a_pod_can_serve_its_metrics_to_the_cluster(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for address in ("0.0.0.0:9436", "[::]:9436"):
+        assert read(f'metricsAddress: "{address}"\n').metrics_address == address
 
 
 @pytest.fixture

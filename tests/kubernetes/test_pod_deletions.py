@@ -267,7 +267,9 @@ def test_deletions_during_an_api_server_outage_are_noticed_later(
     cluster.refusals["GET"] = [403]  # the rights are missing at first
     with KubeletPlugin(ready_daemon.host) as plugin, Kubelet(ready_daemon.host) as kubelet:
         eventually(lambda: cluster.requests["GET"] >= 3, "the watch of the pods")
-        assert "refused by the test; trying again" in plugin.log
+        assert (
+            f"refused by the test (if this node is not {NODE}, correct nodeName); trying again" in plugin.log
+        )
         cluster.stop()
         delete(cluster, "ending", 0)
         eventually(lambda: "cannot be reached" in plugin.log, "the report")

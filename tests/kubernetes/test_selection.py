@@ -183,6 +183,30 @@ def test_the_node_s_label_in_the_cluster_chooses_at_once(node: Node, tmp_path: P
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
+@pytest.mark.parametrize("text", ["", NAMED], ids=["pods", "labels"])
+def test_a_wrong_node_name_is_reported(node: Node, tmp_path: Path, text: str) -> None:
+    with Cluster() as cluster:
+        cluster.add("/api/v1/nodes", {"metadata": {"name": "gpu-7"}})
+        kubeconfig = cluster.write_kubeconfig(tmp_path / "kubeconfig")
+        plugin = node.start(f"kubeconfig: {kubeconfig}\nnodeName: gpu-8\n{text}")
+        missing = (
+            "the cluster has no node gpu-8: correct nodeName, unless the kubelet has yet to register the node"
+        )
+        missing = f"{missing}; trying again" if text else f"pod deletions cannot be seen: {missing}"
+        eventually(lambda: missing in plugin.log, "the report", trouble=lambda: plugin.log)
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
+def test_a_label_that_cannot_be_read_is_said_to_be_ignored(node: Node) -> None:
+    plugin = node.start(NAMED)
+    node.kubelet.wait_healthy(4)
+    told = f"the node's label {CONFIG_LABEL} is not read: set kubeconfig, or start with --node-labels"
+    assert plugin.log.count(told) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.gpus({"kind": "v100"})
 def test_a_running_pods_device_is_unhealthy_under_another_resource_name(node: Node) -> None:
     node.labels.write_text("other=label\n")
     node.start(NAMED, "--node-labels", str(node.labels))

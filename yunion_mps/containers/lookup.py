@@ -53,6 +53,13 @@ class Container(NamedTuple):
     id: str
     name: str
 
+    @property
+    def pod(self) -> tuple[str, ...]:
+        """The namespace, pod and container; empty if it is in no pod, or those are not known."""
+        kind, _, path = self.name.partition(" ")
+        parts = tuple(path.split("/"))
+        return parts if kind == "pod" and len(parts) == len(_ANNOTATIONS[0]) else ()
+
 
 class _CgroupMatch(NamedTuple):
     id: str

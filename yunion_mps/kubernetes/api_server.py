@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import h11
 
-from yunion_mps.kubernetes.api_objects import Bookmark, ObjectT, Resource, read_as
+from yunion_mps.kubernetes.api_objects import ApiObject, Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
 from yunion_mps.tasks import within
 
@@ -39,8 +39,24 @@ _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
 _DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
 
 
+NODES = Resource("/api/v1", "nodes", ApiObject)
+
+
 class MissingObjectError(ApiServerError):
     """The API server says that there is no object of this name."""
+
+
+def missing_node(node: str) -> str:
+    """What to report if there is no such node."""
+    return (
+        f"the cluster has no node {node}: correct nodeName, unless the kubelet has yet to register the node"
+    )
+
+
+def node_failure(error: ApiServerError, node: str) -> str:
+    """The text of a request's failure; a kubelet's credentials are refused for all nodes but its own."""
+    is_refused = error.status == HTTPStatus.FORBIDDEN
+    return error.message + (f" (if this node is not {node}, correct nodeName)" if is_refused else "")
 
 
 class Backoff:

@@ -1,4 +1,4 @@
-"""The plugin's metrics: each is declared once, and served at a local address."""
+"""The plugin's metrics: each is declared once, and served at an address of this host or pod."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DONE, REFUSED = "done", "refused"
 DAEMON, KUBELET, API_SERVER = "daemon", "kubelet", "api_server"
 #: The buckets of the time that a container's start waits, in s: up to that for a daemon that restarts.
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-#: Few clients, and all of them on this host.
+#: Few clients: on this host, or in a cluster the monitoring system.
 LIMITS = Limits(first_request_timeout_s=2.0, connections=16, reserved_for_root=0, reserved_for_new_clients=4)
-_LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
+_ADDRESS = re.compile(r"(localhost|[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class Counts:
@@ -120,15 +120,17 @@ PLUGIN_CATALOGUE = (
 
 
 class MetricsPage:
-    """Answers GET /metrics for clients of this host; other names could belong to a malicious web page."""
+    """Answers GET /metrics at an IP address; a name could belong to a malicious web page (DNS rebinding)."""
 
     def __init__(self, counts: Counts, resources: Sequence[ResourceHealth]) -> None:
         self._counts = counts
         self._resources = resources
 
     def answer(self, request: Request) -> Answer:
-        if not _LOCAL.fullmatch(request.headers.get("host", "").lower()):
-            return problem(421, "the metrics are not served under that name", "use 127.0.0.1 or localhost")
+        if not _ADDRESS.fullmatch(request.headers.get("host", "").lower()):
+            return problem(
+                421, "the metrics are not served under that name", "use an IP address or localhost"
+            )
         if request.method not in ("GET", "HEAD"):
             return problem(
                 405, f"{request.method} is not supported here", "use GET", (("Allow", "GET, HEAD"),)

@@ -18,7 +18,7 @@ from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
-from yunion_mps.kubernetes.options import PluginOptions
+from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, ResourceHealth
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 PROGRAM = "yunion-mps-kubelet-plugin"
 #: The node's name, which a DaemonSet sets from `spec.nodeName`.
 NODE_VARIABLE = "NODE_NAME"
-#: A pod finds the API server there, unless the option `kubeconfig` says where it is.
-_CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How often systemd's status is updated, and leases are compared with the kubelet's pods, in s.
 _POLL_S = 1.0
 _RECONCILE_S = 10.0
@@ -180,7 +178,7 @@ def node_name(options: PluginOptions) -> str:
 
 def api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
     """The API server and the node's name, None without access to it."""
-    if not options.kubeconfig and _CLUSTER_VARIABLE not in os.environ:
+    if not options.kubeconfig and CLUSTER_VARIABLE not in os.environ:
         return None
     from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
     from yunion_mps.kubernetes.credentials import find_credentials

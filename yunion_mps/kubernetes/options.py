@@ -36,10 +36,12 @@ from yunion_mps.paths import Paths
 
 #: Added to the resource's name by `renameByDefault`, as NVIDIA's device plugin does.
 _SHARED = ".shared"
-#: The longest name after the domain in Kubernetes' qualified names.
+#: The longest name after the domain in Kubernetes' qualified names, and the longest value of a label.
 _MAX_NAME = 63
 #: The longest domain and the longest name of a node, which are DNS subdomains.
 _MAX_DOMAIN = 253
+#: Set in a pod, where `metricsAddress` is in the cluster's network and not in the host's.
+CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How containers get their devices: as a CDI device, or as variables, mounts and device nodes.
 CDI, ENVIRONMENT = "cdi", "environment"
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
@@ -96,12 +98,20 @@ def _resource(key: str, node: Node) -> str:
     return match[0]
 
 
-def _local_address(key: str, node: Node) -> str:
+def _metrics_address(key: str, node: Node) -> str:
     address = endpoint(key, node)
-    if is_public(address):
+    if is_public(address) and CLUSTER_VARIABLE not in os.environ:
         hint = "write 127.0.0.1 or [::1], and let a proxy with authentication serve other hosts"
         raise InvalidValueError(key, node, "which other hosts can reach", hint)
     return address
+
+
+def _feature_file(key: str, node: Node) -> str:
+    path = absolute_path(key, node)
+    if os.path.basename(path).startswith("."):
+        hint = "write a name that does not begin with a dot"
+        raise InvalidValueError(key, node, "a hidden file, which NFD does not read", hint)
+    return path
 
 
 def _memory_unit(key: str, node: Node) -> int:
@@ -117,8 +127,14 @@ def _node_name(key: str, node: Node) -> str:
 
 def _label(key: str, node: Node) -> str:
     value = text(key, node)
-    if not re.fullmatch(f"({_DOMAIN}/)?{_NAME}(=({_NAME})?)?", value):
+    match = re.fullmatch(f"((?P<domain>{_DOMAIN})/)?(?P<name>{_NAME})(=(?P<value>{_NAME})?)?", value)
+    if not match:
         raise InvalidValueError(key, node, "not a label", "write ack.node.gpu.schedule=mps, for example")
+    longest = {"domain": _MAX_DOMAIN, "name": _MAX_NAME, "value": _MAX_NAME}
+    for part, length in longest.items():
+        if len(match[part] or "") > length:
+            hint = f"write a {part} of at most {length} characters"
+            raise InvalidValueError(key, node, "not a label that a node can have", hint)
     return value
 
 
@@ -161,10 +177,10 @@ KEYS = {
     "kubeconfig": Key(absolute_path, None, "The file with the address and credentials of the API server."),
     "nodeName": Key(_node_name, None, "The node's name, if it is not the host's."),
     "metricsAddress": Key(
-        _local_address, None, "An address of this host at which the plugin's metrics are served."
+        _metrics_address, None, "An address of this host or pod at which the plugin's metrics are served."
     ),
     "featureFile": Key(
-        absolute_path, None, "The file for Node Feature Discovery in which the node's labels are written."
+        _feature_file, None, "The file for Node Feature Discovery in which the node's labels are written."
     ),
     "deviceListStrategy": Key(one_of(CDI, ENVIRONMENT), CDI, "How containers get their devices."),
     "onlyWithNodeLabel": Key(_label, None, "A label without which the node offers nothing."),

@@ -18,7 +18,7 @@ from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
-from yunion_mps.kubernetes.api_server import ApiServer
+from yunion_mps.kubernetes.api_server import NODES, ApiServer, MissingObjectError, missing_node, node_failure
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import cancel, first_of
@@ -140,11 +140,23 @@ class PodDeletionWatch:
 
     async def _watch(self) -> None:
         fields = f"spec.nodeName={self._node}"
+        is_checked = False
         async for pods in self._server.watch(PODS, fields=fields, confirm=True, on_failure=self._report):
             if self._failures.clear():
                 log.info("watching the pods of node %s again", self._node)
             self._deletions.update(pods, time.monotonic(), time.time())
             self._changed.set()
+            if not is_checked:  # a node that does not exist has no pods, and nothing refuses to list those
+                is_checked = True
+                await self._check_node()
+
+    async def _check_node(self) -> None:
+        try:
+            await self._server.get(NODES, self._node)
+        except MissingObjectError:
+            log.warning("pod deletions cannot be seen: %s", missing_node(self._node))
+        except ApiServerError:
+            pass  # we may not ask, or the watch of the pods also fails, and reports it
 
     async def _serve(self) -> None:
         terminating: set[asyncio.Future[None]] = set()
@@ -191,7 +203,7 @@ class PodDeletionWatch:
 
     def _report(self, error: ApiServerError) -> None:
         what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
-        self._failures.report(f"{what}: {error.message}", API_SERVER)
+        self._failures.report(f"{what}: {node_failure(error, self._node)}", API_SERVER)
 
 
 def _containers(pod: Pod) -> frozenset[str]:

@@ -94,6 +94,10 @@ class Selector:
         self._errors = errors
         needs_labels = bool(options.only_with_node_label or (options.configs and not name))
         self._follows_labels = needs_labels and bool(labels_file or api)
+        if needs_labels and not self._follows_labels:
+            log.info(
+                "the node's label %s is not read: set kubeconfig, or start with --node-labels", CONFIG_LABEL
+            )
         self._follows_models = bool(not name and any(one.models for one in options.configs))
         self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
         self._models: Collection[str] | None = None if self._follows_models else ()
@@ -112,27 +116,30 @@ class Selector:
         if not self._follows_labels:
             return
         if not self._labels_file and self._api:
-            from yunion_mps.kubernetes.api_objects import ApiObject, Resource  # others need no TLS
-
-            nodes = Resource("/api/v1", "nodes", ApiObject)
-            server, node = self._api
-            failures = Failures(log, self._errors)
-
-            def report(error: ApiServerError) -> None:
-                failures.report(f"cannot read the labels of the node: {error.message}", API_SERVER)
-
-            async for found in server.watch(nodes, fields=f"metadata.name={node}", on_failure=report):
-                failures.clear()
-                for one in found.values():
-                    self._labels = one["metadata"].get("labels", {})
-                    self._update()
-            return
+            await self._watch_node(*self._api)
         while True:
             text = read_text(self._labels_file)
             if text or self._labels is not None:  # a file that is missing at the start may still appear
                 self._labels = parse_labels(text)
                 self._update()
             await asyncio.sleep(_POLL_S)
+
+    async def _watch_node(self, server: ApiServer, node: str) -> None:
+        from yunion_mps.kubernetes.api_server import NODES, missing_node, node_failure  # others need no TLS
+
+        failures = Failures(log, self._errors)
+
+        def report(error: ApiServerError) -> None:
+            what = f"cannot read the labels of the node: {node_failure(error, node)}"
+            failures.report(what, API_SERVER)
+
+        async for nodes in server.watch(NODES, fields=f"metadata.name={node}", on_failure=report):
+            failures.clear()
+            if not nodes:
+                failures.report(missing_node(node))
+            for found in nodes.values():
+                self._labels = found["metadata"].get("labels", {})
+                self._update()
 
     async def _follow_models(self) -> None:
         while self._follows_models:

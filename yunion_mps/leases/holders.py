@@ -7,8 +7,10 @@ monotonic: that clock cannot be set, and stops while the host is suspended and n
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ShortageError
@@ -188,6 +190,22 @@ def describe_holder(holder: Holder, containers: Containers) -> str:
     inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
     command = holder.command or command_of(holder.pid or 0) or "a process"
     return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
+
+
+#: The name of a claim's lease (kubernetes/dra_claims).
+_CLAIM = re.compile(r"claim:(?P<namespace>[^/]+)/(?P<claim>[^@]+)@.+")
+
+
+@lru_cache(4096)  # the metrics name them at each scrape
+def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, str] | None:
+    """The pod with its container, or the resource claim, as labels; None outside Kubernetes."""
+    claim = _CLAIM.fullmatch(holder.name) if holder.binding == "name" and holder.uid == 0 else None
+    if claim:
+        return {"namespace": claim["namespace"], "pod": "", "container": "", "claim": claim["claim"]}
+    inside = containers.of(holder.pid) if holder.pid is not None else None
+    if not inside or not inside.pod:
+        return None
+    return {**dict(zip(("namespace", "pod", "container"), inside.pod)), "claim": ""}
 
 
 def holder_label(holder: Holder, containers: Containers) -> str:

@@ -1,8 +1,8 @@
 """Every metric, declared once: its kind, name, help text, labels, and how its samples are made of the facts.
 
-Names and units follow https://prometheus.io/docs/practices/naming. Labels name GPUs, devices, domains and
-other small sets, never processes, users or commands. A sample with the value None is left out: unknown values
-are missing, not 0.
+Names and units follow https://prometheus.io/docs/practices/naming. Labels name GPUs, devices, domains, other
+small sets, and the pods that have devices, never processes, users or commands. A sample with the value None
+is left out: unknown values are missing, not 0.
 """
 
 from __future__ import annotations
@@ -245,6 +245,10 @@ CATALOGUE = (
     # There may be thousands of devices: each metric iterates over them and stores none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",
             lambda _, device: {"id": device["id"]}, INFO),
+    _device("yunion_mps_device_pod_info",
+            "The pod with its container, or the resource claim, that has leased the device; "
+            "the value is always 1.",
+            lambda facts, device: facts.pods.get(device["addr"]), INFO),
     _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",
             lambda _, device: int(device["state"] not in (UNAVAILABLE, PENDING))),
     _device("yunion_mps_device_leased", "Whether the device is leased (1) or not (0).",

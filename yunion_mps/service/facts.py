@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import revision
 from yunion_mps.exposition import Sample
+from yunion_mps.leases.holders import kubernetes_labels
 from yunion_mps.models import DomainStatus
 from yunion_mps.service.observer import HostUsage
 from yunion_mps.service.services import Services
@@ -50,8 +51,8 @@ class Facts(NamedTuple):
     `unusable` are the unusable GPUs (addresses). `leased_budgets` are the budgets (MiB and percent) of leased
     devices by address, because a reload may have changed them for the next lease. `probe_s` is each control
     daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
-    is None until the driver has answered. `latest` is the last poll, and `peaks_mib` the peak memory use of
-    leased devices, by address.
+    is None until the driver has answered. `latest` is the last poll, `peaks_mib` the peak memory use of
+    leased devices, and `pods` the labels of the pods or claims that have leased devices, by address.
     """
 
     now: ClockReadings
@@ -69,6 +70,7 @@ class Facts(NamedTuple):
     leased_budgets: Mapping[str, tuple[int, float]] = {}
     latest: LatestPoll = LatestPoll()
     peaks_mib: Mapping[str, int] = {}
+    pods: Mapping[str, Mapping[str, str]] = {}
 
 
 async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
@@ -104,4 +106,10 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
         },
         queries.usage.latest,
         services.leases.peaks.by_device(),
+        {
+            device.addr: labels
+            for lease in leases
+            if (labels := kubernetes_labels(lease.holder, services.leases.containers))
+            for device in lease.devices
+        },
     )

@@ -58,14 +58,14 @@ class LeaseService:
     def __init__(self, paths: Paths, supervisor: Supervisor, queries: Queries, cdi: CdiPublisher) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor, self._queries, self._publisher = supervisor, queries, cdi
-        self._containers = Containers(paths)
+        self.containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
         self._holders = HolderWatch(self._end)
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
         # Cached, because the devices are listed again after each change: a container keeps its first name.
-        name_holder = lru_cache(4096)(partial(holder_label, containers=self._containers))
+        name_holder = lru_cache(4096)(partial(holder_label, containers=self.containers))
         queries.set_leases(self.ledger, name_holder)
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
@@ -148,7 +148,7 @@ class LeaseService:
         return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
 
     def waiting(self) -> list[answers.QueuedRequest]:
-        return [queued_json(request, self._containers) for request in self.queue.requests]
+        return [queued_json(request, self.containers) for request in self.queue.requests]
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float
@@ -181,12 +181,12 @@ class LeaseService:
         request, candidates = self._admit(queued).request, self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reservation(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
-        return lease_json(lease, None, self._containers)
+        return lease_json(lease, None, self.containers)
 
     def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = self._own(name, caller)
-        released = lease_json(lease, None, self._containers)
+        released = lease_json(lease, None, self.containers)
         name = owner_name(caller)
         self._end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
@@ -393,10 +393,10 @@ class LeaseService:
 
     def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
         sm_of, peak_of = self._queries.usage.latest.sm_of, partial(self.peaks.of, lease.id)
-        containers, expires_s = None if brief else self._containers, self._holders.expires_s(lease.id)
+        containers, expires_s = None if brief else self.containers, self._holders.expires_s(lease.id)
         return lease_json(lease, expires_s, containers, sm_of, peak_of)
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
-        who = describe_holder(lease.holder, self._containers)
+        who = describe_holder(lease.holder, self.containers)
         self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))

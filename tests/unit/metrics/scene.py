@@ -86,6 +86,10 @@ ALL = Facts(
             {"00:06.0-1": DeviceUsage(5900, 2, 42), "00:06.0-2": DeviceUsage(0, 1)},
         ),
         peaks_mib={"00:06.0-1": 5950},
+        pods={
+            "00:06.0-1": {"namespace": "ml", "pod": "trainer-0", "container": "main", "claim": ""},
+            "00:06.0-2": {"namespace": "ml", "pod": "", "container": "", "claim": "shared"},
+        },
         probe_s={"host": 0.0004},
         queue=LeaseFacts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},
