@@ -331,8 +331,8 @@ def _unenforced(request: LeaseRequest, candidates: Candidates) -> str:
 # -- the queue
 
 
-class QueueAnswer(NamedTuple):
-    """The answer to a queued request: its new lease, which equal requests share."""
+class Grant(NamedTuple):
+    """What a queued request gets: its new lease, which equal requests share."""
 
     lease: Lease
     is_new: bool

@@ -115,7 +115,7 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         async def _fail(self) -> Response:
             raise KeyError("unheard of")
 
-        def answer(self, _: Request) -> Awaitable[Response]:
+        def handle(self, _: Request) -> Awaitable[Response]:
             return self._fail()
 
     host.server.pool.application, router = Faulty(), host.server.pool.application
