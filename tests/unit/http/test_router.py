@@ -353,3 +353,26 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
     asyncio.run(go_away())
     assert errors == []
     assert router.request_counts().answers == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("reference", 200, "ok\n"),
+        ("disabled", 200, "ok\n"),
+        ("troubled", 503, None),
+        ("gone", 503, f"devices of GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
+        ("lost", 503, "GPU 00:06.0: the GPU is lost\n"),
+    ],
+)
+def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
+    router = by_hand.router(Queries(snapshots.ALL[name], 1788000000.25, 4200))
+    assert ask(router, "/healthz")[::2] == (200, b"ok\n")
+    response = ask(router, "/readyz")
+    assert (response.status, response.content_type) == (status, "text/plain; charset=utf-8")
+    lines = response.body.decode()
+    if text is None:
+        assert lines
+        assert all(": " in line for line in lines.splitlines()), "each names what it is about"
+    else:
+        assert lines == text

@@ -151,6 +151,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline(serve: S
         b"GET /v1/gpus HTTP/1.1\r\nHost: x\r\n",
         request("/v1/gpus", "GET", "Content-Length: 10") + b"12345",
         request("/v1/gpus") + request("/v1/gpus", "GET", "Content-Length: 10") + b"12345",
+        request("/v1/leases", "POST", "Content-Type: application/json", "Content-Length: 9") + b'{"cou',
     ],
 )
 def test_a_request_that_does_not_end_is_answered_with_408(serve: Serve, part: bytes) -> None:
