@@ -32,7 +32,7 @@ _MAX_WAITING = 5
 REEXEC = "yunion-mps daemon-reexec"
 
 
-class Answers(NamedTuple):
+class HostAnswers(NamedTuple):
     status: Status
     gpus: Sequence[Gpu]
     devices: Sequence[Device]
@@ -44,13 +44,13 @@ class Answers(NamedTuple):
 class HostOverview(NamedTuple):
     """The answers, and who has what according to them; the MiB that processes use are by GPU address."""
 
-    answers: Answers
+    answers: HostAnswers
     holdings: list[Holding]
     problems: list[StatusProblem]
     memory_by_gpu: dict[str, int]
 
     @classmethod
-    def of(cls, answers: Answers) -> HostOverview:
+    def of(cls, answers: HostAnswers) -> HostOverview:
         clients = answers.clients["clients"]
         held = holdings(answers.devices, answers.leases, clients)
         return cls(answers, held, problems_of(answers.status), memory_by_gpu(clients))

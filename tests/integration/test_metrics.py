@@ -143,18 +143,6 @@ def test_a_missing_textfile_directory_is_one_warning(daemon: Daemon, textfile: P
     eventually(lambda: wrong not in daemon.warnings(), "the end of the warning")
 
 
-def test_another_users_symlinks_are_not_followed(daemon: Daemon, textfile: Path) -> None:
-    """node_exporter's directory may be its own, and the daemon is root."""
-    victim = textfile.parent.parent / "victim"
-    victim.write_text("mine\n")
-    textfile.symlink_to(victim)
-    Path(f"{textfile}.new").symlink_to(victim)
-    daemon.start().wait_ready()
-    eventually(lambda: not textfile.is_symlink(), "the file", trouble=lambda: daemon.log)
-    assert victim.read_text() == "mine\n"
-    assert not Path(f"{textfile}.new").is_symlink()
-
-
 def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> None:
     theirs, precious = daemon.host.root / "srv/theirs", daemon.host.root / "srv/precious"
     for directory in (theirs, precious):
@@ -170,15 +158,3 @@ def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> 
     assert daemon.stop() == 0
     assert (precious / "a.prom").read_text() == "mine\n"
     assert os.listdir(precious) == ["a.prom"]
-
-
-def test_the_administrator_s_own_links_lead_to_the_file(daemon: Daemon) -> None:
-    real = daemon.host.root / "srv/real"
-    real.mkdir(parents=True)
-    (daemon.host.root / "srv/link").symlink_to("real")
-    os.chown(real, STRANGER, STRANGER)  # node_exporter's directory may be its own
-    daemon.configure(metrics_textfile="/srv/link/a.prom")
-    daemon.start().wait_ready()
-    eventually((real / "a.prom").exists, "the file", trouble=lambda: daemon.log)
-    assert daemon.stop() == 0
-    assert os.listdir(real) == []

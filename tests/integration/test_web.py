@@ -212,9 +212,9 @@ def test_a_fresh_overview_is_answered_at_once(ready_daemon: Daemon) -> None:
 
     async def read() -> tuple[Any, Any]:
         web = WebPage(Paths(str(ready_daemon.host.root)))
-        first = web.answer(get)
+        first = web.handle(get)
         assert not isinstance(first, Response)
-        return await first, web.answer(get)
+        return await first, web.handle(get)
 
     first, second = asyncio.run(read())
     assert isinstance(second, Response)

@@ -22,7 +22,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import Answers, HostOverview, fold_problems, with_hints
+from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, with_hints
 from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.text import count
 
@@ -74,7 +74,7 @@ def status(exit_code: bool, output: str) -> None:
     """
     answer, gpus, devices = call(GET_STATUS), call(GET_GPUS)["gpus"], listed_devices()
     leases, clients = call(GET_LEASES), call(GET_CLIENTS, seen=True)
-    host = HostOverview.of(Answers(answer, gpus, devices, leases["leases"], leases["waiting"], clients))
+    host = HostOverview.of(HostAnswers(answer, gpus, devices, leases["leases"], leases["waiting"], clients))
     answer = {**answer, "problems": host.problems}
     show_pairs(answer, output, lambda: _status_text(answer, host))
     if exit_code and answer["state"] in ("degraded", "failed"):

@@ -75,7 +75,7 @@ class _Loop:
         self._services = services
         self._monitor = Monitor(self._paths, services, control)
         exporter = Exporter(lambda: collect_facts(services, router.request_counts()))
-        router = Router(Handlers(services, exporter.answer))
+        router = Router(Handlers(services, exporter.render))
         self._textfile = Textfile(self._paths, self._supervisor, exporter)
         self._server = Server(router)
         self._watchdog = Watchdog(parts, self._server, self._overdue_text)

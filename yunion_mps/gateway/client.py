@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.errors import NotAllowedError, UnreachableError, YunionError
-from yunion_mps.http.client import Exchange, answer_on, result_of
+from yunion_mps.http.client import Exchange, result_of, send_to
 from yunion_mps.http.messages import Response, encode
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -23,7 +23,7 @@ from yunion_mps.http.operations import (
     Operation,
 )
 from yunion_mps.http.parameters import Value
-from yunion_mps.overview import Answers, HostOverview, page
+from yunion_mps.overview import HostAnswers, HostOverview, page
 from yunion_mps.paths import Paths
 from yunion_mps.units import rfc3339
 
@@ -47,7 +47,7 @@ async def get_from_daemon(
     """Return the daemon's answer to a GET, of any status; raises UnreachableError if there is none."""
     try:
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
-        return await asyncio.wait_for(answer_on(paths.socket, exchange), timeout_s)
+        return await asyncio.wait_for(send_to(paths.socket, exchange), timeout_s)
     except asyncio.TimeoutError:
         what = f"the daemon did not answer within {timeout_s:g} s"
     except NotAllowedError:
@@ -115,7 +115,7 @@ class OverviewCache:
         finally:
             self._overview, self._begun_s, self._taken_s = overview, begun_s, time.monotonic()
 
-    async def _query_all(self, last: int) -> Answers:
+    async def _query_all(self, last: int) -> HostAnswers:
         status = await self._call(GET_STATUS)
         leases = await self._call(GET_LEASES)
         devices_key = (last, status["devices"], status["gpus"], status["started"])
@@ -124,7 +124,7 @@ class OverviewCache:
             self._devices_key, self._listed_s = devices_key, time.monotonic()
         gpus = (await self._call(GET_GPUS))["gpus"]
         clients = await self._call(GET_CLIENTS, seen=True)
-        return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
+        return HostAnswers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
         answer = await get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)

@@ -23,7 +23,7 @@ from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
 from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
-from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem, response_of
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER, Operation
 from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
 from yunion_mps.http.pool import Application, Limits
@@ -120,7 +120,7 @@ class HostNames:
 
 
 class ReadOnlyHandler:
-    """Answers GET requests to a name of this host; a subclass routes them."""
+    """Handles GET requests to a name of this host; a subclass routes them."""
 
     subject: str
 
@@ -128,7 +128,7 @@ class ReadOnlyHandler:
         self._paths = paths
         self._names = HostNames(paths)
 
-    def answer(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> EventualResponse:
         """Return the response or an awaitable of it; never raises."""
         refusal = self._names.refusal(request.headers.get("host", ""), self.subject)
         if refusal:
@@ -144,7 +144,7 @@ class ReadOnlyHandler:
         except ValueError:
             return problem(400, "the request's target is not a valid URL", "write a path such as /")
 
-    def _route(self, url: SplitResult, request: Request) -> Answer:
+    def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ class MetricsHandler(ReadOnlyHandler):
         super().__init__(paths)
         self._failures = Failures(log)
 
-    def _route(self, url: SplitResult, request: Request) -> Answer:
+    def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         if url.path != GET_METRICS.path:
             return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
         return self._metrics(request.headers.get("accept", ""))
@@ -185,22 +185,24 @@ class WebPage(ReadOnlyHandler):
         #: Changes with an upgrade; an open page then reloads itself.
         self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
 
-    def answer(self, request: Request) -> Answer:
-        answer = super().answer(request)
-        return _with_security_headers(answer) if isinstance(answer, Response) else self._run_async(answer)
+    def handle(self, request: Request) -> EventualResponse:
+        response = super().handle(request)
+        return (
+            _with_security_headers(response) if isinstance(response, Response) else self._run_async(response)
+        )
 
-    def _route(self, url: SplitResult, request: Request) -> Answer:
+    def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         if url.path in self._files:
             return self._files[url.path]
         if url.path == "/overview.json":
-            return self._answer_overview(**query_arguments(url.query, _OVERVIEW))
+            return self._respond_with_overview(**query_arguments(url.query, _OVERVIEW))
         if url.path in _RELAYED:
             return self._relay(url, request)
         return problem(404, "not found", "the page is at /")
 
-    async def _run_async(self, answer: Awaitable[Response]) -> Response:
+    async def _run_async(self, pending: Awaitable[Response]) -> Response:
         try:
-            return _with_security_headers(await answer)
+            return _with_security_headers(await pending)
         except UnreachableError as error:
             return _with_security_headers(problem(503, error.message, error.hint))
         except Exception:
@@ -208,7 +210,7 @@ class WebPage(ReadOnlyHandler):
             hint = "see: journalctl -u yunion-mps-gateway"
             return _with_security_headers(problem(500, "internal error in the gateway", hint))
 
-    def _answer_overview(self, mark: Any, event: Any) -> Answer:
+    def _respond_with_overview(self, mark: Any, event: Any) -> EventualResponse:
         """Answer immediately if the cached overview is current, which frees the connection soon."""
         overview = self._overview.current(event)
         return (

@@ -45,12 +45,12 @@ _CONNECT_RETRY_S = 0.02
 
 
 class Exchange:
-    """One request and its answer, without I/O: send `request`, then feed what comes in."""
+    """One request and its response, without I/O: send `request`, then feed what comes in."""
 
     def __init__(
         self, method: str, sent: EncodedRequest, accept: str = _ACCEPTED, *, keep_alive: bool = False
     ) -> None:
-        """With `keep_alive` the connection stays open after the answer."""
+        """With `keep_alive` the connection stays open after the response."""
         self._http = h11.Connection(h11.CLIENT)
         # A client of the gateway may send any bytes as Accept.
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
@@ -66,9 +66,9 @@ class Exchange:
         self._body = bytearray()
 
     def feed(self, data: bytes) -> Response | None:
-        """Add received data, empty at EOF; returns the answer once it is complete.
+        """Add received data, empty at EOF; returns the response once it is complete.
 
-        Raises h11.ProtocolError, and ConnectionError at an EOF before the end of the answer.
+        Raises h11.ProtocolError, and ConnectionError at an EOF before the end of the response.
         """
         self._http.receive_data(data)
         while True:
@@ -112,27 +112,27 @@ class DaemonClient:
         """
         timeout_s = timeout_s or self._timeout_s or default_timeout_s(operation, arguments)
         exchange = Exchange(operation.method, operation.encode(arguments), keep_alive=until_closed)
-        answer = self._answer(exchange, timeout_s, until_closed=until_closed)
-        result: T = result_of(answer, is_text=bool(operation.media_types))
+        response = self._send(exchange, timeout_s, until_closed=until_closed)
+        result: T = result_of(response, is_text=bool(operation.media_types))
         return result
 
     def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
         """The answer, None if its ETag is still `if_none_match`, and its ETag."""
         exchange = Exchange(operation.method, operation.encode(arguments))
         return conditional_result_of(
-            self._answer(exchange, default_timeout_s(operation, arguments), until_closed=False)
+            self._send(exchange, default_timeout_s(operation, arguments), until_closed=False)
         )
 
-    def _answer(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
+    def _send(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
         deadline_s = time.monotonic() + timeout_s
         with self._connect(timeout_s) as connection:
             try:
                 with contextlib.suppress(BrokenPipeError):  # one that is turned away can still read why
                     connection.sendall(exchange.request)
-                answer = None
-                while answer is None:
-                    answer = exchange.feed(_receive(connection, deadline_s))
-                if until_closed and answer.status == 200:
+                response = None
+                while response is None:
+                    response = exchange.feed(_receive(connection, deadline_s))
+                if until_closed and response.status == 200:
                     with contextlib.suppress(ConnectionError):
                         while _receive(connection, deadline_s):
                             pass
@@ -140,7 +140,7 @@ class DaemonClient:
                 raise timeout_error(self._path, timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
                 raise disconnected_error(self._path, error) from None
-        return answer
+        return response
 
     def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -165,19 +165,19 @@ class AsyncDaemonClient:
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """Return the answer; raises the YunionError of the failure. Nothing is retried."""
         timeout_s = timeout_s or default_timeout_s(operation, arguments)
-        answer = await self._answer(Exchange(operation.method, operation.encode(arguments)), timeout_s)
-        result: T = result_of(answer, is_text=bool(operation.media_types))
+        response = await self._send(Exchange(operation.method, operation.encode(arguments)), timeout_s)
+        result: T = result_of(response, is_text=bool(operation.media_types))
         return result
 
     async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
         """The answer and its ETag, as `DaemonClient.call_if_changed` returns them."""
         exchange = Exchange(operation.method, operation.encode(arguments))
-        return conditional_result_of(await self._answer(exchange, default_timeout_s(operation, arguments)))
+        return conditional_result_of(await self._send(exchange, default_timeout_s(operation, arguments)))
 
-    async def _answer(self, exchange: Exchange, timeout_s: float) -> Response:
+    async def _send(self, exchange: Exchange, timeout_s: float) -> Response:
         from yunion_mps.tasks import within  # asyncio, which a blocking client need not import
 
-        return await within(timeout_s, answer_on(self._path, exchange), timeout_error(self._path, timeout_s))
+        return await within(timeout_s, send_to(self._path, exchange), timeout_error(self._path, timeout_s))
 
     async def sleep(self, delay_s: float) -> None:
         import asyncio
@@ -185,8 +185,8 @@ class AsyncDaemonClient:
         await asyncio.sleep(delay_s)
 
 
-async def answer_on(path: str, exchange: Exchange) -> Response:
-    """Send the request to this socket, and return the answer, without a timeout; raises YunionError."""
+async def send_to(path: str, exchange: Exchange) -> Response:
+    """Send the request to this socket, and return the response, without a timeout; raises YunionError."""
     import asyncio  # 60 ms, which a blocking client need not pay
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -203,12 +203,12 @@ async def answer_on(path: str, exchange: Exchange) -> Response:
         try:
             with contextlib.suppress(BrokenPipeError):  # one that is turned away can still read why
                 await loop.sock_sendall(connection, exchange.request)
-            answer = None
-            while answer is None:
-                answer = exchange.feed(await loop.sock_recv(connection, _PIECE_BYTES))
+            response = None
+            while response is None:
+                response = exchange.feed(await loop.sock_recv(connection, _PIECE_BYTES))
         except (OSError, h11.ProtocolError) as error:
             raise disconnected_error(path, error) from None
-        return answer
+        return response
 
 
 def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
@@ -257,27 +257,27 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
     return connection.recv(_PIECE_BYTES)
 
 
-def conditional_result_of(answer: Response) -> tuple[Any, str]:
-    """The value of the answer, None if it has not changed, and its ETag; raises what `result_of` raises."""
-    value = None if answer.status == 304 else result_of(answer)
-    return value, dict(answer.headers).get("ETag", "")
+def conditional_result_of(response: Response) -> tuple[Any, str]:
+    """The value of the response, None if it has not changed, and its ETag; raises what `result_of` raises."""
+    value = None if response.status == 304 else result_of(response)
+    return value, dict(response.headers).get("ETag", "")
 
 
-def result_of(answer: Response, *, is_text: bool = False) -> Any:
-    """The value, or the text, of the answer; raises the YunionError of a failure."""
-    if answer.status in _DONE and is_text:
-        return answer.body.decode(errors="replace")
+def result_of(response: Response, *, is_text: bool = False) -> Any:
+    """The value, or the text, of the response; raises the YunionError of a failure."""
+    if response.status in _DONE and is_text:
+        return response.body.decode(errors="replace")
     try:
-        value = json.loads(answer.body)
+        value = json.loads(response.body)
     except ValueError:
         raise UnreachableError(
-            f"the daemon's answer (status {answer.status}) is not JSON",
+            f"the daemon's answer (status {response.status}) is not JSON",
             "check which program listens on its socket: ss -xlp",
         ) from None
-    if answer.status in _DONE:
+    if response.status in _DONE:
         return value
     problem = value if isinstance(value, dict) else {}
-    message = str(problem.get("detail") or f"the daemon answered with status {answer.status}")
+    message = str(problem.get("detail") or f"the daemon answered with status {response.status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
     code = str(problem.get("code") or "")
-    raise _KINDS.get(answer.status, YunionError)(message, hint, code)
+    raise _KINDS.get(response.status, YunionError)(message, hint, code)

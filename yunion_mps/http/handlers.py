@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.http.messages import Created, Request, Response
+from yunion_mps.http.messages import CreatedResource, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
 from yunion_mps.http.parameters import BadRequestError
@@ -155,7 +155,7 @@ class Handlers:
         dry_run: bool,
         holder: RequestedHolder,
         idempotency_key: str | None,
-    ) -> answers.LeaseRecord | Created:
+    ) -> answers.LeaseRecord | CreatedResource:
         if memory_mib is not None and memory_units is not None:
             raise BadRequestError("memory_mib and memory_units are mutually exclusive", "use one of them")
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
@@ -171,7 +171,7 @@ class Handlers:
         if dry_run:
             return self._services.leases.preview(queued)
         lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)
-        return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
+        return CreatedResource(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
     async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
         return self._services.leases.release(lease, _caller(request).owner)

@@ -62,12 +62,13 @@ class Response(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Created(NamedTuple):
+class CreatedResource(NamedTuple):
     value: object
     location: str
 
 
-Answer = Union[Response, Awaitable[Response]]
+#: A response, or an awaitable one.
+EventualResponse = Union[Response, Awaitable[Response]]
 
 
 def problem(
@@ -97,7 +98,7 @@ def problem_of(error: YunionError) -> Response:
 def response_of(value: object) -> Response:
     if isinstance(value, Response):
         return value
-    if isinstance(value, Created):
+    if isinstance(value, CreatedResource):
         return Response(201, "application/json", encode(value.value), (("Location", value.location),))
     return Response(200, "application/json", encode(value))
 

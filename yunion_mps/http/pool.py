@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple, Protocol
 
-from yunion_mps.http.messages import Answer, Request
+from yunion_mps.http.messages import EventualResponse, Request
 
 _ROOT = 0
 
@@ -35,9 +35,9 @@ class Limits(NamedTuple):
 
 
 class Application(Protocol):
-    """Answers requests: the API's router, or the gateway's pages."""
+    """Handles requests: the API's router, or the gateway's pages."""
 
-    def answer(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> EventualResponse:
         """The response, or an awaitable one; never raises."""
 
 

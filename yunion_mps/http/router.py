@@ -1,4 +1,4 @@
-"""The router: dispatches requests to their operations, caches answers, and counts requests."""
+"""The router: dispatches requests to their operations, caches responses, and counts requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from yunion_mps.errors import YunionError
 from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
-from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem, problem_of, response_of
 from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETERS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.identity import fingerprint
@@ -41,7 +41,7 @@ class _Match(NamedTuple):
 
 
 class Router:
-    """Answers requests; a cached answer is reused until the snapshot changes."""
+    """Handles requests; a cached response is reused until the snapshot changes."""
 
     def __init__(self, handlers: Handlers) -> None:
         self._handlers = handlers
@@ -50,34 +50,34 @@ class Router:
         self._cached_for = -1
         self._cached_bytes = 0
         self._uninterruptible: set[asyncio.Task[Response]] = set()
-        self._answers: Counter[tuple[str, str, int]] = Counter()
+        self._responses: Counter[tuple[str, str, int]] = Counter()
         self._latencies = Histogram(_BOUNDS_S)
 
-    def answer(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> EventualResponse:
         """The response, or an awaitable one; never raises."""
         began_s = time.perf_counter()
-        route, answer = self._answer(request)
-        if isinstance(answer, Response):
-            self._count(route, request, answer, time.perf_counter() - began_s)
-            return answer
+        route, response = self._dispatch(request)
+        if isinstance(response, Response):
+            self._count(route, request, response, time.perf_counter() - began_s)
+            return response
 
         def count(done: asyncio.Future[Response]) -> None:
             if not done.cancelled() and not done.exception():  # otherwise there is no answer
                 self._count(route, request, done.result(), time.perf_counter() - began_s)
 
-        later = asyncio.ensure_future(answer)
-        later.add_done_callback(count)
-        return later
+        pending = asyncio.ensure_future(response)
+        pending.add_done_callback(count)
+        return pending
 
     def request_counts(self) -> RequestCounts:
-        return RequestCounts(dict(self._answers), list(self._latencies.samples()))
+        return RequestCounts(dict(self._responses), list(self._latencies.samples()))
 
     def _count(self, route: str, request: Request, response: Response, took_s: float) -> None:
         method = request.method if request.method in _METHODS else OTHER
-        self._answers[route, method, response.status] += 1
+        self._responses[route, method, response.status] += 1
         self._latencies.observe((route,), took_s)
 
-    def _answer(self, request: Request) -> tuple[str, Answer]:
+    def _dispatch(self, request: Request) -> tuple[str, EventualResponse]:
         version = self._handlers.version
         if version != self._cached_for or self._cached_bytes > _CACHED_BYTES:
             self._cached.clear()
@@ -102,18 +102,18 @@ class Router:
             return match.route, problem(405, what, hint, (("Allow", allowed),))
 
         def work() -> Any:
-            return self._handle(operation, request, match.arguments, url.query)
+            return self._call_handler(operation, request, match.arguments, url.query)
 
         if not operation.cached:
-            answer = _run_async(request, work)
-            return match.route, self._shielded(answer) if operation.uninterruptible else answer
+            pending = _run_async(request, work)
+            return match.route, self._shielded(pending) if operation.uninterruptible else pending
         response = _run(request, work)
         if response.status < 500:
             self._cached[request.target] = match.route, response
             self._cached_bytes += len(request.target) + len(response.body)
         return match.route, self._conditional(request, response)
 
-    def _conditional(self, request: Request, response: Response) -> Answer:
+    def _conditional(self, request: Request, response: Response) -> EventualResponse:
         """The response, or 304 if the caller has it already, possibly after waiting for a change."""
         etag = dict(response.headers).get("ETag")
         if etag is None or not _matches(request.headers.get("if-none-match", ""), etag):
@@ -130,7 +130,7 @@ class Router:
         unconditional = request._replace(headers={})
 
         def evaluate() -> Response:
-            response = self._answer(unconditional)[1]
+            response = self._dispatch(unconditional)[1]
             assert isinstance(response, Response)
             return response
 
@@ -140,7 +140,7 @@ class Router:
         response = await self._handlers.changes.wait_for(evaluate, is_changed, wait_s)
         return response if is_changed(response) else _not_modified(etag)
 
-    def _handle(
+    def _call_handler(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
         if operation.access == ROOT:

@@ -23,7 +23,7 @@ from yunion_mps.http.pool import BUFFER_BYTES, Application, ConnectionPool, Limi
 log = logging.getLogger(__name__)
 
 #: From this size on, answers count against the client's limit of unread bytes.
-_LARGE_ANSWER_BYTES = 64 << 10
+_LARGE_RESPONSE_BYTES = 64 << 10
 
 #: How many h11 events are handled before other connections get their turn.
 _EVENTS_A_TURN = 64
@@ -212,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
             elif isinstance(event, h11.Data):
                 self._add_body(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                self._answer()
+                self._dispatch()
                 return self._http.trailing_data != (b"", False)
             else:
                 if isinstance(event, h11.ConnectionClosed):
@@ -240,7 +240,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(problem(413, what, "send only the members that the operation defines"))
             raise h11.RemoteProtocolError("body too large")
 
-    def _answer(self) -> None:
+    def _dispatch(self) -> None:
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
@@ -249,16 +249,16 @@ class Connection(asyncio.BufferedProtocol):
         peer = (self.uid, self.pid, self.unit)
         asked = Request(method, target, *peer, self.keep_open, headers, self._body, self.await_event)
         self._body = b""
-        answer = self._pool.application.answer(asked)
-        if isinstance(answer, Response):
-            self._respond(answer)
+        response = self._pool.application.handle(asked)
+        if isinstance(response, Response):
+            self._respond(response)
             return
         if self._timer:
             self._timer.cancel()  # the request has its own deadline, which may be longer
-        self._pending = asyncio.ensure_future(answer)
-        self._pending.add_done_callback(self._on_answer)
+        self._pending = asyncio.ensure_future(response)
+        self._pending.add_done_callback(self._on_response)
 
-    def _on_answer(self, awaited: asyncio.Future[Response]) -> None:
+    def _on_response(self, awaited: asyncio.Future[Response]) -> None:
         self._pending = None
         if awaited.cancelled():
             self.abort()  # there will be no answer
@@ -276,11 +276,12 @@ class Connection(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._process()
 
-    def _respond(self, answer: Response) -> None:
-        large = len(answer.body) > _LARGE_ANSWER_BYTES
+    def _respond(self, response: Response) -> None:
+        large = len(response.body) > _LARGE_RESPONSE_BYTES
         if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
-            answer = problem(503, "too much response data is waiting to be read", "read it, or request less")
-        self._send(answer)
+            what = "too much response data is waiting to be read"
+            response = problem(503, what, "read it, or request less")
+        self._send(response)
         self._awaits_event = False
         self._pool.note_answer(self)
         self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._idle_timeout_s)

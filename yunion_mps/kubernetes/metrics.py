@@ -24,7 +24,7 @@ from yunion_mps.exposition import (
 )
 from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
-from yunion_mps.http.messages import Answer, Request, Response, problem
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
@@ -126,7 +126,7 @@ class MetricsPage:
         self._counts = counts
         self._resources = resources
 
-    def answer(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> EventualResponse:
         if not _ADDRESS.fullmatch(request.headers.get("host", "").lower()):
             return problem(
                 421, "the metrics are not served under that name", "use an IP address or localhost"

@@ -330,8 +330,8 @@ def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
 # -- the queue
 
 
-class QueueAnswer(NamedTuple):
-    """The answer to a queued request: its new lease, which equal requests share."""
+class Grant(NamedTuple):
+    """What a queued request gets: its new lease, which equal requests share."""
 
     lease: Lease
     is_new: bool

@@ -37,7 +37,7 @@ class Exporter:
         self._writing = asyncio.Lock()
         self._cache: dict[bool, bytes] = {}
 
-    async def answer(self, accept: str) -> tuple[str, bytes]:
+    async def render(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and all metrics, in the format that an Accept header asks for."""
         openmetrics = wants_openmetrics(accept)
         text = await self.text(openmetrics=openmetrics)

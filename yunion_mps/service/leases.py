@@ -14,7 +14,7 @@ from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator, Queue, QueueAnswer, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, Grant, Queue, refuse_infeasible
 from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
@@ -70,8 +70,8 @@ class LeaseService:
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
-        #: The answers to queued requests, by position.
-        self._answers: dict[int, asyncio.Future[QueueAnswer]] = {}
+        #: The grants to queued requests, by position.
+        self._grants: dict[int, asyncio.Future[Grant]] = {}
         self._known, self._known_version = Candidates(), -1
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
@@ -107,8 +107,8 @@ class LeaseService:
         """Cancel all queued requests without answering; their positions are kept for the next daemon."""
         self._is_draining = True
         self.queue.requests.clear()
-        for answer in self._answers.values():
-            answer.cancel()
+        for grant in self._grants.values():
+            grant.cancel()
 
     def close(self) -> None:
         """Stop granting and ending leases, which the next daemon restores."""
@@ -127,11 +127,11 @@ class LeaseService:
             try:
                 lease = self._grant(queued, devices)
             except YunionError as error:
-                self._answers[queued.position].set_exception(error)
+                self._grants[queued.position].set_exception(error)
                 continue
             equal = self.queue.remove_answered(lease)
             for request in (queued, *equal):
-                self._answers[request.position].set_result(QueueAnswer(lease, request is queued, bool(equal)))
+                self._grants[request.position].set_result(Grant(lease, request is queued, bool(equal)))
 
     # -- use cases
 
@@ -164,7 +164,7 @@ class LeaseService:
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
-            lease, is_new, _ = await self._wait_for_answer(queued, wait_s)
+            lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name":
             lease = self._renew(lease)
         elif lease.holder.is_awaited:
@@ -232,29 +232,29 @@ class LeaseService:
         self._record(bound, "bound to", "its container started")
         return self._json(bound)
 
-    # -- requests
+    # -- internals
 
-    async def _wait_for_answer(self, queued: QueuedRequest, wait_s: float) -> QueueAnswer:
-        """Queue the request and wait; returns its answer, or raises YunionError."""
-        answer: asyncio.Future[QueueAnswer] = asyncio.get_running_loop().create_future()
-        self._answers[queued.position] = answer
+    async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
+        """Queue the request and wait; returns its grant, or raises YunionError."""
+        grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._grants[queued.position] = grant
         self.queue.add(queued)
         self.serve()
         try:
-            if wait_s and not answer.done():
+            if wait_s and not grant.done():
                 self._positions.store(queued)
-                # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the answer.
-                await asyncio.wait({answer}, timeout=wait_s)
-            if not answer.done():
+                # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
+                await asyncio.wait({grant}, timeout=wait_s)
+            if not grant.done():
                 raise self._why_not(queued)
-            return answer.result()
+            return grant.result()
         except asyncio.CancelledError:
-            is_granted = answer.done() and not answer.cancelled() and not answer.exception()
-            if is_granted and not answer.result().is_shared:
-                self._end(answer.result().lease.id, "its client disconnected")
+            is_granted = grant.done() and not grant.cancelled() and not grant.exception()
+            if is_granted and not grant.result().is_shared:
+                self._end(grant.result().lease.id, "its client disconnected")
             raise
         finally:
-            del self._answers[queued.position]
+            del self._grants[queued.position]
             is_repeated = any(other.key == queued.key for other in self.queue.requests if other is not queued)
             if not is_repeated and not self._is_draining:
                 self._positions.delete(queued)
@@ -306,7 +306,7 @@ class LeaseService:
                     refusals[queued.request] = error
             if refusal := refusals[queued.request]:
                 self.queue.requests.remove(queued)
-                self._answers[queued.position].set_exception(refusal)
+                self._grants[queued.position].set_exception(refusal)
 
     def _why_not(self, queued: QueuedRequest) -> YunionError:
         candidates = self._candidates()
@@ -326,8 +326,6 @@ class LeaseService:
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
         return queued._replace(request=self._feasible(queued.request))
-
-    # -- leases
 
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
         """Grant the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""

@@ -13,7 +13,7 @@ from yunion_mps.cli.output import display_width
 from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.overview import Answers, ShownProblem
+from yunion_mps.overview import HostAnswers, ShownProblem
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
 from yunion_mps.units import rfc3339
@@ -40,7 +40,7 @@ def poll(snapshot: Snapshot, *leases: Any, clients: Any = NO_CLIENTS, events: in
     }
     gpus = service.gpus()["gpus"]
     status = status_of(service, *leases, clients=clients)
-    told = Answers(status, gpus, devices, list(leases), [], clients)
+    told = HostAnswers(status, gpus, devices, list(leases), [], clients)
     return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.gateway.server import LIMITS, HostNames, Listeners
 from yunion_mps.http.listener import listen_on
-from yunion_mps.http.messages import Answer, Request, Response
+from yunion_mps.http.messages import EventualResponse, Request, Response
 from yunion_mps.http.pool import Limits
 from yunion_mps.paths import Paths
 
@@ -22,7 +22,7 @@ from integration.gateway_host import free_port
 class Nothing:
     """Answers every request alike."""
 
-    def answer(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> EventualResponse:
         return Response(200, "text/plain", request.target.encode())
 
 

@@ -41,7 +41,7 @@ def ask(snapshot: Snapshot, target: str, method: str = "GET", body: bytes = b"")
         service = Queries(lambda: snapshot, 1788000000.25, 4200)
         headers = {"content-type": "application/json"}
         asked = Request(method, target, 0, os.getpid(), headers=headers, body=body)
-        found = by_hand.router(service).answer(asked)
+        found = by_hand.router(service).handle(asked)
         return found if isinstance(found, Response) else await found
 
     response = asyncio.run(answer())

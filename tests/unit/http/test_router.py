@@ -28,7 +28,7 @@ def ask(
     router: Router, target: str, method: str = "GET", body: bytes = b"", kind: str = "application/json"
 ) -> Response:
     async def answer() -> Response:
-        found = router.answer(
+        found = router.handle(
             Request(method, target, 0, os.getpid(), headers={"content-type": kind}, body=body)
         )
         response = found if isinstance(found, Response) else await found
@@ -98,7 +98,7 @@ def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation
     assert declared == f"Operation[{f'answers.{operation.answer}' if operation.answer else untyped}]"
     if operation.answer:
         handler = getattr(Handlers, operation.name)
-        returned = f"answers.{operation.answer}" + (" | Created" if operation.creates else "")
+        returned = f"answers.{operation.answer}" + (" | CreatedResource" if operation.creates else "")
         assert handler.__annotations__["return"] == returned
         assert hasattr(answers, operation.answer)
 
@@ -238,7 +238,7 @@ def test_a_new_lease_is_created_at_its_own_address(shared: Router, body: str, ki
 @pytest.mark.parametrize("key", ["", "short", "../../../../../etc/passwd", "a" * 65])
 def test_an_idempotency_key_has_a_form(shared: Router, key: str) -> None:
     async def answer() -> Response:
-        later = shared.answer(Request("POST", "/v1/leases", 0, headers={"idempotency-key": key}))
+        later = shared.handle(Request("POST", "/v1/leases", 0, headers={"idempotency-key": key}))
         return later if isinstance(later, Response) else await later
 
     assert problem(asyncio.run(answer())) == (400, f"invalid value for Idempotency-Key: {key!r}", REQUEST)
@@ -345,7 +345,7 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
 
     async def go_away() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        task = asyncio.ensure_future(router.answer(Request("GET", "/v1/clients", 0)))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(router.handle(Request("GET", "/v1/clients", 0)))  # type: ignore[arg-type]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0)
@@ -353,3 +353,26 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
     asyncio.run(go_away())
     assert errors == []
     assert router.request_counts().answers == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("reference", 200, "ok\n"),
+        ("disabled", 200, "ok\n"),
+        ("troubled", 503, None),
+        ("gone", 503, f"devices of GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
+        ("lost", 503, "GPU 00:06.0: the GPU is lost\n"),
+    ],
+)
+def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
+    router = by_hand.router(Queries(snapshots.ALL[name], 1788000000.25, 4200))
+    assert ask(router, "/healthz")[::2] == (200, b"ok\n")
+    response = ask(router, "/readyz")
+    assert (response.status, response.content_type) == (status, "text/plain; charset=utf-8")
+    lines = response.body.decode()
+    if text is None:
+        assert lines
+        assert all(": " in line for line in lines.splitlines()), "each names what it is about"
+    else:
+        assert lines == text

@@ -115,7 +115,7 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         async def _fail(self) -> Response:
             raise KeyError("unheard of")
 
-        def answer(self, _: Request) -> Awaitable[Response]:
+        def handle(self, _: Request) -> Awaitable[Response]:
             return self._fail()
 
     host.server.pool.application, router = Faulty(), host.server.pool.application
@@ -151,6 +151,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline(serve: S
         b"GET /v1/gpus HTTP/1.1\r\nHost: x\r\n",
         request("/v1/gpus", "GET", "Content-Length: 10") + b"12345",
         request("/v1/gpus") + request("/v1/gpus", "GET", "Content-Length: 10") + b"12345",
+        request("/v1/leases", "POST", "Content-Type: application/json", "Content-Length: 9") + b'{"cou',
     ],
 )
 def test_a_request_that_does_not_end_is_answered_with_408(serve: Serve, part: bytes) -> None:

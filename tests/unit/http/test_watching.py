@@ -6,7 +6,6 @@ import pytest
 
 from integration.daemon_host import eventually
 from unit.http import snapshots
-from unit.http.conftest import Serve
 from unit.http.server_host import Answer, RawClient, ServerHost, request
 
 DEVICES = "/v1/devices?limit=0"
@@ -101,34 +100,3 @@ def test_a_handover_answers_waiting_requests(host: ServerHost) -> None:
 
     host.call(end())
     assert client.answer().status == 304
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "text"),
-    [
-        ("reference", 200, "ok\n"),
-        ("disabled", 200, "ok\n"),
-        ("troubled", 503, None),
-        ("gone", 503, f"devices of GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
-        ("lost", 503, "GPU 00:06.0: the GPU is lost\n"),
-    ],
-)
-def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
-    with ServerHost(snapshots.ALL[name]()) as host:
-        assert (host.ask("GET", "/healthz").status, host.ask("GET", "/healthz").body) == (200, b"ok\n")
-        answer = host.ask("GET", "/readyz")
-        assert (answer.status, answer.headers["content-type"]) == (status, "text/plain; charset=utf-8")
-        if text is None:
-            lines = answer.body.decode().splitlines()
-            assert lines
-            assert all(": " in line for line in lines), "each names what it is about"
-        else:
-            assert answer.body.decode() == text
-
-
-def test_a_body_that_comes_slowly_has_a_deadline(serve: Serve) -> None:
-    slow = serve(snapshots.reference(), first_request_timeout_s=2)
-    head = request("/v1/leases", "POST", "Content-Type: application/json", "Content-Length: 9")
-    answer = slow.connect().send(head + b'{"cou').answer()
-    assert answer.problem[:2] == (408, "the request did not arrive in time")
-    slow.assert_serves()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from yunion_mps.enums import FAILED
 from yunion_mps.models import Gpu
-from yunion_mps.overview import Answers, HostOverview, page
+from yunion_mps.overview import HostAnswers, HostOverview, page
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
 
@@ -27,7 +27,7 @@ def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (
     devices = service.all_devices()
     seen = by_hand.clients(*clients, servers=(), errors=("domain host: it does not answer",))
     status = status_of(service, *leases, clients=seen)
-    answers = Answers(status, service.gpus()["gpus"], devices, leases, (), seen)
+    answers = HostAnswers(status, service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
 
 

@@ -22,7 +22,7 @@ from yunion_mps.cli.top.terminal import STOP_SIGNALS, SignalWakeup, Terminal
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import Answers
+from yunion_mps.overview import HostAnswers
 
 if TYPE_CHECKING:
     _News = Union[Poll, BaseException]
@@ -108,7 +108,7 @@ def poll(before: Poll | None = None) -> Poll:
     else:
         gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
     clients = call(GET_CLIENTS, seen=True)
-    answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], clients)
+    answers = HostAnswers(status, gpus, devices, leases["leases"], leases["waiting"], clients)
     return Poll(time.time(), answers, events["events"], seen, devices_s)
 
 

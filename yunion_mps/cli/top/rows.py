@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
-from yunion_mps.overview import Answers, HostOverview, ShownProblem, fold_problems
+from yunion_mps.overview import HostAnswers, HostOverview, ShownProblem, fold_problems
 from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
@@ -27,7 +27,7 @@ class Poll(NamedTuple):
     """
 
     taken_s: float
-    answers: Answers
+    answers: HostAnswers
     events: list[Event]
     seen: tuple[object, ...]
     devices_s: float
