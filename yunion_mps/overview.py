@@ -1,6 +1,6 @@
 """The host at one moment: the daemon's answers, who has what and what is wrong according to them. No I/O.
 
-`status`, `who`, `top` and the web page all use it: problems are folded, with each hint once.
+`status`, `who`, `top` and the web page all use it: similar problems are folded, with each hint once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def page(host: HostOverview) -> dict[str, object]:
         "clients": len(answers.clients["clients"]),
         "problems": [
             {"title": problem.title, "text": problem.text, "hint": hint}
-            for problem, hint in with_hints(folded(host.problems))
+            for problem, hint in with_hints(fold_similar(host.problems))
         ],
         "wrong": len(host.problems),
         "errors": answers.clients["errors"],
@@ -170,18 +170,18 @@ def problems_of(status: Status) -> list[StatusProblem]:
     return sorted([own, *status["problems"]], key=lambda one: PROBLEM_LEVELS.index(one["level"]))
 
 
-def folded(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
+def fold_similar(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
     """Keep at most `limit` similar problems of each level, and add one that counts the rest.
 
     Problems with the same code are similar, because their hints may name different processes or GPUs.
     """
-    counts = Counter((one["level"], one["code"]) for one in problems)
+    counts = Counter((problem["level"], problem["code"]) for problem in problems)
     shown: dict[tuple[str, str], list[ShownProblem]] = {}
-    for one in problems:
-        level, code, hint = one["level"], one["code"], one["hint"]
+    for problem in problems:
+        level, code, hint = problem["level"], problem["code"], problem["hint"]
         alike = shown.setdefault((level, code), [])
         if len(alike) < limit:
-            alike.append(ShownProblem(level, code, one["text"], hint))
+            alike.append(ShownProblem(level, code, problem["text"], hint))
         elif len(alike) == limit:
             more = counts[level, code] - limit
             text = f"and {more} more of the same kind (all: yunion-mps status -o json)"

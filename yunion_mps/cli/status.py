@@ -22,7 +22,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import HostAnswers, HostOverview, folded, with_hints
+from yunion_mps.overview import HostAnswers, HostOverview, fold_similar, with_hints
 from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.text import count
 
@@ -99,7 +99,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     pending = "".join(f", {devices[name]} {name}" for name in ("pending", "reserved") if devices[name])
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
-    for problem, hint in with_hints(folded(host.problems)):
+    for problem, hint in with_hints(fold_similar(host.problems)):
         text += wrapped(f"{problem.title + ':':9} {problem.text}", _INDENT)
         text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [

@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS, TERMINATE_CLIENT
-from yunion_mps.overview import folded, with_hints
+from yunion_mps.overview import fold_similar, with_hints
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     LEASES_PENDING,
@@ -152,7 +152,7 @@ def who(clients_only: bool, output: str) -> None:
     answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [one for one in problems if one["code"] in _ABOUT_USE],
+        "problems": [problem for problem in problems if problem["code"] in _ABOUT_USE],
         "errors": clients["errors"],
         "total": len(uses),
     }
@@ -189,7 +189,7 @@ def _who_text(answer: UseList, *, wide: bool) -> str:
     """Format a table, then queued requests, problems with hints, and errors."""
     text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
     text += waiting_text(answer["waiting"])
-    for problem, hint in with_hints(folded(answer["problems"])):
+    for problem, hint in with_hints(fold_similar(answer["problems"])):
         text += wrapped(f"{problem.title}: {problem.text}") + hint_text(hint)
     return text + notes(("Incomplete", error) for error in answer["errors"])
 

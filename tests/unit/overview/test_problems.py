@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.answers import StatusProblem
-from yunion_mps.overview import folded, problems_of, version_mismatch, with_hints
+from yunion_mps.overview import fold_similar, problems_of, version_mismatch, with_hints
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,
@@ -50,7 +50,7 @@ def problem(level: str, code: str, text: str, hint: str) -> StatusProblem:
 def test_problems_with_the_same_code_are_folded() -> None:
     many = [problem("warning", VGPU, f"GPU {n}", "reload") for n in range(9)]
     many.append(problem("problem", XID, "x", "y"))
-    assert [one.text for one in folded(many)] == [
+    assert [one.text for one in fold_similar(many)] == [
         "GPU 0",
         "GPU 1",
         "GPU 2",
@@ -61,12 +61,12 @@ def test_problems_with_the_same_code_are_folded() -> None:
 
 def test_the_rest_of_the_problems_of_many_processes_has_a_general_hint() -> None:
     many = [problem("problem", OVER_BUDGET, f"{n}", hint_of(OVER_BUDGET, pid=n)) for n in range(1, 6)]
-    assert [one.text[:6] for one in folded(many)] == ["1", "2", "3", "and 2 "]
-    assert folded(many)[-1].hint.endswith("yunion-mps terminate PID")
+    assert [one.text[:6] for one in fold_similar(many)] == ["1", "2", "3", "and 2 "]
+    assert fold_similar(many)[-1].hint.endswith("yunion-mps terminate PID")
 
 
 def test_a_hint_that_neighbours_share_is_given_once() -> None:
-    alike = folded([problem("warning", VGPU, f"GPU {n}", "reload") for n in range(2)])
+    alike = fold_similar([problem("warning", VGPU, f"GPU {n}", "reload") for n in range(2)])
     assert [hint for _, hint in with_hints(alike)] == ["", "reload"]
 
 
