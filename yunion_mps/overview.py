@@ -1,6 +1,6 @@
 """The host at one moment: the daemon's answers, who has what and what is wrong according to them. No I/O.
 
-`status`, `who`, `top` and the web page all use it: problems are folded, with each hint once.
+`status`, `who`, `top` and the web page all use it: similar problems are folded, with each hint once.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ def doctor(
       yunion-mps doctor --output json
     """
     from yunion_mps.doctor.checks import Host
-    from yunion_mps.doctor.report import run_checks, selected_checks
+    from yunion_mps.doctor.report import run_checks, select_checks
 
     host = Host(Paths.from_environment(), timeout)
-    report = run_checks(selected_checks(dict(os.environ), pid, command, selftest_too=selftest), host)
+    report = run_checks(select_checks(dict(os.environ), pid, command, selftest_too=selftest), host)
     rows = [(line.finding.level, line.check, line.finding.what, line.finding.hint) for line in report.lines]
     show(report.as_json(), output, _HEADER, rows, lambda: _report_text(report))
     sys.stdout.flush()

@@ -266,17 +266,19 @@ def _with_totals(lease: LeaseRecord) -> dict[str, object]:
 
 
 def _memory_mib(lease: LeaseRecord) -> int:
-    return sum(one["memory_mib"] for one in lease["budgets"])
+    return sum(budget["memory_mib"] for budget in lease["budgets"])
 
 
 def _peak_mib(lease: LeaseRecord) -> int | None:
-    known = [peak for one in lease["budgets"] if (peak := one["memory_peak_mib"]) is not None]
+    known = [peak for budget in lease["budgets"] if (peak := budget["memory_peak_mib"]) is not None]
     return sum(known) if known else None
 
 
 def _utilization(lease: LeaseRecord) -> int | None:
     """The highest among its devices, in percent; None if it is unknown."""
-    return max((sm for one in lease["budgets"] if (sm := one["sm_utilization"]) is not None), default=None)
+    return max(
+        (sm for budget in lease["budgets"] if (sm := budget["sm_utilization"]) is not None), default=None
+    )
 
 
 def _expires(expires: str | None) -> str | None:

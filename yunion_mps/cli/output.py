@@ -87,7 +87,9 @@ def show(
         if not _is_printable(text):
             text = yaml.safe_dump(value, sort_keys=False)  # ASCII, with all other characters escaped
     elif output == "csv":
-        rows = ([one[name] for name in header] if isinstance(one, Mapping) else one for one in records)
+        rows = (
+            [record[name] for name in header] if isinstance(record, Mapping) else record for record in records
+        )
         text = csv_rows([header, *rows])
     else:
         text = table()

@@ -133,7 +133,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     # The reload must be accepted before any job is ended.
     answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
     status, waits = call(GET_STATUS), drain or now
-    show(answer, output, _FIELDS, answer["changes"], lambda: _reloaded_text(answer, status, waits=waits))
+    show(answer, output, _FIELDS, answer["changes"], lambda: _describe_reload(answer, status, waits=waits))
     sys.stdout.flush()
     if jobs:
         _end(jobs)
@@ -145,7 +145,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     _refuse_if_not_serving(status)
 
 
-def _reloaded_text(answer: ChangeList, status: Status, *, waits: bool) -> str:
+def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
     title = "Reloaded with these changes:" if answer["changes"] else "Reloaded; nothing has changed."
     text = _text(title, answer)
     if any(domain["waits_for"] for domain in status["domains"]) and not waits:

@@ -117,8 +117,8 @@ def run(
     if engine:
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
-        run_container(engine, request, wait_s, argv, _inherited())
-    environment = _inherited()
+        run_container(engine, request, wait_s, argv, _inherit_environment())
+    environment = _inherit_environment()
     try:
         environment.update(_environment_of_lease(request, wait_s))
     except YunionError as error:
@@ -157,7 +157,7 @@ def _show(request: RequestMembers, output: str) -> None:
     warn_unenforced_budgets(lease["unenforced_gpus"])
 
 
-def _inherited() -> dict[str, str]:
+def _inherit_environment() -> dict[str, str]:
     """Return our environment without another device's variables, and without the locale set by Python."""
     inherited = {name: value for name, value in os.environ.items() if name not in BUDGET_VARIABLES}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
@@ -169,8 +169,8 @@ def _inherited() -> dict[str, str]:
 def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
     by_gpu = dict.fromkeys(lease["gpus"], 0)
-    for one in lease["budgets"]:
-        by_gpu[one["gpu"]] += one["memory_mib"]
+    for budget in lease["budgets"]:
+        by_gpu[budget["gpu"]] += budget["memory_mib"]
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
     memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
     return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the SM threads"

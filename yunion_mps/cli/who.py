@@ -152,7 +152,7 @@ def who(clients_only: bool, output: str) -> None:
     answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [one for one in problems if one["code"] in _ABOUT_USE],
+        "problems": [problem for problem in problems if problem["code"] in _ABOUT_USE],
         "errors": clients["errors"],
         "total": len(uses),
     }

@@ -177,7 +177,7 @@ class BaseLease:
         self.devices = record.devices
         self.gpus = record.gpus
         #: The memory of all its devices; `record.budgets` has that of each.
-        self.memory_mib = sum(one.memory_mib for one in record.budgets)
+        self.memory_mib = sum(budget.memory_mib for budget in record.budgets)
         self.thread_percentage = record.thread_percentage
         self.budget_enforced = record.budget_enforced
         #: The variables that a process needs to use the devices, and no others.

@@ -253,7 +253,7 @@ def read_nvidia_spec(path: str, gpus: Iterable[Gpu]) -> Nvidia:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
-    return parse_nvidia_spec(_loaded(text, path), gpus)
+    return parse_nvidia_spec(_load(text, path), gpus)
 
 
 def parse_nvidia_spec(spec: Any, gpus: Iterable[Gpu]) -> Nvidia:
@@ -277,8 +277,8 @@ def _of(gpu: Gpu, devices: Mapping[str, Edits]) -> Edits | None:
         return devices[gpu.uuid]
     node = f"/dev/nvidia{gpu.minor}"
     for edits in devices.values():
-        nodes = [str(one["path"]) for one in edits.device_nodes]
-        if [one for one in nodes if one.startswith("/dev/nvidia") and one[11:].isdigit()] == [node]:
+        nodes = [str(entry["path"]) for entry in edits.device_nodes]
+        if [path for path in nodes if path.startswith("/dev/nvidia") and path[11:].isdigit()] == [node]:
             return edits
     return None
 
@@ -372,7 +372,7 @@ def _refuse_too_large(edits: Edits) -> None:
             raise ValueError(f"containerEdits are larger than {_MAX_BYTES >> 20} MiB")
 
 
-def _loaded(text: bytes, path: str) -> Any:
+def _load(text: bytes, path: str) -> Any:
     if path.endswith(".json"):
         try:
             return json.loads(text)

@@ -84,14 +84,14 @@ class _Loop:
         self._loop.set_exception_handler(_report)
         self._services.leases.restore()
         # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
-        self._loop.add_reader(self._signals.fileno(), self._guarded, self._handle_signals)
+        self._loop.add_reader(self._signals.fileno(), self._guard, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)
         await self._server.open(self._listener.socket)
         tasks = [asyncio.create_task(part.run()) for part in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
-        self._guarded(self._tick)
-        self._guarded(self._handle_signals)
+        self._guard(self._tick)
+        self._guard(self._handle_signals)
         is_reexec = False
         try:
             is_reexec = await self._end
@@ -116,7 +116,7 @@ class _Loop:
             self._cdi.remove()
         return is_reexec
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
         """Do `work`; an unexpected exception ends the loop and the daemon, which systemd restarts.
 
         The control daemons keep running and are adopted; continuing without supervision would be worse.
@@ -165,7 +165,7 @@ class _Loop:
         """Schedule one tick for everything that happens until then: dozens of control daemons may answer."""
         if not self._is_tick_scheduled:
             self._is_tick_scheduled = True
-            self._loop.call_soon(self._guarded, self._tick)
+            self._loop.call_soon(self._guard, self._tick)
 
     def _tick(self) -> None:
         """Tick the supervisor, then watch the descriptors and the time that it waits for."""
@@ -175,8 +175,8 @@ class _Loop:
             self._timer = None
         if self._end.done():
             return
-        found = {descriptor for descriptor, _ in self._watch.poll(0)}
-        readable = {one for one, descriptor in self._watched.items() if descriptor in found}
+        ready = {descriptor for descriptor, _ in self._watch.poll(0)}
+        readable = {watchable for watchable, descriptor in self._watched.items() if descriptor in ready}
         due_s = self._due_s = self._supervisor.tick(self._loop.time(), readable)
         if self._supervisor.fleet.take_poll_request():
             self._poll_now.set()
@@ -185,7 +185,7 @@ class _Loop:
             return
         self._update_watched()
         if due_s is not None:
-            self._timer = self._loop.call_at(due_s, self._guarded, self._tick)
+            self._timer = self._loop.call_at(due_s, self._guard, self._tick)
         self._services.leases.serve()  # the change may satisfy a queued request
         self._publish_config()
         self._cdi.refresh()
@@ -211,12 +211,12 @@ class _Loop:
         The kernel forgets a descriptor that is closed, and its number may be used again. So what has a
         descriptor is compared, not its number, and the old ones are unregistered first.
         """
-        watched = {one: one.fileno() for one in self._supervisor.watched()}
-        for one in self._watched.keys() - watched.keys():
+        watched = {watchable: watchable.fileno() for watchable in self._supervisor.watched()}
+        for watchable in self._watched.keys() - watched.keys():
             with contextlib.suppress(OSError):  # it was closed
-                self._watch.unregister(self._watched[one])
-        for one in watched.keys() - self._watched.keys():
-            self._watch.register(watched[one], select.EPOLLIN)
+                self._watch.unregister(self._watched[watchable])
+        for watchable in watched.keys() - self._watched.keys():
+            self._watch.register(watched[watchable], select.EPOLLIN)
         self._watched = watched
 
 

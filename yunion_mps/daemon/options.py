@@ -74,7 +74,7 @@ def command() -> click.Command:
             raise click.BadParameter(f"{text} is not a PID.")
         return int(text)
 
-    def checked(*, check: bool, restore: bool, adopt: int | None, log_level: str | None) -> Options:
+    def check_options(*, check: bool, restore: bool, adopt: int | None, log_level: str | None) -> Options:
         if check + restore + (adopt is not None) > 1:
             raise click.UsageError(_ONE_OF)
         level = log_level or _default_level()
@@ -83,7 +83,7 @@ def command() -> click.Command:
         return Options(check, restore, adopt, level)
 
     return program_command(
-        PROGRAM, checked, _HELP, _STATUSES,
+        PROGRAM, check_options, _HELP, _STATUSES,
         click.option("--check", is_flag=True, help="Check the configuration against the GPUs, and exit."),
         click.option(
             "--restore", is_flag=True,

@@ -171,7 +171,7 @@ def _finding(error: Problem) -> Finding:
 
 def selftest(host: Host) -> Findings:
     """Run a CUDA program on a device of each domain, and compare what it got with its budget."""
-    devices = [one for one in host.devices() if one["state"] == FREE]
+    devices = [device for device in host.devices() if device["state"] == FREE]
     if not devices:
         raise SkipError("no device is free", "see: yunion-mps list")
     tested: set[str] = set()
@@ -229,9 +229,9 @@ def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
 
 def _other_user(host: Host, domain: str) -> str:
     """Return the other user whose jobs the domain's server serves; empty if there is none."""
-    for one in host.status()["domains"]:
-        if one["name"] == domain and one["pid"]:
-            for pid in server_pids(one["pid"]):
+    for status in host.status()["domains"]:
+        if status["name"] == domain and status["pid"]:
+            for pid in server_pids(status["pid"]):
                 uid = uid_of(pid)
                 if uid is not None and uid != os.geteuid():
                     return user_name(uid)

@@ -187,7 +187,7 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
 
 def _start_hint(host: Host, subject: Subject) -> str:
     try:
-        device = next((one["addr"] for one in host.devices() if one["state"] == FREE), _DEVICE)
+        device = next((device["addr"] for device in host.devices() if device["state"] == FREE), _DEVICE)
     except YunionError:
         device = _DEVICE
     return variables.start_hint(subject.command, device)

@@ -34,7 +34,7 @@ _SELFTEST = Check(
 )
 
 
-def selected_checks(
+def select_checks(
     environ: Mapping[str, str], pid: int | None, command: Sequence[str], *, selftest_too: bool
 ) -> tuple[Check, ...]:
     """Return the checks of the host, and as requested of a process, of a command and on a GPU."""

@@ -113,15 +113,23 @@ class Operation(Generic[T]):
     def encode(self, arguments: Mapping[str, Value]) -> EncodedRequest:
         """Encode the request; arguments that are None are left out."""
         given = {name: value for name, value in arguments.items() if value is not None}
-        unknown = set(given) - {one.argument for one in self.parameters}
+        unknown = set(given) - {parameter.argument for parameter in self.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}")
         path = self.path
-        for one in self.path_parameters:
-            path = path.replace(f"{{{one.name}}}", _text(given[one.name]))
-        query = [f"{one.name}={_text(given[one.name])}" for one in self.query_parameters if one.name in given]
-        headers = [(one.name, str(given[one.argument])) for one in self.headers if one.argument in given]
-        body = {one.name: _without_none(given[one.name]) for one in self.members if one.name in given}
+        for parameter in self.path_parameters:
+            path = path.replace(f"{{{parameter.name}}}", _text(given[parameter.name]))
+        query = [
+            f"{parameter.name}={_text(given[parameter.name])}"
+            for parameter in self.query_parameters
+            if parameter.name in given
+        ]
+        headers = [
+            (header.name, str(given[header.argument])) for header in self.headers if header.argument in given
+        ]
+        body = {
+            member.name: _without_none(given[member.name]) for member in self.members if member.name in given
+        }
         if body:
             headers.append(("Content-Type", "application/json"))
         return EncodedRequest(
@@ -147,10 +155,10 @@ def _without_none(value: Value) -> Value:
 
 
 def _text(value: Value) -> str:
-    return _quoted(str(value).lower() if isinstance(value, bool) else str(value))
+    return _quote(str(value).lower() if isinstance(value, bool) else str(value))
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9._~-]*", text):
         return text
     from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
@@ -362,7 +370,7 @@ GET_READINESS: Operation[str] = Operation(
 )  # fmt: skip
 
 OPERATIONS: tuple[Operation[Any], ...] = tuple(
-    one for one in tuple(globals().values()) if isinstance(one, Operation)
+    value for value in tuple(globals().values()) if isinstance(value, Operation)
 )
 #: The operations of each path by their methods; HEAD is answered as GET is.
 ROUTES: dict[str, dict[str, Operation[Any]]] = {}

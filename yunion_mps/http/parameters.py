@@ -64,7 +64,7 @@ class Parameter(NamedTuple):
             f"{'-?' if self.minimum < 0 else ''}[0-9]{{1,11}}", text
         ):
             value = int(text)
-        return self._checked(value, self.name, repr(text[:_SHOWN_LENGTH]))
+        return self._check(value, self.name, repr(text[:_SHOWN_LENGTH]))
 
     def member(self, value: Any, path: str) -> Value:
         """Validate the value of a member of a JSON body; raises BadRequestError."""
@@ -80,9 +80,9 @@ class Parameter(NamedTuple):
             )
         if isinstance(value, float) and value % 1 == 0:
             value = int(value)  # in JSON, 2.0 is an integer
-        return self._checked(value, path, _shown(value))
+        return self._check(value, path, _shown(value))
 
-    def _checked(self, value: Value, path: str, shown: str) -> Value:
+    def _check(self, value: Value, path: str, shown: str) -> Value:
         hint = self.hint
         if self.type == "boolean":
             if isinstance(value, bool):
@@ -130,8 +130,10 @@ class Parameter(NamedTuple):
 
 def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
     properties = {
-        one.name: one.schema() if one.type == "object" else {"description": one.description, **one.schema()}
-        for one in members
+        member.name: member.schema()
+        if member.type == "object"
+        else {"description": member.description, **member.schema()}
+        for member in members
     }
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -167,7 +169,7 @@ def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter])
         shown = repr(kind[:_SHOWN_LENGTH]) if kind else "not given"
         what = f"the body's content type is {shown}"
         raise MediaTypeError(what, "send the header Content-Type: application/json")
-    return members_of(_parsed(body), members)
+    return members_of(_parse(body), members)
 
 
 def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict[str, Value]:
@@ -190,7 +192,7 @@ def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict
     return arguments
 
 
-def _parsed(body: bytes) -> Any:
+def _parse(body: bytes) -> Any:
     try:
         return json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:

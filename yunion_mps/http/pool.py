@@ -99,9 +99,9 @@ class ConnectionPool:
     def _admit(self, connection: PooledConnection) -> bool:
         candidates = self._replaceable_for(connection.client)
         if candidates is not None:
-            replaced = next((one for one in candidates if one.is_replaceable), None)
+            replaced = next((connection for connection in candidates if connection.is_replaceable), None)
             if replaced is None and self.limits.waiting:
-                replaced = next((one for one in candidates if one.was_answered), None)
+                replaced = next((connection for connection in candidates if connection.was_answered), None)
             if replaced is None:
                 return False
             self._remove(replaced)
@@ -119,11 +119,11 @@ class ConnectionPool:
         """The connections of which one must be closed to admit the client; None if the pool is not full."""
         limits, has = self.limits, self.by_client[client]
         if client != _ROOT and has >= limits.per_user:
-            return [one for one in self.connections if one.client == client]
+            return [connection for connection in self.connections if connection.client == client]
         room = limits.connections - (limits.reserved_for_new_clients if has else 0)
         not_roots = len(self.connections) - self.by_client[_ROOT]
         if client != _ROOT and not_roots >= room - limits.reserved_for_root:
-            return [one for one in self.connections if one.client != _ROOT]
+            return [connection for connection in self.connections if connection.client != _ROOT]
         return list(self.connections) if len(self.connections) >= room else None
 
     def note_answer(self, connection: PooledConnection) -> None:

@@ -106,7 +106,7 @@ class Router:
 
         if not operation.cached:
             pending = _run_async(request, work)
-            return match.route, self._shielded(pending) if operation.uninterruptible else pending
+            return match.route, self._shield(pending) if operation.uninterruptible else pending
         response = _run(request, work)
         if response.status < 500:
             self._cached[request.target] = match.route, response
@@ -153,7 +153,7 @@ class Router:
         response = response_of(self._handler_of[operation.name](request, **in_path, **arguments))
         return response._replace(headers=(*response.headers, ("ETag", _etag(response.body))))
 
-    async def _shielded(self, work: Awaitable[Response]) -> Response:
+    async def _shield(self, work: Awaitable[Response]) -> Response:
         """Finish the work even if its caller disconnects."""
         task = asyncio.ensure_future(work)
         self._uninterruptible.add(task)
@@ -184,7 +184,9 @@ def _match(path: str) -> _Match | None:
         if named and all(name == part for name, part in pairs if not name.startswith("{")):
             methods = ROUTES[route]
             parameters = next(iter(methods.values())).path_parameters
-            values = {one.name: _path_value(one.type, named[one.name]) for one in parameters}
+            values = {
+                parameter.name: _path_value(parameter.type, named[parameter.name]) for parameter in parameters
+            }
             return None if None in values.values() else _Match(route, methods, values)
     return None
 

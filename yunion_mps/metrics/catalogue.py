@@ -169,9 +169,9 @@ CATALOGUE = (
            HOST_STATES, lambda facts: [(facts.status["state"],)]),
     Metric(GAUGE, "yunion_mps_problems", "Number of problems in yunion-mps status, by level and reason code.",
            ("level", "reason"), lambda facts: Counter(
-               (one["level"], one["code"]) for one in facts.status["problems"]).items()),
+               (problem["level"], problem["code"]) for problem in facts.status["problems"]).items()),
     Metric(GAUGE, "yunion_mps_leases", "Number of leases, by binding.", ("binding",),
-           lambda facts: (((one,), facts.queue.leases.get(one, 0)) for one in BINDINGS)),
+           lambda facts: (((binding,), facts.queue.leases.get(binding, 0)) for binding in BINDINGS)),
     _host("yunion_mps_queued_requests", "Number of queued requests for devices.",
           lambda facts: facts.queue.waiting),
     _host("yunion_mps_queue_longest_wait_seconds",

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.cli.output import display_width
 from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
-from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
+from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sort_devices
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview import HostAnswers, ShownProblem
 from yunion_mps.service.holdings import NO_CLIENTS
@@ -145,7 +145,7 @@ def test_the_first_line_shows_the_overall_state(scene: Scene, state: str) -> Non
 )
 def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
     assert order in ORDERS
-    rows = sorted_devices(BUSY.devices, order)
+    rows = sort_devices(BUSY.devices, order)
     assert [(row.address + row.mark).removeprefix("00:06.0") for row in rows] == slots
 
 

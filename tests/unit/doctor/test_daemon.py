@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.doctor.checks import Host
-from yunion_mps.doctor.report import run_checks, selected_checks
+from yunion_mps.doctor.report import run_checks, select_checks
 from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 
 from unit.doctor.hosts import host_of, one, write
@@ -83,7 +83,7 @@ def test_both_files_are_checked_with_the_gpus(
 @pytest.mark.parametrize("served", [True, False])
 def test_no_check_breaks_whether_driver_and_daemon_are_there_or_not(tmp_path: Path, *, served: bool) -> None:
     host = host_of(tmp_path, P40, snapshot=snapshot(P40)) if served else host_of(tmp_path)
-    every = selected_checks({}, None, (), selftest_too=True)
+    every = select_checks({}, None, (), selftest_too=True)
     found = run_checks(every, host)
     assert {line.check for line in found.lines} == {check.name for check in every}
     assert [line for line in found.lines if line.finding.level == "unknown"] == []

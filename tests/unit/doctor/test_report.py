@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.doctor.checks import Check, Finding, Findings, Host, ok, problem, skipped, warning
-from yunion_mps.doctor.report import HOST_CHECKS, Report, run_checks, selected_checks
+from yunion_mps.doctor.report import HOST_CHECKS, Report, run_checks, select_checks
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
@@ -105,7 +105,7 @@ def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
 
 
 def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:
-    every = selected_checks({}, 1, ("true",), selftest_too=True)
+    every = select_checks({}, 1, ("true",), selftest_too=True)
     names = {check.name for check in every}
     assert len(HOST_CHECKS) == len({check.name for check in HOST_CHECKS})
     page = (CHECKOUT / "docs/troubleshoot.md").read_text()

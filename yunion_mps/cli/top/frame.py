@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
-from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
+from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sort_devices, sort_gpus
 from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.overview import with_hints
 from yunion_mps.text import count
@@ -99,12 +99,12 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
     layout = _layout(scene, state, rows - len(hidden))
     view_gpus = state.view == "GPUs"
     gpus, gpus_over = _table(
-        "GPU", sorted_gpus(scene.gpus, state.order), layout.gpus, state.offset if view_gpus else 0, widths,
+        "GPU", sort_gpus(scene.gpus, state.order), layout.gpus, state.offset if view_gpus else 0, widths,
         state, now_s,
     )  # fmt: skip
     devices, devices_over = _table(
         "DEVICE",
-        sorted_devices(scene.devices, state.order),
+        sort_devices(scene.devices, state.order),
         layout.devices,
         state.offset,
         widths,

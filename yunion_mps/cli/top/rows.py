@@ -75,13 +75,13 @@ def scene(poll: Poll) -> Scene:
     answers = host.answers
     budgets = {device["addr"]: device["memory_mib"] for device in answers.devices}
     for lease in answers.leases:  # a leased device of a pool is not listed
-        budgets.update({one["addr"]: one["memory_mib"] for one in lease["budgets"]})
+        budgets.update({budget["addr"]: budget["memory_mib"] for budget in lease["budgets"]})
     devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
     devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
     return Scene(host, poll.events, fold_problems(host.problems, 2), _gpu_rows(host), devices)
 
 
-def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
+def sort_devices(rows: Iterable[Row], order: str) -> list[Row]:
     """Sort rows by one of `ORDERS`; rows in use come first, except for `device`."""
     if order == "busiest":
         return sorted(rows, key=lambda row: (row.mark == "", -row.share, not row.in_use))
@@ -92,7 +92,7 @@ def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
     return list(rows)
 
 
-def sorted_gpus(rows: Iterable[Row], order: str) -> list[Row]:
+def sort_gpus(rows: Iterable[Row], order: str) -> list[Row]:
     """Sort rows by the share of memory used, or not at all."""
     return sorted(rows, key=lambda row: -row.share) if order == "busiest" else list(rows)
 
@@ -154,7 +154,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     if len(holding.devices) < 2:
         return [row]
     leased = holding.lease["budgets"] if holding.lease else ()
-    peaks = {one["addr"]: one["memory_peak_mib"] for one in leased}
+    peaks = {device["addr"]: device["memory_peak_mib"] for device in leased}
     return [
         row._replace(
             address=address,
