@@ -279,8 +279,7 @@ class Connection(asyncio.BufferedProtocol):
     def _respond(self, response: Response) -> None:
         large = len(response.body) > _LARGE_RESPONSE_BYTES
         if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
-            what = "too much response data is waiting to be read"
-            response = problem(503, what, "read it, or request less")
+            response = problem(503, "too much response data is waiting to be read", "read it or request less")
         self._send(response)
         self._awaits_event = False
         self._pool.note_answer(self)
