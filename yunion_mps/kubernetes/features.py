@@ -37,8 +37,8 @@ def labels_of(devices: ExtendedResource, memory: ExtendedResource) -> dict[str, 
     """The node's labels, which do not depend on the health of what is offered; none if nothing is."""
     if not devices.offers and not memory.offers:
         return {}
-    by_gpu = Counter(one.gpu for one in devices.offers.values())
-    pools = {one.gpu for one in memory.offers.values()}
+    by_gpu = Counter(offer.gpu for offer in devices.offers.values())
+    pools = {offer.gpu for offer in memory.offers.values()}
     labels = {
         _FIRST: str(len(by_gpu.keys() | pools)),
         "nvidia.com/mps.capable": "true",
@@ -64,7 +64,7 @@ class FeatureFile:
         failures = Failures(log)
         try:
             while True:
-                changes = [one.changed for one in self._resources]
+                changes = [resource.changed for resource in self._resources]
                 labels = labels_of(*self._resources)
                 try:
                     self._write(labels, written)
