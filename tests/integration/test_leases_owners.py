@@ -9,14 +9,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger, take
-from packages.machine import hierarchies
+from packages.machine import hierarchies, removed
 from posting import posted
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
@@ -66,16 +65,10 @@ class Job:
     def remove(self) -> None:
         for group in self._groups:
             while group.name != "system.slice":
-                eventually(lambda group=group: _removed(group), f"the end of {group}")  # type: ignore[misc]
+                eventually(lambda group=group: removed(group), f"the end of {group}")  # type: ignore[misc]
                 group = group.parent
             group.rmdir()
             group.parent.rmdir()
-
-
-def _removed(group: Path) -> bool:
-    with contextlib.suppress(OSError):
-        group.rmdir()
-    return not group.exists()
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.kubernetes.options import PluginOptions, read_options
+from yunion_mps.paths import Paths
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon, eventually
@@ -20,10 +22,24 @@ from simhost import SimHost
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
 
 StartContainer = Callable[[Pod], Container]
+Read = Callable[[str], PluginOptions]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """What the plugin reads of this text of its file."""
+
+    def written(text: str) -> PluginOptions:
+        path = tmp_path / "etc/yunion/kubelet-plugin.yml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return read_options(Paths(str(tmp_path)))
+
+    return written
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.grpc import RpcError
 
 from integration.daemon_host import Daemon, control_daemons, eventually
-from integration.lease_host import ADDRESSES, leases_of
+from integration.lease_host import ADDRESSES, leases_of, restart
 from kubernetes import cri_api as cri
 from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import Kubelet, KubeletPlugin, Reconciler
@@ -38,6 +38,7 @@ def refusal(kubelet: Kubelet, devices: tuple[str, ...]) -> str:
     """Why a container with these devices may not start."""
     with pytest.raises(grpc.RpcError) as caught:
         kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(devices))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     return str(caught.value.details())
 
 
@@ -83,6 +84,7 @@ def test_a_container_starts_whenever_the_plugin_is_killed_before(
     kill_plugin()  # between Allocate and PreStartContainer
     kubelet.start_container(pod)
     kill_plugin()  # between PreStartContainer and the container's creation
+    kubelet.start_container(pod)  # again, as its answer may have been lost
     created = containerd.create_container(pod)
     kill_plugin()  # between its creation and its start
     container = containerd.start_container(created)
@@ -253,6 +255,7 @@ def test_pods_deleted_while_the_plugin_is_down_leave_no_lease(
         del kubelet.pods[pod.name]
     eventually(lambda: len(leases_of(ready_daemon)) == 2, "the end of the running container's lease")
     assert not container.is_running
+    restart(ready_daemon)
     plugin.start()
     Reconciler(ready_daemon.host).release_missing()
     assert_leased_to(ready_daemon, stays)

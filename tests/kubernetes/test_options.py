@@ -15,23 +15,11 @@ from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOption
 from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths
 
+from kubernetes.conftest import Read
 from kubernetes.kubelet import MEMORY, RESOURCE
 
 DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack", "yunion.io/mps-memory", None)
 GPU_OF = {f"{gpu}-{slot}": gpu for gpu, slots in (("a", 4), ("b", 2), ("c", 3)) for slot in range(slots)}
-
-Read = Callable[[str], PluginOptions]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    def written(text: str) -> PluginOptions:
-        path = tmp_path / "etc/yunion/kubelet-plugin.yml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return read_options(Paths(str(tmp_path)))
-
-    return written
 
 
 def test_every_key_has_a_default(tmp_path: Path, read: Read) -> None:

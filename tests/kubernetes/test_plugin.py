@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 
 import grpc
 import pytest
@@ -12,9 +11,9 @@ from yunion_mps.kubernetes.resources import lease_name
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, leases_of, restart, take
+from integration.lease_host import ADDRESSES, leases_of, take
 from kubernetes.conftest import StartContainer
-from kubernetes.kubelet import RESOURCE, HookError, Kubelet, KubeletPlugin, Reconciler
+from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -69,15 +68,6 @@ def test_health_follows_the_daemon(kubelet: Kubelet, plugin: KubeletPlugin, read
         kubelet.wait_healthy(4)
 
 
-def test_the_kubelet_does_not_notice_a_reexecution_of_the_daemon(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
-) -> None:
-    kubelet.wait_healthy(4)
-    ready_daemon.reexec()
-    pod = kubelet.run_pod("trainer", 1)
-    assert start_container(pod).environment["YUNION_MPS_DEVICE"] == pod.devices[0]
-
-
 def test_devices_that_others_lease_are_not_healthy(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
 ) -> None:
@@ -128,42 +118,6 @@ def test_several_devices_become_one_budget(
     assert (tuple(lease["devices"]), lease["pid"]) == (pod.devices, container.pid)
 
 
-def test_of_two_containers_that_race_for_a_device_one_gets_it(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
-) -> None:
-    kubelet.wait_healthy(4)
-    pod = kubelet.admit("trainer", kubelet.preferred(1))
-    answers: list[object] = []
-
-    def start() -> None:
-        kubelet.start_container(pod)
-        try:
-            answers.append(start_container(pod).pid)
-        except HookError as error:
-            answers.append(str(error))
-
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (lease,) = leases_of(ready_daemon)
-    answers.remove(lease["pid"])
-    assert "already belongs to a container" in str(answers[0])
-
-
-def test_a_container_is_refused_while_its_gpu_is_lost(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
-) -> None:
-    kubelet.wait_healthy(4)
-    pod = kubelet.admit("trainer", kubelet.preferred(1))
-    ready_daemon.host.gpus[0].lose()
-    eventually(lambda: ready_daemon.polls() and not kubelet.healthy, "the loss of the devices")
-    code, reason = refused(kubelet, pod.devices)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "1 unavailable" in reason
-
-
 def test_an_impossible_allocation_is_refused_with_the_reason(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
     kubelet.wait_healthy(4)
     for devices, reason in (((), "no such devices"), (("00:99.0-1",), "no such devices: 00:99.0-1")):
@@ -180,43 +134,6 @@ def test_a_request_that_is_malformed_is_refused(kubelet: Kubelet, plugin: Kubele
             kubelet.channel.unary_unary(rpc.path)(b"\x0a\xff", timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert kubelet.healthy == ADDRESSES
-
-
-def test_a_plugin_killed_between_steps_loses_nothing(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
-) -> None:
-    def kill(times: int) -> None:
-        plugin.restart()
-        kubelet.wait_registered(times)
-        kubelet.wait_healthy(4)
-
-    kubelet.wait_healthy(4)
-    kill(2)
-    pod = kubelet.admit("trainer", kubelet.preferred(1))
-    kill(3)
-    kubelet.start_container(pod)
-    kill(4)
-    kubelet.start_container(pod)  # again, as its answer may have been lost
-    container = start_container(pod)
-    kill(5)
-    (lease,) = leases_of(ready_daemon)
-    assert lease["pid"] == container.pid
-    plugin.end()
-    container.close()
-    eventually(lambda: not leases_of(ready_daemon), "the end of the lease, without the plugin")
-
-
-def test_the_lease_of_a_deleted_pod_is_released_by_any_plugin(
-    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
-) -> None:
-    kubelet.wait_healthy(4)
-    _, there = kubelet.run_pod("gone", 1), kubelet.run_pod("there", 1)
-    plugin.end()
-    restart(ready_daemon)
-    del kubelet.pods["gone"]
-    assert len(leases_of(ready_daemon)) == 2
-    Reconciler(ready_daemon.host).release_missing()
-    assert [lease["name"] for lease in leases_of(ready_daemon)] == [lease_name(there.resource, there.devices)]
 
 
 def test_a_device_that_is_allocated_again_is_taken_from_a_pod_that_is_gone(

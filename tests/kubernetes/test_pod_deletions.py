@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from yunion_mps.kubernetes.pod_deletions import Deletions, Pod
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
 from kubernetes.kubelet import Kubelet, KubeletPlugin
-from packages.machine import hierarchies
+from packages.machine import hierarchies, removed
 from simhost import SimHost
 from simhost.mps import Client, StandIns
 
@@ -145,13 +144,7 @@ class Container:
     def close(self) -> None:
         self.client.end()
         for group in self.groups:
-            eventually(lambda group=group: _removed(group), f"the end of {group}")  # type: ignore[misc]
-
-
-def _removed(group: Path) -> bool:
-    with contextlib.suppress(OSError):
-        group.rmdir()
-    return not group.exists()
+            eventually(lambda group=group: removed(group), f"the end of {group}")  # type: ignore[misc]
 
 
 @pytest.fixture

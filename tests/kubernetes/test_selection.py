@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from yunion_mps.errors import ConfigError
-from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.kubernetes.selection import CONFIG_LABEL, choose, parse_labels
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES
 from kubernetes.cluster import Cluster
+from kubernetes.conftest import Read
 from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
 
 FILE = """\
@@ -27,20 +26,6 @@ configs:
   default: {failRequestsGreaterThanOne: true}
 renameByDefault: true
 """
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Callable[[str], PluginOptions]:
-    def written(text: str) -> PluginOptions:
-        path = tmp_path / "etc/yunion/kubelet-plugin.yml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return read_options(Paths(str(tmp_path)))
-
-    return written
-
-
-Read = Callable[[str], PluginOptions]
 
 
 @pytest.mark.parametrize(

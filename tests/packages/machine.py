@@ -265,7 +265,7 @@ class ControlGroup:
     def remove(self) -> None:
         """Remove it; the kernel takes a moment to forget the processes that were in it."""
         end_s = time.monotonic() + _GRACE_S
-        while any(not _removed(folder) for folder in self._folders) and time.monotonic() < end_s:
+        while any(not removed(folder) for folder in self._folders) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
 
 
@@ -281,7 +281,7 @@ def hierarchies() -> list[Path]:
     return list(found.values())
 
 
-def _removed(folder: Path) -> bool:
+def removed(folder: Path) -> bool:
     for path, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(path)

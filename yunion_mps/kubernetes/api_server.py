@@ -102,7 +102,7 @@ class ApiServer:
             selection["limit"] = str(resource.page)
             answer = await self._call("GET", resource, resource.path("", namespace), selection)
             page = resource.read_list(answer)
-            items += [one for item in page["items"] if (one := _readable(resource, item))]
+            items += [found for item in page["items"] if (found := _readable(resource, item))]
             token = page["metadata"].get("continue", "")
             if not token:
                 return items, page["metadata"]["resourceVersion"]
@@ -147,10 +147,10 @@ class ApiServer:
         while True:
             try:
                 found, version = await self.list(resource, namespace, fields=fields, labels=labels)
-                listed = {one["metadata"]["uid"]: one for one in found}
-                missing = [one for uid, one in objects.items() if confirm and uid not in listed]
-                kept = [one for one in missing if not await self._is_gone(resource, one)]
-                objects = {**{one["metadata"]["uid"]: one for one in kept}, **listed}
+                listed = {item["metadata"]["uid"]: item for item in found}
+                missing = [item for uid, item in objects.items() if confirm and uid not in listed]
+                kept = [item for item in missing if not await self._is_gone(resource, item)]
+                objects = {**{item["metadata"]["uid"]: item for item in kept}, **listed}
                 yield dict(objects)
                 backoff.reset()
                 while True:

@@ -153,7 +153,7 @@ def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, st
 
 
 def _named(entries: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    return {one["name"]: one for one in entries}[name]
+    return {entry["name"]: entry for entry in entries}[name]
 
 
 def _read(path: str) -> str:

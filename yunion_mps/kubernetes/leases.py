@@ -70,8 +70,8 @@ class ContainerLeases:
 
     async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
         """The driver's nodes for these GPUs (UUIDs); raises YunionError."""
-        found = (await self._daemon.call(GET_GPUS))["gpus"]
-        minors = {gpu["uuid"]: gpu["device_minor"] for gpu in found}
+        listed = (await self._daemon.call(GET_GPUS))["gpus"]
+        minors = {gpu["uuid"]: gpu["device_minor"] for gpu in listed}
         return [*_DRIVER_NODES, *(f"/dev/nvidia{minors[gpu]}" for gpu in gpus if minors.get(gpu) is not None)]
 
     async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
@@ -154,10 +154,10 @@ async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:
 
 def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, list[str]]:
     """The ids of all resources, because a pod keeps its devices when its resource is renamed."""
-    found: dict[str, list[str]] = {}
+    ids: dict[str, list[str]] = {}
     for devices in container.devices:
-        found.setdefault(devices.resource_name, []).extend(devices.device_ids)
-    return found
+        ids.setdefault(devices.resource_name, []).extend(devices.device_ids)
+    return ids
 
 
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Value]:

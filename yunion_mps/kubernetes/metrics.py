@@ -82,9 +82,9 @@ def _counter(name: str, help_: str, of: Callable[[Counts], Counter[tuple[str, st
 
 def _by_health(of: Callable[[ResourceHealth], Counter[str]]) -> Callable[..., Iterable[Sample]]:
     def samples(_: Counts, resources: Sequence[ResourceHealth]) -> Iterator[Sample]:
-        for one in resources:
+        for resource in resources:
             for health in (HEALTHY, UNHEALTHY):
-                yield (one.resource, health.lower()), of(one)[health]
+                yield (resource.resource, health.lower()), of(resource)[health]
 
     return samples
 

@@ -139,8 +139,8 @@ def _label(key: str, node: Node) -> str:
 
 
 def _models(key: str, node: Node) -> tuple[str, ...]:
-    models = [value_of(one) for one in node.value] if isinstance(node, SequenceNode) else []
-    if not models or not all(isinstance(one, str) and one for one in models):
+    models = [value_of(model) for model in node.value] if isinstance(node, SequenceNode) else []
+    if not models or not all(isinstance(model, str) and model for model in models):
         hint = 'write a list of names, where * is any text: ["Tesla T4", "NVIDIA A100*"]'
         raise InvalidValueError(key, node, "not a list of one or more model names", hint)
     return tuple(models)

@@ -91,7 +91,7 @@ class OfferWatch:
         """Follow the daemon, without end. While it is unreachable, nothing is healthy."""
 
         def accept_devices(answer: DeviceList | None) -> None:
-            self._devices = answer and [known_device(one) for one in answer["isolated_devices"]]
+            self._devices = answer and [known_device(device) for device in answer["isolated_devices"]]
 
         def accept_pools(answer: PoolList | None) -> None:
             self._pools = answer and answer["pools"]
@@ -163,8 +163,8 @@ class DevicePlugin:
         while True:
             changed = self.resource.changed
             devices = tuple(
-                PluginDevice(name, UNHEALTHY if one.cause else HEALTHY, _topology(one.numa_node))
-                for name, one in self.resource.offers.items()
+                PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
+                for name, offer in self.resource.offers.items()
             )
             message = kubelet_api.ListAndWatchResponse(devices).encode()
             if self.resource.status and message != sent:
@@ -178,12 +178,12 @@ class DevicePlugin:
     async def _get_preferred_allocation(
         self, request: kubelet_api.PreferredAllocationRequest
     ) -> kubelet_api.PreferredAllocationResponse:
-        gpu_of = {name: one.gpu for name, one in self.resource.offers.items()}
+        gpu_of = {name: offer.gpu for name, offer in self.resource.offers.items()}
         answers = []
-        for one in request.container_requests:
-            asked = set(one.available_device_ids)
+        for container in request.container_requests:
+            asked = set(container.available_device_ids)
             available = [name for name in gpu_of if name in asked]  # in the order of the GPUs
-            required, size = one.must_include_device_ids, one.allocation_size
+            required, size = container.must_include_device_ids, container.allocation_size
             chosen = preferred(available, required, size, gpu_of, self._placement)
             answers.append(kubelet_api.ContainerPreferredAllocationResponse(tuple(chosen)))
         return kubelet_api.PreferredAllocationResponse(tuple(answers))
@@ -191,9 +191,9 @@ class DevicePlugin:
     async def _allocate(self, request: kubelet_api.AllocateRequest) -> kubelet_api.AllocateResponse:
         """Name each container's lease, without taking it; refuse what can never be leased."""
         answers = []
-        for one in request.container_requests:
+        for container in request.container_requests:
             try:
-                answers.append(await self._allocate_one(one.device_ids))
+                answers.append(await self._allocate_one(container.device_ids))
             except RpcError:
                 self.counts.allocations[self.resource.name, REFUSED] += 1
                 raise

@@ -187,8 +187,12 @@ class PodDeletionWatch:
                     return
                 await asyncio.sleep(_RETRY_S)
             else:
-                ours = (one for one in clients if one["server"] and one["container_id"] in pod.containers)
-                await asyncio.gather(*(self._terminate_client(pod, one) for one in ours))
+                ours = (
+                    client
+                    for client in clients
+                    if client["server"] and client["container_id"] in pod.containers
+                )
+                await asyncio.gather(*(self._terminate_client(pod, client) for client in ours))
                 return
 
     async def _terminate_client(self, pod: TerminatingPod, client: MpsClient) -> None:
@@ -214,5 +218,5 @@ def _containers(pod: Pod) -> frozenset[str]:
         *status.get("initContainerStatuses", ()),
         *status.get("ephemeralContainerStatuses", ()),
     )
-    ids = (one.get("containerID", "").rpartition("/")[2] for one in each)
+    ids = (container.get("containerID", "").rpartition("/")[2] for container in each)
     return frozenset(filter(None, ids))

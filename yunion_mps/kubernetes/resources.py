@@ -103,12 +103,12 @@ def preferred(
     Among the GPUs with enough of them, binpack prefers the one with the fewest, spread the one with the most.
     """
     chosen = list(required)
-    begun = {gpu_of.get(one, "") for one in chosen}
+    begun = {gpu_of.get(name, "") for name in chosen}
     taken = set(chosen)
     by_gpu: dict[str, list[str]] = {}
-    for one in available:
-        if one not in taken:
-            by_gpu.setdefault(gpu_of.get(one, ""), []).append(one)
+    for name in available:
+        if name not in taken:
+            by_gpu.setdefault(gpu_of.get(name, ""), []).append(name)
     while len(chosen) < size and by_gpu:
         missing = size - len(chosen)
 
@@ -177,16 +177,16 @@ class ExtendedResource:
     def refuse(self, ids: Sequence[str]) -> None:
         """Raise RpcError if no container may have these together, whatever the daemon says."""
         if not ids or not self.offers.keys() >= set(ids):
-            missing = [one for one in ids if one not in self.offers][:_MAX_NAMED]
+            missing = [name for name in ids if name not in self.offers][:_MAX_NAMED]
             raise RpcError(Status.INVALID_ARGUMENT, f"there are no such {self._noun}: {', '.join(missing)}")
 
     def lose(self, cause: str) -> None:
         """Offer nothing until the daemon answers again."""
-        offers = {name: one._replace(cause=cause) for name, one in self.offers.items()}
+        offers = {name: offer._replace(cause=cause) for name, offer in self.offers.items()}
         self._publish(offers, f"none of the {self._noun} is healthy: {cause}")
 
     def _offer(self, offers: dict[str, Offer]) -> None:
-        causes = Counter(one.cause for one in offers.values() if one.cause)
+        causes = Counter(offer.cause for offer in offers.values() if offer.cause)
         parts = [f"{len(offers) - sum(causes.values())} of {len(offers)} {self._noun} are healthy"]
         parts += [f"{number} not: {cause}" for cause, number in causes.most_common(_MAX_NAMED)]
         self._publish(offers, "; ".join(parts))
@@ -203,7 +203,7 @@ class ExtendedResource:
 
 
 def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
-    return {name: UNHEALTHY if one.cause else HEALTHY for name, one in offers.items()}
+    return {name: UNHEALTHY if offer.cause else HEALTHY for name, offer in offers.items()}
 
 
 class DeviceResource(ExtendedResource):
@@ -217,11 +217,11 @@ class DeviceResource(ExtendedResource):
     def update(self, devices: Iterable[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
-        self._devices = {one["addr"]: one for one in devices}
+        self._devices = {device["addr"]: device for device in devices}
         self._offer(
             {
-                address: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, others))
-                for address, one in self._devices.items()
+                address: Offer(device["gpu_uuid"], device["numa_node"], unhealthy_cause(device, others))
+                for address, device in self._devices.items()
             }
         )
 
@@ -257,23 +257,23 @@ class MemoryResource(ExtendedResource):
         What others have leased, or is reserved beside each lease, is not healthy: then the scheduler counts
         only what a pod can get. Which units that are does not matter, as long as there are so many.
         """
-        self._pools = {one["addr"]: one for one in pools}
-        unit_mib = self._unit_mib or max((one["memory_unit_mib"] for one in pools), default=0)
+        self._pools = {pool["addr"]: pool for pool in pools}
+        unit_mib = self._unit_mib or max((pool["memory_unit_mib"] for pool in pools), default=0)
         leased_mib = Counter[str]()
         for lease in self._ours(leases):
             for budget in lease["budgets"]:
                 leased_mib[budget["gpu"]] += budget["memory_mib"]
         offers: dict[str, Offer] = {}
-        for one in pools:
-            number = one["memory_mib"] // unit_mib
-            usable = (leased_mib[one["addr"]] + one["memory_free_mib"]) // unit_mib
-            cause = "" if one["state"] == AVAILABLE else one["reason"]
-            if unit_mib % one["memory_unit_mib"]:
-                cause = f"memoryUnit is not a multiple of the memory_unit of GPU {one['addr']}"
+        for pool in pools:
+            number = pool["memory_mib"] // unit_mib
+            usable = (leased_mib[pool["addr"]] + pool["memory_free_mib"]) // unit_mib
+            cause = "" if pool["state"] == AVAILABLE else pool["reason"]
+            if unit_mib % pool["memory_unit_mib"]:
+                cause = f"memoryUnit is not a multiple of the memory_unit of GPU {pool['addr']}"
             for place in range(number):
                 why_not = cause or ("" if place < usable else _TAKEN)
-                offer = Offer(one["gpu_uuid"], one["numa_node"], why_not)
-                offers[f"{one['addr']}-u{unit_mib}-{place}"] = offer
+                offer = Offer(pool["gpu_uuid"], pool["numa_node"], why_not)
+                offers[f"{pool['addr']}-u{unit_mib}-{place}"] = offer
         self._offer(offers)
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
@@ -292,7 +292,7 @@ class MemoryResource(ExtendedResource):
 
     def _source(self, ids: Sequence[str]) -> tuple[str, int]:
         """The GPU's address and the size of a unit; raises RpcError unless all units have the same."""
-        matches = [_UNIT_ID.fullmatch(one) for one in ids]
+        matches = [_UNIT_ID.fullmatch(unit) for unit in ids]
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
             raise RpcError(Status.INVALID_ARGUMENT, f"there are no such units: {', '.join(ids[:_MAX_NAMED])}")
@@ -306,9 +306,9 @@ class MemoryResource(ExtendedResource):
 
 def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[list[DeviceT], list[Pool]]:
     """What is offered: what is reserved for Kubernetes if anything is, otherwise everything."""
-    offered = [one for one in devices if not _is_made_for_a_lease(one)]
-    reserved = [one for one in offered if one["reserved_for"] == KUBERNETES]
-    reserved_pools = [one for one in pools if one["reserved_for"] == KUBERNETES]
+    offered = [device for device in devices if not _is_made_for_a_lease(device)]
+    reserved = [device for device in offered if device["reserved_for"] == KUBERNETES]
+    reserved_pools = [pool for pool in pools if pool["reserved_for"] == KUBERNETES]
     return (reserved, reserved_pools) if reserved or reserved_pools else (offered, list(pools))
 
 

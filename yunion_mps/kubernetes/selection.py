@@ -48,7 +48,7 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
         label, is_given, value = only_with.partition("=")
         if label not in labels or (is_given and labels[label] != value):
             return Choice(None, f"nothing is offered: the node does not have the label {only_with}")
-    configs = {one.name: one for one in options.configs}
+    configs = {config.name: config for config in options.configs}
     if not configs:
         return Choice(options, "")
     asked = name or labels.get(CONFIG_LABEL, "")
@@ -58,10 +58,12 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
         return Choice(None, what)
     if asked:
         return Choice(configs[asked].options, f"configuration {asked}")
-    for one in options.configs:
-        found = [model for model in sorted(models) if any(fnmatchcase(model, each) for each in one.models)]
-        if found:
-            return Choice(one.options, f"configuration {one.name}, because of GPU model {found[0]}")
+    for config in options.configs:
+        matching = [
+            model for model in sorted(models) if any(fnmatchcase(model, each) for each in config.models)
+        ]
+        if matching:
+            return Choice(config.options, f"configuration {config.name}, because of GPU model {matching[0]}")
     if _DEFAULT in configs:
         return Choice(configs[_DEFAULT].options, f"configuration {_DEFAULT}")
     return Choice(options, "no configuration in configs matches the node")
@@ -98,7 +100,7 @@ class Selector:
             log.info(
                 "the node's label %s is not read: set kubeconfig, or start with --node-labels", CONFIG_LABEL
             )
-        self._follows_models = bool(not name and any(one.models for one in options.configs))
+        self._follows_models = bool(not name and any(config.models for config in options.configs))
         self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
         self._models: Collection[str] | None = None if self._follows_models else ()
         self.choice: Choice | None = None
@@ -137,8 +139,8 @@ class Selector:
             failures.clear()
             if not nodes:
                 failures.report(missing_node(node))
-            for found in nodes.values():
-                self._labels = found["metadata"].get("labels", {})
+            for labelled in nodes.values():
+                self._labels = labelled["metadata"].get("labels", {})
                 self._update()
 
     async def _follow_models(self) -> None:
@@ -147,9 +149,9 @@ class Selector:
                 gpus = (await self._daemon.call(GET_GPUS))["gpus"]
             except YunionError:
                 gpus = []
-            known = {gpu["name"] for gpu in gpus if gpu["name"]}
-            if known:
-                self._models = known
+            models = {gpu["name"] for gpu in gpus if gpu["name"]}
+            if models:
+                self._models = models
                 self._update()
             if gpus and all(gpu["name"] for gpu in gpus):
                 return

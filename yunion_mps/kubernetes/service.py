@@ -68,7 +68,7 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
         raise config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
     if options.configs and not name:
         return
-    options = next((one.options for one in options.configs if one.name == name), options)
+    options = next((config.options for config in options.configs if config.name == name), options)
     if options.dra:
         dra_credentials(options, paths)
     file = options.feature_file
@@ -94,7 +94,7 @@ def command() -> click.Command:
     def start(*, check: bool, config: str, node_labels: str) -> None:
         paths = Paths.from_environment()
         options = read_options(paths)
-        names = [one.name for one in options.configs]
+        names = [config.name for config in options.configs]
         if config and config not in names:
             which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
             raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")

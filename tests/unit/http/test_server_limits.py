@@ -203,7 +203,7 @@ def test_a_user_who_leaves_large_answers_unread_gets_no_more_of_them(serve: Serv
         first.send(request(LARGE))
         eventually(lambda: host.server.pool.unread_bytes(0) > 1 << 19, "an answer that waits to be read")
         answer = second.ask(LARGE)
-        too_much = (503, "too much response data is waiting to be read", "read it, or request less")
+        too_much = (503, "too much response data is waiting to be read", "read it or request less")
         assert answer.problem == too_much
         assert third.ask("/v1/status").status == 200
         assert first.answer().json()["total"] == 2400
