@@ -117,6 +117,30 @@ class Slurm(Closes):
         (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
         self.configure(node, done.stdout)
 
+    # -- its hooks
+
+    def hold(self, hook: str) -> None:
+        """Let the hook wait from its next start on, before it does anything."""
+        gate, held = self.folder / f"{hook}.gate", self.folder / f"{hook}.held"
+        held.unlink(missing_ok=True)
+        gate.touch()
+        self.write_hook(hook, f"[ ! -e {gate} ] || touch {held}\nwhile [ -e {gate} ]; do sleep 0.05; done")
+
+    def is_held(self, hook: str) -> bool:
+        return (self.folder / f"{hook}.held").exists()
+
+    def release(self, hook: str) -> None:
+        (self.folder / f"{hook}.gate").unlink()
+        self.write_hook(hook)
+
+    def wait_health_check(self) -> None:
+        """Wait for a health check that begins from now on, and for its end."""
+        done = self.folder / "health-check.done"
+        done.unlink(missing_ok=True)
+        self.write_hook("health-check", "begun=yes", f"[ -z $begun ] || touch {done}")
+        self.wait(done.exists, "a health check")
+        self.write_hook("health-check")
+
     # -- its life
 
     def start(self) -> Slurm:
@@ -166,10 +190,17 @@ class Slurm(Closes):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self.kill_jobs(all_others=True)
+
+    def kill_jobs(self, *, all_others: bool = False) -> None:
+        """Kill what slurmd has started, as a boot does, or everything that is left."""
+        daemons = {process.pid for process in self._processes.values()}
         for pid in _processes_of(str(self.folder)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
+            is_job = "slurmctld" not in Path(f"/proc/{pid}/cmdline").read_text() if not all_others else True
+            if pid not in daemons and is_job:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
 
     def _start(self, name: str, *command: object) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -233,6 +264,11 @@ class Slurm(Closes):
             lambda: self.job_state(job) in states, f"{job} as {states}", trouble=lambda: self.trouble(job)
         )
 
+    def start_again(self, job: str) -> None:
+        """Start a job that Slurm has requeued now; by itself, it would do that after two minutes."""
+        self.wait_job(job, "PENDING")
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def trouble(self, job: str) -> str:
         shown = [self.ask("scontrol", "show", *words) for words in (("job", job), ("node",))]
         return "\n".join([*shown, self.logs()])
@@ -265,3 +301,8 @@ def _processes_of(folder: str) -> list[int]:
             if int(entry) != os.getpid() and folder.encode() in Path(f"/proc/{entry}/environ").read_bytes():
                 found.append(int(entry))
     return found
+
+
+def environment(text: str) -> dict[str, str]:
+    """The variables in the output of env(1)."""
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
