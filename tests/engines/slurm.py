@@ -171,6 +171,13 @@ class Slurm(Closes):
         self._start("slurmd", self.installed / "sbin/slurmd", "-D", "-N", NODE, "-d", stepd)
         eventually(lambda: self.state() in ("idle", "mixed", "allocated"), "the node", trouble=self.logs)
 
+    def wait_saved(self) -> None:
+        """Wait until slurmctld has saved its state, which it does seconds after a change."""
+        state = self.folder / "state/job_state"
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        self.submit("true", "--hold")
+        self.wait(lambda: state.exists() and state.stat().st_mtime_ns != before, "slurmctld's state")
+
     def kill(self, daemon: str) -> None:
         self._processes[daemon].kill()
         self._processes[daemon].wait()
@@ -196,8 +203,7 @@ class Slurm(Closes):
         """Kill what slurmd has started, as a boot does, or everything that is left."""
         daemons = {process.pid for process in self._processes.values()}
         for pid in _processes_of(str(self.folder)):
-            is_job = "slurmctld" not in Path(f"/proc/{pid}/cmdline").read_text() if not all_others else True
-            if pid not in daemons and is_job:
+            if pid not in daemons and (all_others or b"slurmctld" not in _command(pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
@@ -283,6 +289,13 @@ class Slurm(Closes):
 
     def wait(self, look: Callable[[], Any], what: str) -> None:
         eventually(look, what, PATIENCE_S, lambda: f"{self.ask('scontrol', 'show', 'node')}\n{self.logs()}")
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _free_ports(number: int) -> list[int]:

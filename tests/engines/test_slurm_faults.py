@@ -61,11 +61,16 @@ def test_a_device_held_outside_slurm_drains_the_node(slurm: Slurm, daemon: Daemo
     wait_idle(slurm)
 
 
+def is_free_after_reload(daemon: Daemon) -> bool:
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    return bool(daemon.get(f"/v1/devices/{ADDRESSES[0]}")[1]["state"] == "free")
+
+
 def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) -> None:
     daemon.host.gpus[0].lose()
     wait_drained(slurm, "gpu_lost")
     daemon.host.gpus[0].restore()
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: is_free_after_reload(daemon), "the GPU")
     wait_idle(slurm)
 
 
@@ -121,6 +126,7 @@ def test_a_killed_daemon_neither_loses_nor_leaves_a_lease(slurm: Slurm, daemon: 
     slurm.hold("prolog")
     starting = slurm.submit(SHOW, SHARE)
     slurm.wait(lambda: slurm.is_held("prolog"), "its Prolog")
+    slurm.wait_saved()
     replace(slurm, daemon, victim)
     assert before["id"] in [lease["id"] for lease in leases_of(daemon)]
     if victim.startswith("slurm"):  # Slurm does not start this job again, and may drain the node for it
@@ -130,6 +136,7 @@ def test_a_killed_daemon_neither_loses_nor_leaves_a_lease(slurm: Slurm, daemon: 
     slurm.hold("epilog")
     (slurm.folder / "go").touch()
     slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
+    slurm.wait_saved()
     replace(slurm, daemon, victim)
     slurm.release("epilog")
     slurm.wait_job(running, "COMPLETED")

@@ -128,7 +128,8 @@ def take_lease(
     Examples:
       yunion-mps lease take job-17 --ttl 1h
       yunion-mps lease take job-18 --ttl 1h --count 2 --across
-      yunion-mps lease take slurm:19 --ttl infinity --for slurm --device 00:06.0-0 --device 00:06.0-1
+      yunion-mps lease take a --ttl 1h --device 00:06.0-0 --device 00:06.0-1
+      yunion-mps lease take slurm:20 --ttl infinity --for slurm
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(

@@ -82,12 +82,12 @@ def _end(status: int) -> None:
 def prolog() -> None:
     """Lease exactly the devices that Slurm has assigned to the job, until its Epilog.
 
-    If the node is at fault, it is drained with the reason, and this exits with 1. If the job is, its tasks fail
-    with the reason.
+    If the node is at fault, it is drained with the reason, and this exits with 1. If the job is, its tasks
+    fail with the reason.
 
     \b
     Examples:
-      Prolog=/usr/libexec/yunion-mps/slurm-prolog                     (slurm.conf)
+      Prolog=/usr/libexec/yunion-mps/slurm-prolog
     """
     _end(_hooks().prolog())
 
@@ -98,7 +98,7 @@ def task_prolog() -> None:
 
     \b
     Examples:
-      TaskProlog=/usr/libexec/yunion-mps/slurm-task-prolog            (slurm.conf)
+      TaskProlog=/usr/libexec/yunion-mps/slurm-task-prolog
     """
     status, lines = _hooks().task_prolog()
     for line in lines:
@@ -112,7 +112,7 @@ def epilog() -> None:
 
     \b
     Examples:
-      Epilog=/usr/libexec/yunion-mps/slurm-epilog                     (slurm.conf)
+      Epilog=/usr/libexec/yunion-mps/slurm-epilog
     """
     _end(_hooks().epilog())
 
@@ -126,6 +126,6 @@ def health_check() -> None:
 
     \b
     Examples:
-      HealthCheckProgram=/usr/libexec/yunion-mps/slurm-health-check   (slurm.conf)
+      HealthCheckProgram=/usr/libexec/yunion-mps/slurm-health-check
     """
     _end(_hooks().health_check())

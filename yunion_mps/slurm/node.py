@@ -65,15 +65,15 @@ class Node:
     def drain(self, reason: Reason) -> None:
         """Drain the node, or change the reason; does nothing if it is drained for another reason."""
         state, text = self.state(), drain_reason(reason)
-        if state.reason == text or (state.is_drained and not state.is_ours):
+        if state.is_drained and (state.reason == text or not state.is_ours):
             return
         _answer("scontrol", "update", f"NodeName={self.name}", "State=DRAIN", f"Reason={text}")
 
     def resume(self) -> bool:
-        """End a drain of ours; returns whether there was one. A node that is down stays so."""
+        """End a drain of ours; returns whether there was one. A node that is down is not `is_drained`."""
         if not self.state().is_ours:
             return False
-        _answer("scontrol", "update", f"NodeName={self.name}", "State=UNDRAIN")
+        _answer("scontrol", "update", f"NodeName={self.name}", "State=RESUME")
         return True
 
     def jobs(self) -> list[str]:
