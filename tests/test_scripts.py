@@ -17,7 +17,7 @@ from integration.lease_host import needs_root
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TOOLS = tuple(f".venv/bin/{name}" for name in ("ruff", "mypy", "lint-imports", "coverage", "pytest"))
-SCRIPTS = ("scripts/setup", "scripts/test-packages")
+SCRIPTS = ("scripts/setup", "scripts/test-engines", "scripts/test-packages")
 #: It fails, or hangs until SIGTERM comes, if these variables name it.
 TOOL = """#!/bin/sh
 call="${0##*/} $*"
@@ -57,7 +57,7 @@ def calls(checkout: Path) -> list[str]:
 
 WHOLE = [
     "setup --quiet", "ruff check", "ruff format", "mypy", "lint-imports --no-cache", "coverage run",
-    "pytest tests/bench", "coverage combine", "coverage report", "test-packages",
+    "pytest tests/bench", "coverage combine", "coverage report", "test-engines", "test-packages",
 ]  # fmt: skip
 
 
@@ -71,6 +71,7 @@ WHOLE = [
         ("coverage run *", ["Tests"]),
         ("pytest *", ["Faults"]),
         ("coverage report*", ["Coverage"]),
+        ("test-engines *", ["Engines"]),
         ("test-packages *", ["Packages"]),
     ],
 )
@@ -79,7 +80,7 @@ def test_all_parts_run_and_the_summary_lists_failures(checkout: Path, fails: str
         out, err = running.communicate(timeout=PATIENCE_S)
     assert (err, sorted(calls(checkout))) == ("", sorted(WHOLE)), "some at the same time"
     rows = [line.split(None, 1) for line in out.partition("==> Summary\n")[2].splitlines()]
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert {what for what, _ in rows} <= {"ok", "FAILED"}
     names = [name for what, name in rows if what == "FAILED"]
     assert len(names) == len(failed)

@@ -26,8 +26,8 @@ RELOAD_MODES = ("drain", "now")
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
 #: What devices can be reserved for.
-KUBERNETES = "kubernetes"
-RESERVATIONS = (KUBERNETES,)
+KUBERNETES, SLURM = "kubernetes", "slurm"
+RESERVATIONS = (KUBERNETES, SLURM)
 #: The states of a device. A pending one is added or removed once leases of a previous division have ended; a
 #: reserved one can be leased, but only for what it is reserved for.
 FREE, RESERVED, LEASED, NO_MEMORY, PENDING = "free", "reserved", "leased", "no memory", "pending"

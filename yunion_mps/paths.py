@@ -69,6 +69,11 @@ class Paths:
     dra_directory = _PathBelowRoot("/var/lib/kubelet/plugins/mps.yunion.io")
     #: A pod's token and the certificate authority of its API server.
     service_account = _PathBelowRoot("/var/run/secrets/kubernetes.io/serviceaccount")
+    #: What Prolog leaves for the tasks of each of Slurm's jobs.
+    slurm_jobs = _PathBelowRoot("/run/yunion-mps/slurm")
+    #: The devices by Slurm's index, and the entry that creates their nodes at boot.
+    slurm_devices = _PathBelowRoot("/etc/yunion/slurm-devices.json")
+    slurm_tmpfiles = _PathBelowRoot("/etc/tmpfiles.d/yunion-mps-slurm.conf")
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")
     #: Udev's links to render nodes, by PCI address.
     render_nodes = _PathBelowRoot("/dev/dri/by-path")

@@ -15,10 +15,11 @@ from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
-    Duration,
     RequestCommand,
+    TimeToLive,
     complete_lease,
     device_argument,
+    for_option,
     one_device,
     request_options,
     style_option,
@@ -38,6 +39,7 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
+from yunion_mps.cli.reconcile import reconcile_leases
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
 from yunion_mps.errors import HostError, YunionError
@@ -110,11 +112,15 @@ def lease_group() -> None:
 @click.argument("name")
 @request_options
 @click.option(
-    "--ttl", type=Duration(1, MAX_TTL_S), required=True, metavar="DURATION",
-    help="End the lease unless it is renewed within this time (90, 90s, 10m, 2h, 1d).",
+    "--ttl", type=TimeToLive(1, MAX_TTL_S), required=True, metavar="DURATION",
+    help="End the lease unless it is renewed within this time (90, 90s, 10m, 2h, 1d). "
+    "For root: infinity, to keep it until it is released.",
 )  # fmt: skip
+@for_option("Also use devices that are reserved for ENGINE")
 @output_option
-def take_lease(name: str, request: RequestMembers, wait_s: int, ttl: int, output: str) -> None:
+def take_lease(
+    name: str, request: RequestMembers, wait_s: int, ttl: int, engine: str | None, output: str
+) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
     As with yunion-mps run, a GPU that does not enforce budgets is used only with --allow-unlimited.
@@ -123,13 +129,15 @@ def take_lease(name: str, request: RequestMembers, wait_s: int, ttl: int, output
     Examples:
       yunion-mps lease take job-17 --ttl 1h
       yunion-mps lease take job-18 --ttl 1h --count 2 --across
+      yunion-mps lease take a --ttl 1h --device 00:06.0-0 --device 00:06.0-1
+      yunion-mps lease take slurm:20 --ttl infinity --for slurm
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(
             "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, and may be at "
             f"most {NAME_LENGTH} characters long."
         )
-    lease = take({**request, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
+    lease = take({**request, "reserved_for": engine, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
     warn_unenforced_budgets(lease["unenforced_gpus"])
 
@@ -205,6 +213,9 @@ def release_lease(lease: str, output: str) -> None:
     ended = call(END_LEASE, lease=_one_lease(lease))
     devices = ", ".join(ended["devices"])
     show_pairs(ended, output, lambda: wrapped(_in_words(ended, f"released: {devices}.")))
+
+
+lease_group.add_command(reconcile_leases)
 
 
 def _one_lease(lease: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from yunion_mps.cli.calls import call
+from yunion_mps.enums import RESERVATIONS
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -58,6 +59,15 @@ class Duration(click.ParamType):
         if self._max_s is not None and found > self._max_s:
             self.fail(f"{value} is too long: use at most {duration_text(self._max_s)}.", param, ctx)
         return found
+
+
+class TimeToLive(Duration):
+    """Like Duration; `infinity`, as in systemd's settings, is 0, which the API takes for it."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return 0 if value == "infinity" else super().convert(value, param, ctx)
 
 
 class Number(click.ParamType):
@@ -163,7 +173,7 @@ BUDGET_VARIABLES = (
 #: Formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
 _REQUEST_OPTIONS = (
-    "device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
+    "devices", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
 )  # fmt: skip
 #: Looks like a duration, not like a command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
@@ -197,8 +207,8 @@ def request_options(function: F) -> F:
 
     options = (
         click.option(
-            "--device", metavar="DEVICE", shell_complete=complete_device,
-            help="Use this device (id or address).",
+            "--device", "devices", metavar="DEVICE", multiple=True, shell_complete=complete_device,
+            help="Use this device (id or address). Repeat it for several, combined into one budget.",
         ),
         click.option(
             "--gpu", metavar="GPU", shell_complete=complete_gpu,
@@ -238,6 +248,16 @@ def request_options(function: F) -> F:
     return with_request  # type: ignore[return-value]
 
 
+def for_option(
+    what: str, engines: Sequence[str] = RESERVATIONS, *, required: bool = False
+) -> Callable[[F], F]:
+    """Return an option `--for ENGINE`, as the parameter `engine`."""
+    return click.option(
+        "--for", "engine", type=click.Choice(engines), required=required, metavar="ENGINE",
+        help=f"{what}: {' or '.join(engines)}. Only for root.",
+    )  # fmt: skip
+
+
 class RequestCommand(click.Command):
     """A command whose `--wait` takes a value only after `=`, because COMMAND may follow it."""
 
@@ -261,26 +281,26 @@ class RequestCommand(click.Command):
 
 
 def _request(
-    device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+    devices: tuple[str, ...], gpu: str | None, count: int, across: bool, spread: bool,
     gpu_mem: str | None, gpu_mem_units: int | None, allow_unlimited: bool,
 ) -> RequestMembers:  # fmt: skip
     """Return the lease request as members of the API's body; raises UsageError."""
-    if device == "" or gpu == "":
+    if "" in devices or gpu == "":
         raise click.UsageError("--device and --gpu must not be empty.")
     if gpu_mem is not None and gpu_mem_units is not None:
         raise click.UsageError("--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them.")
-    if device and (count > 1 or gpu_mem is not None or gpu_mem_units is not None):
+    if devices and (count > 1 or gpu_mem is not None or gpu_mem_units is not None):
         raise click.UsageError(
-            "--device already selects one device: omit --count, --gpu-mem and --gpu-mem-units."
+            "--device already selects the devices: omit --count, --gpu-mem and --gpu-mem-units."
         )
-    if device and gpu:
+    if devices and gpu:
         raise click.UsageError("--device already selects the GPU: omit --gpu.")
     if across and count < 2:
         raise click.UsageError("--across requires --count of at least 2.")
     if across and gpu:
         raise click.UsageError("--across requires several GPUs: omit --gpu.")
     return {
-        "devices": [device] if device else None,
+        "devices": list(devices) or None,
         "gpu": gpu,
         "count": count if count > 1 else None,
         "memory_mib": None if gpu_mem is None else _memory(gpu_mem),

@@ -44,6 +44,7 @@ SECTIONS = {
         "reload": ("reload", "reload"),
     },
     "Integrate": {
+        "slurm": ("slurm", "slurm_group"),
         "metrics": ("gateway", "metrics"),
         "web": ("gateway", "web"),
         "completion": ("root", "completion"),

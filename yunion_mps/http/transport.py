@@ -113,6 +113,7 @@ class RequestMembers(TypedDict, total=False):
     gpu: str | None
     placement: str | None
     allow_unlimited: bool | None
+    reserved_for: str | None
     cdi: bool
     holder: HolderMembers
     idempotency_key: str

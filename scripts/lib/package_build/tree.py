@@ -56,6 +56,10 @@ DAEMON = Package(
     (
         ("packaging/bin/launcher", "usr/bin/yunion-mps", 0o755),
         ("packaging/bin/launcher", "usr/bin/yunion-mps-daemon", 0o755),
+        *(
+            (f"libexec/slurm-{hook}", f"usr/libexec/yunion-mps/slurm-{hook}", 0o755)
+            for hook in ("prolog", "task-prolog", "epilog", "health-check")
+        ),
         ("systemd/yunion-mps-daemon.service", f"{_UNITS}/yunion-mps-daemon.service", 0o644),
         ("systemd/yunion-mps-job@.service", f"{_UNITS}/yunion-mps-job@.service", 0o644),
         ("systemd/yunion-mps-gateway.service", f"{_UNITS}/yunion-mps-gateway.service", 0o644),

@@ -137,8 +137,8 @@ devices:
 ! duplicate key memory: keep one of the two lines (the other is line 27)
 - {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
 ! memory_reserve is not allowed with slices, only with memory_unit: remove it
-- {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: slurm}
-! reserved_for is "slurm", but must be kubernetes
+- {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: ray}
+! reserved_for is "ray", but must be kubernetes or slurm
 - {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
 ! unknown key slice in an NVIDIA_MPS entry (did you mean slices?)
 - {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}

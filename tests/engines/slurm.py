@@ -1,0 +1,321 @@
+"""A real Slurm cluster of one node on a simulated host: munged, slurmctld and slurmd, all on 127.0.0.1.
+
+It runs without systemd, D-Bus and cgroups, from Debian's packages, which scripts/setup has unpacked. Its
+hooks are ours, in the environment of the simulated host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.daemon_host import PATIENCE_S, eventually, is_running
+from simhost import SimHost
+from simhost.environment import CHECKOUT
+from simhost.host import Closes
+
+VERSIONS = ("22.05", "24.11")
+NODE = "node1"
+#: The hooks of slurm.conf, and the command of each.
+HOOKS = {
+    "Prolog": "prolog",
+    "TaskProlog": "task-prolog",
+    "Epilog": "epilog",
+    "HealthCheckProgram": "health-check",
+}
+#: nobody: a user who is neither root nor in a group of ours.
+USER = 65534
+
+
+class Slurm(Closes):
+    """Started by `start`, once gres.conf and the node's line are known. A context manager."""
+
+    def __init__(self, host: SimHost, version: str) -> None:
+        self.host = host
+        self.version = version
+        self.installed = CHECKOUT / f".slurm-{version}/usr"
+        self.folder = host.root / "slurm"
+        self.folder.mkdir()
+        self.env = {
+            **host.env,
+            "PATH": f"{self.installed}/bin:{host.env['PATH']}",
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+        }
+        self._ports = _free_ports(2)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    # -- its configuration
+
+    def configure(self, node: str, gres: str, *lines: str) -> None:
+        """Write both files; `node` are the words of the node's line, `lines` more of slurm.conf."""
+        (self.folder / "gres.conf").write_text(gres)
+        for hook in HOOKS.values():
+            self.write_hook(hook)
+        ports = dict(zip(("SlurmctldPort", "SlurmdPort"), self._ports))
+        settings: dict[str, object] = {
+            "ClusterName": "test",
+            "SlurmctldHost": "localhost(127.0.0.1)",
+            "SlurmUser": "root",
+            "AuthInfo": f"socket={self.folder}/munge.socket",
+            "PluginDir": next(self.installed.glob("lib/*/slurm-wlm")),
+            "StateSaveLocation": self.folder / "state",
+            "SlurmdSpoolDir": self.folder / "spool",
+            "SlurmctldPidFile": self.folder / "slurmctld.pid",
+            "SlurmdPidFile": self.folder / "slurmd.pid",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "SchedulerParameters": "bf_interval=1,sched_interval=1,nohold_on_prolog_fail",
+            "SlurmdParameters": "config_overrides",
+            "GresTypes": "gpu",
+            "ReturnToService": 2,
+            "KillWait": 1,
+            "MinJobAge": 300,
+            "HealthCheckInterval": 1,
+            "HealthCheckNodeState": "ANY",
+            "PrologFlags": "Alloc",
+            "SlurmctldDebug": "debug",
+            "SlurmdDebug": "debug",
+            **ports,
+            **{name: self.folder / hook for name, hook in HOOKS.items()},
+        }
+        text = "".join(f"{name}={value}\n" for name, value in settings.items())
+        text += f"NodeName={NODE} NodeAddr=127.0.0.1 CPUs=16 {node} State=UNKNOWN\n"
+        text += f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP\n"
+        (self.folder / "slurm.conf").write_text(text + "".join(f"{line}\n" for line in lines))
+        if self.version != "22.05":
+            (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+
+    def write_hook(self, hook: str, before: str = "", after: str = "") -> None:
+        """Write a hook that runs the package's, with shell commands before and after it."""
+        path = self.folder / hook
+        names = ("PATH", "YUNION_MPS_ROOT", "SLURM_CONF")
+        exports = "".join(f"export {name}='{self.env[name]}'\n" for name in names)
+        program = CHECKOUT / "libexec" / f"slurm-{hook}"
+        run = f"{program} 2>>'{self.folder}/{hook}.log'\nstatus=$?\n{after}\nexit $status\n"
+        if hook == "task-prolog":  # it runs as the job's user, who cannot write there
+            run = f"exec {program}\n"
+        new = path.with_suffix(".new")
+        new.write_text(f"#!/bin/sh\n{exports}{before}\n{run}")
+        new.chmod(0o755)
+        new.rename(path)
+
+    def install(self) -> None:
+        """Configure it with what gres-conf prints."""
+        done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install"])
+        assert done.returncode == 0, done.stderr
+        (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
+        self.configure(node, done.stdout)
+
+    # -- its hooks
+
+    def hold(self, hook: str) -> None:
+        """Let the hook wait from its next start on, before it does anything."""
+        gate, held = self.folder / f"{hook}.gate", self.folder / f"{hook}.held"
+        held.unlink(missing_ok=True)
+        gate.touch()
+        self.write_hook(hook, f"[ ! -e {gate} ] || touch {held}\nwhile [ -e {gate} ]; do sleep 0.05; done")
+
+    def is_held(self, hook: str) -> bool:
+        return (self.folder / f"{hook}.held").exists()
+
+    def release(self, hook: str) -> None:
+        (self.folder / f"{hook}.gate").unlink()
+        self.write_hook(hook)
+
+    def wait_health_check(self) -> None:
+        """Wait for a health check that begins from now on, and for its end."""
+        done = self.folder / "health-check.done"
+        done.unlink(missing_ok=True)
+        self.write_hook("health-check", "begun=yes", f"[ -z $begun ] || touch {done}")
+        self.wait(done.exists, "a health check")
+        self.write_hook("health-check")
+
+    # -- its life
+
+    def start(self) -> Slurm:
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir(exist_ok=True)
+        self.start_munge()
+        self.start_controller()
+        self.start_node()
+        return self
+
+    def start_munge(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        words = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        program = self.installed / "sbin/munged"
+        self._start(
+            "munged", program, "--foreground", "--force", f"--socket={self.folder}/munge.socket", *words
+        )
+        eventually((self.folder / "munge.socket").exists, "munge's socket", trouble=self.logs)
+
+    def start_controller(self) -> None:
+        self._start("slurmctld", self.installed / "sbin/slurmctld", "-D")
+        eventually(lambda: "UP" in self.ask("scontrol", "ping"), "slurmctld", trouble=self.logs)
+
+    def start_node(self) -> None:
+        stepd = self.installed / "sbin/slurmstepd"
+        self._start("slurmd", self.installed / "sbin/slurmd", "-D", "-N", NODE, "-d", stepd)
+        eventually(lambda: self.state() in ("idle", "mixed", "allocated"), "the node", trouble=self.logs)
+
+    def wait_saved(self) -> None:
+        """Wait until slurmctld has saved its state, which it does seconds after a change."""
+        state = self.folder / "state/job_state"
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        self.submit("true", "--hold")
+        self.wait(lambda: state.exists() and state.stat().st_mtime_ns != before, "slurmctld's state")
+
+    def kill(self, daemon: str) -> None:
+        self._processes[daemon].kill()
+        self._processes[daemon].wait()
+
+    def logs(self) -> str:
+        found = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in found)
+
+    def close(self) -> None:
+        """End the daemons, and the jobs that they have started."""
+        for process in reversed(self._processes.values()):
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.kill_jobs(all_others=True)
+
+    def kill_jobs(self, *, all_others: bool = False) -> None:
+        """Kill what slurmd has started, as a boot does, or everything that is left."""
+        daemons = {process.pid for process in self._processes.values()}
+        for pid in _processes_of(str(self.folder)):
+            if pid not in daemons and (all_others or b"slurmctld" not in _command(pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
+
+    def _start(self, name: str, *command: object) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            words = [str(word) for word in command]
+            env = {name: value for name, value in self.env.items() if name != "LD_LIBRARY_PATH"}
+            self._processes[name] = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+
+    # -- its commands
+
+    def run(self, *command: object, user: int = USER, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands, by default as a user; its output is captured."""
+        return subprocess.run(
+            self._argv(command), capture_output=True, text=True, timeout=120, **self._settings(user, options)
+        )
+
+    def popen(self, *command: object, user: int = USER, **options: Any) -> subprocess.Popen[str]:
+        settings = self._settings(user, options)
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process: subprocess.Popen[str] = subprocess.Popen(self._argv(command), **pipes, **settings)
+        return process
+
+    def _argv(self, command: Sequence[object]) -> list[str]:
+        words = [str(word) for word in command]
+        return [str(shutil.which(words[0], path=self.env["PATH"])), *words[1:]]
+
+    def _settings(self, user: int, options: dict[str, Any]) -> dict[str, Any]:
+        env = {name: value for name, value in self.env.items() if name != "LD_LIBRARY_PATH"}
+        who = {} if user == 0 else {"user": user, "group": user, "extra_groups": []}
+        return {"env": env, "cwd": "/", "stdin": subprocess.DEVNULL, **who, **options}
+
+    def ask(self, *command: object) -> str:
+        """What a command answers root; empty if it fails."""
+        done = self.run(*command, user=0)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    def srun(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        return self.run("srun", *words, **options)
+
+    def submit(self, script: str, *words: object, **options: Any) -> str:
+        """Submit a batch script; return the job's id."""
+        output = f"--output={self.folder}/out/%A_%a.txt"
+        (self.folder / "out").mkdir(exist_ok=True)
+        (self.folder / "out").chmod(0o777)
+        command = ["sbatch", "--parsable", output, *words]
+        done = self.run(*command, input=f"#!/bin/sh\n{script}\n", **{"stdin": None, **options})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def output(self, job: str) -> str:
+        found = sorted(self.folder.glob(f"out/{job}_*.txt"))
+        return "".join(path.read_text() for path in found)
+
+    def job_state(self, job: str) -> str:
+        found = re.findall(r"JobState=(\w+)", self.ask("scontrol", "show", "job", job))
+        return found[0] if found else ""
+
+    def wait_job(self, job: str, *states: str) -> None:
+        eventually(
+            lambda: self.job_state(job) in states, f"{job} as {states}", trouble=lambda: self.trouble(job)
+        )
+
+    def start_again(self, job: str) -> None:
+        """Start a job that Slurm has requeued now; by itself, it would do that after two minutes."""
+        self.wait_job(job, "PENDING")
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def trouble(self, job: str) -> str:
+        shown = [self.ask("scontrol", "show", *words) for words in (("job", job), ("node",))]
+        return "\n".join([*shown, self.logs()])
+
+    def state(self) -> str:
+        """The node's state, as sinfo has it: idle, mixed, drained…"""
+        return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
+
+    def reason(self) -> str:
+        """Why the node is drained; none if it is not."""
+        return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%E")
+
+    def wait(self, look: Callable[[], Any], what: str) -> None:
+        eventually(look, what, PATIENCE_S, lambda: f"{self.ask('scontrol', 'show', 'node')}\n{self.logs()}")
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _processes_of(folder: str) -> list[int]:
+    """All processes of this cluster: those with its folder in their environment."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if int(entry) != os.getpid() and folder.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                found.append(int(entry))
+    return found
+
+
+def environment(text: str) -> dict[str, str]:
+    """The variables in the output of env(1)."""
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)

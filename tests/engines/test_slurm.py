@@ -1,0 +1,111 @@
+"""Jobs of a real Slurm get exactly the devices that Slurm has assigned, and leave none behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.slurm import Slurm, environment
+from integration.daemon_host import Daemon
+from integration.lease_host import ADDRESSES, given, leases_of
+
+pytestmark = pytest.mark.gpus({"kind": "v100"})
+
+SHARE = "--gres=gpu:mps:1"
+#: Runs until it is told to end, by a file or by a signal.
+UNTIL_TOLD = "while ! [ -e {0}/go ]; do sleep 0.05; done"
+
+
+def test_srun_gets_the_assigned_device_with_its_budget(slurm: Slurm, daemon: Daemon) -> None:
+    done = slurm.srun(SHARE, "env")
+    assert done.returncode == 0, f"{done.stderr}{slurm.logs()}"
+    found = environment(done.stdout)
+    expected = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
+    assert {name: found[name] for name in expected} == expected
+    assert found["YUNION_MPS_DEVICE"] == "00:06.0-0"
+    assert slurm.srun("printenv", "YUNION_MPS_DEVICE").returncode == 1  # a job without devices
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    assert list((slurm.host.root / "run/yunion-mps/slurm").iterdir()) == []
+
+
+def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Daemon) -> None:
+    script = f"echo $YUNION_MPS_DEVICE; {UNTIL_TOLD.format(slurm.folder)}"
+    jobs = [slurm.submit(script, SHARE) for _ in ADDRESSES]
+    for job in jobs:
+        slurm.wait_job(job, "RUNNING")
+    slurm.wait(
+        lambda: given(daemon) == ADDRESSES, "the leases"
+    )  # a batch job runs before its Prolog has ended
+    slurm.wait(lambda: all(map(slurm.output, jobs)), "their output")
+    assert {lease["name"] for lease in leases_of(daemon)} == {f"slurm:{job}" for job in jobs}
+    fifth = slurm.submit("echo $YUNION_MPS_DEVICE", SHARE)
+    assert slurm.job_state(fifth) == "PENDING"
+    slurm.ask("scancel", jobs[2])
+    slurm.wait_job(fifth, "COMPLETED")
+    slurm.wait(lambda: slurm.output(fifth), "its output")
+    assert slurm.output(fifth).split() == slurm.output(jobs[2]).split()[:1]
+    (slurm.folder / "go").touch()
+    for job in jobs:
+        slurm.wait_job(job, "COMPLETED", "CANCELLED")
+    assert sorted(slurm.output(job).split()[0] for job in jobs) == ADDRESSES
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+
+
+def test_two_shares_are_one_budget_and_steps_have_their_own(slurm: Slurm) -> None:
+    show = "sh -c 'echo $SLURM_STEP_GPUS $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT'"
+    script = f"srun -n1 {show}\nsrun -n1 --exact --gres=gpu:mps:1 {show}\necho batch $YUNION_MPS_DEVICE"
+    job = slurm.submit(script, "--gres=gpu:mps:2")
+    slurm.wait_job(job, "COMPLETED")
+    slurm.wait(lambda: "batch" in slurm.output(job), "the output")
+    assert slurm.output(job).splitlines() == [
+        "0,1 00:06.0-0,00:06.0-1 0=8192M",
+        "0 00:06.0-0 0=4096M",
+        "batch 00:06.0-0,00:06.0-1",
+    ]
+
+
+def test_a_job_that_cannot_have_its_devices_fails_with_the_reason(slurm: Slurm, daemon: Daemon) -> None:
+    done = slurm.srun("--gres=gpu:mps:3", "true")
+    assert done.returncode != 0
+    assert "yunion-mps: 3 devices cannot be combined into one budget" in done.stdout, done
+    assert "set cuda_mps_combine: 3 in host.conf" in done.stdout
+    slurm.wait(lambda: slurm.state() == "idle", "the node")
+    assert leases_of(daemon) == []
+
+
+@pytest.mark.parametrize("end", ["failure", "scancel", "time limit", "requeue"])
+def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon, end: str) -> None:
+    job = slurm.submit("exit 3" if end == "failure" else UNTIL_TOLD.format(slurm.folder), SHARE)
+    if end != "failure":
+        slurm.wait_job(job, "RUNNING")
+        slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
+    if end == "time limit":
+        slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
+    elif end != "failure":
+        slurm.ask(*(("scancel", job) if end == "scancel" else ("scontrol", "requeue", job)))
+    if end == "requeue":
+        (first,) = leases_of(daemon)
+        slurm.wait(lambda: [one["id"] for one in leases_of(daemon)] != [first["id"]], "another lease")
+        slurm.ask("scancel", job)
+    slurm.wait_job(job, "FAILED", "CANCELLED", "TIMEOUT")
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    assert slurm.reason() == "none"
+
+
+def test_each_task_of_an_array_has_a_device_of_its_own(slurm: Slurm, daemon: Daemon) -> None:
+    array = slurm.submit("echo $YUNION_MPS_DEVICE; sleep 0.2", SHARE, "--array=1-6")
+    slurm.wait(lambda: len(slurm.output(array).split()) == 6, "the output of all tasks")
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
+    assert set(slurm.output(array).split()) <= set(ADDRESSES)
+
+
+def test_users_can_neither_change_nor_read_the_files_of_others(slurm: Slurm) -> None:
+    job = slurm.submit(UNTIL_TOLD.format(slurm.folder), SHARE)
+    slurm.wait_job(job, "RUNNING")
+    path = slurm.host.root / f"run/yunion-mps/slurm/{job}.json"
+    slurm.wait(path.exists, "the job's file")
+    found = path.stat()
+    assert (oct(found.st_mode & 0o777), found.st_uid) == ("0o400", 65534)
+    assert slurm.run("sh", "-c", f"cat {path}").returncode == 0
+    assert slurm.run("sh", "-c", f"cat {path}", user=1).returncode != 0
+    assert slurm.run("rm", "-f", path).returncode != 0
+    assert path.parent.stat().st_uid == 0

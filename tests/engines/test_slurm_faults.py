@@ -1,0 +1,183 @@
+"""No fault loses a lease, leases a device twice, leaves a lease behind, or keeps the node drained."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from engines.slurm import NODE, Slurm
+from integration.daemon_host import Daemon
+from integration.lease_host import ADDRESSES, given, leases_of, restart, take
+
+pytestmark = pytest.mark.gpus({"kind": "v100"})
+
+SHARE = "--gres=gpu:mps:1"
+SHOW = "echo $YUNION_MPS_DEVICE"
+
+
+def wait_drained(slurm: Slurm, code: str) -> None:
+    slurm.wait(lambda: slurm.state() == "drained" and f"yunion-mps: {code}: " in slurm.reason(), code)
+
+
+def wait_idle(slurm: Slurm) -> None:
+    slurm.wait(lambda: (slurm.state(), slurm.reason()) == ("idle", "none"), "an idle node")
+
+
+def wait_unused(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
+
+
+def until_told(slurm: Slurm) -> str:
+    return f"{SHOW}; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+
+
+def test_without_the_daemon_the_node_is_drained_until_it_is_back(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("health-check")
+    daemon.stop()
+    job = slurm.submit(SHOW, SHARE)  # its Prolog notices, before the health check can
+    wait_drained(slurm, "daemon_unreachable")
+    slurm.wait_job(job, "PENDING")
+    daemon.start().wait_ready()
+    slurm.release("health-check")
+    slurm.start_again(job)
+    slurm.wait_job(job, "COMPLETED")
+    slurm.wait(lambda: slurm.output(job) == f"{ADDRESSES[0]}\n", "the output")
+    wait_unused(slurm, daemon)
+    wait_idle(slurm)
+
+
+def test_a_device_held_outside_slurm_drains_the_node(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("health-check")
+    take(daemon, f"devices={ADDRESSES[0]}&holder.name=by-hand&holder.ttl_s=600")
+    job = slurm.submit(SHOW, SHARE)
+    wait_drained(slurm, "slurm_device_held")
+    assert "by-hand" in slurm.reason()
+    slurm.wait_job(job, "PENDING")
+    slurm.release("health-check")
+    assert daemon.ask("DELETE", "/v1/leases/by-hand")[0] == 200
+    slurm.start_again(job)
+    slurm.wait_job(job, "COMPLETED")
+    wait_idle(slurm)
+
+
+def is_free_after_reload(daemon: Daemon) -> bool:
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    return bool(daemon.get(f"/v1/devices/{ADDRESSES[0]}")[1]["state"] == "free")
+
+
+def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) -> None:
+    daemon.host.gpus[0].lose()
+    wait_drained(slurm, "gpu_lost")
+    daemon.host.gpus[0].restore()
+    slurm.wait(lambda: is_free_after_reload(daemon), "the GPU")
+    wait_idle(slurm)
+
+
+def test_a_changed_division_is_noticed_and_no_other_device_leased(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("health-check")
+    daemon.host.divide(2)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    job = slurm.submit(SHOW, SHARE)
+    wait_drained(slurm, "slurm_devices_changed")
+    assert leases_of(daemon) == []
+    daemon.host.divide(4)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.release("health-check")
+    slurm.start_again(job)
+    slurm.wait_job(job, "COMPLETED")
+    wait_idle(slurm)
+
+
+def test_a_drain_by_the_administrator_is_left_alone(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.ask("scontrol", "update", f"NodeName={NODE}", "State=DRAIN", "Reason=new disk")
+    slurm.wait(lambda: slurm.reason() == "new disk", "the drain")
+    slurm.wait_health_check()
+    daemon.stop()
+    slurm.wait_health_check()
+    assert (slurm.state(), slurm.reason()) == ("drained", "new disk")
+
+
+def test_leases_of_jobs_that_slurm_does_not_know_are_released(slurm: Slurm, daemon: Daemon) -> None:
+    host = daemon.host
+    words = ["--ttl", "infinity", "--for", "slurm"]
+    for name, device in (("slurm:999", ADDRESSES[0]), ("slurm:1000-a", ADDRESSES[1])):
+        done = host.run(["yunion-mps", "lease", "take", name, *words, "--device", device])
+        assert done.returncode == 0, done.stderr
+    slurm.wait(lambda: given(daemon) == ADDRESSES[1:2], "the release of the one that is left over")
+
+
+def replace(slurm: Slurm, daemon: Daemon, victim: str) -> None:
+    """Kill one of the daemons, and start it again; or let ours execute itself again."""
+    if victim == "daemon":
+        restart(daemon)
+    elif victim == "reexec":
+        daemon.reexec()
+    else:
+        slurm.kill(victim)
+        slurm.start_node() if victim == "slurmd" else slurm.start_controller()
+
+
+@pytest.mark.parametrize("victim", ["slurmd", "slurmctld", "daemon", "reexec"])
+def test_a_killed_daemon_neither_loses_nor_leaves_a_lease(slurm: Slurm, daemon: Daemon, victim: str) -> None:
+    running = slurm.submit(until_told(slurm), SHARE)
+    slurm.wait(lambda: slurm.output(running), "its output")
+    (before,) = leases_of(daemon)
+    slurm.hold("prolog")
+    starting = slurm.submit(SHOW, SHARE)
+    slurm.wait(lambda: slurm.is_held("prolog"), "its Prolog")
+    slurm.wait_saved()
+    replace(slurm, daemon, victim)
+    assert before["id"] in [lease["id"] for lease in leases_of(daemon)]
+    if victim.startswith("slurm"):  # Slurm does not start this job again, and may drain the node for it
+        slurm.ask("scancel", starting)
+    slurm.release("prolog")
+    slurm.wait_job(starting, "COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL")
+    slurm.hold("epilog")
+    (slurm.folder / "go").touch()
+    slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
+    slurm.wait_saved()
+    replace(slurm, daemon, victim)
+    slurm.release("epilog")
+    slurm.wait_job(running, "COMPLETED")
+    wait_unused(slurm, daemon)
+    if slurm.reason() == "Duplicate jobid":
+        slurm.ask("scontrol", "update", f"NodeName={NODE}", "State=RESUME")
+    again = slurm.submit(SHOW, SHARE)
+    slurm.wait_job(again, "COMPLETED")
+    wait_unused(slurm, daemon)
+    wait_idle(slurm)
+
+
+def test_a_job_cancelled_during_its_prolog_leaves_no_lease(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("prolog")
+    job = slurm.submit(SHOW, SHARE)
+    slurm.wait(lambda: slurm.is_held("prolog"), "its Prolog")
+    slurm.ask("scancel", job)
+    slurm.release("prolog")
+    slurm.wait_job(job, "CANCELLED")
+    wait_unused(slurm, daemon)
+    wait_idle(slurm)
+
+
+def test_after_a_boot_leases_of_former_jobs_are_not_in_the_way(slurm: Slurm, daemon: Daemon) -> None:
+    running = slurm.submit(until_told(slurm), SHARE, "--no-requeue")
+    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    slurm.write_hook("epilog", "exit 0")  # at a boot, no Epilog runs
+    slurm.kill("slurmd")
+    daemon.kill()
+    slurm.kill_jobs()
+    shutil.rmtree(slurm.host.root / "run/yunion-mps")
+    slurm.ask("scancel", running)
+    daemon.start().wait_ready()
+    slurm.start_node()
+    job = slurm.submit(SHOW, SHARE)
+    slurm.wait_job(job, "COMPLETED")
+    slurm.write_hook("epilog")
+    wait_unused_of(slurm, daemon, running)
+
+
+def wait_unused_of(slurm: Slurm, daemon: Daemon, job: str) -> None:
+    slurm.wait(
+        lambda: f"slurm:{job}" not in [lease["name"] for lease in leases_of(daemon)], f"the release of {job}"
+    )

@@ -1,0 +1,137 @@
+"""The pure parts of Slurm's hooks: the job in the environment, indices, lines, leases and drain reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import GPU_LOST, SLURM_DEVICES_CHANGED, Reason
+from yunion_mps.slurm.devices import (
+    RecordedDevice,
+    device_at,
+    devices_for_slurm,
+    gres_lines,
+    node_lines,
+    read_record,
+)
+from yunion_mps.slurm.hooks import JobFile, environment_of_task
+from yunion_mps.slurm.job import Job, indices_of, job_of, stale_leases
+from yunion_mps.slurm.leases import held_outside
+from yunion_mps.slurm.node import NodeState, drain_reason, parse_state
+
+RECORD = [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)]
+
+
+def device(addr: str, memory_mib: int = 4096, reserved_for: str | None = None) -> Any:
+    gpu = addr.rpartition("-")[0]
+    return {"addr": addr, "memory_mib": memory_mib, "reserved_for": reserved_for, "gpu_uuid": gpu}
+
+
+def lease(name: str | None, devices: tuple[str, ...] = ("00:06.0-0",), **fields: Any) -> Any:
+    default = {"binding": "name", "expires": None, "user": "root", "pid": None, "id": "7c1f0e7a"}
+    return {"name": name, "devices": list(devices), **default, **fields}
+
+
+def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
+    environment = {"SLURM_JOB_ID": "17", "SLURM_JOB_UID": "1000", "SLURM_JOB_GPUS": "0,2"}
+    job = Job.of(environment)
+    assert job == Job("17", 1000, (0, 2))
+    assert job.lease_name == "slurm:17"
+    assert Job.of({"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}) == Job("17", 0, (), (1,))
+
+
+@pytest.mark.parametrize("job_id", ["", "0", "../17", "17_1", "99999999999"])
+def test_an_environment_without_a_valid_job_id_is_refused(job_id: str) -> None:
+    with pytest.raises(HostError, match="no job's environment"):
+        Job.of({"SLURM_JOB_ID": job_id, "SLURM_JOB_UID": "0"})
+
+
+def test_indices_are_lists_and_ranges() -> None:
+    assert indices_of("") == ()
+    assert indices_of("0,1,5") == (0, 1, 5)
+    assert indices_of("0-2,4") == (0, 1, 2, 4)
+    for text in ("GPU-76aef7ff", "0,", "-1", "0;1"):
+        with pytest.raises(HostError, match="not a list of indices"):
+            indices_of(text)
+
+
+def test_an_index_never_means_another_device_than_the_recorded_one() -> None:
+    devices = [device("00:06.0-0"), device("00:06.0-1")]
+    assert device_at(1, RECORD, devices) == "00:06.0-1"
+    for index, now in ((2, devices), (1, devices[:1]), (0, [device("00:06.0-0", 2048), devices[1]])):
+        with pytest.raises(NotFoundError) as caught:
+            device_at(index, RECORD, now)
+        assert caught.value.code == SLURM_DEVICES_CHANGED
+
+
+def test_a_node_without_a_record_has_no_devices_for_slurm(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    assert read_record(paths) is None
+    place = Path(paths.slurm_devices)
+    place.parent.mkdir(parents=True)
+    for text in ("", "[[1]]", '{"a": 1}'):
+        place.write_text(text)
+        with pytest.raises(HostError) as caught:
+            read_record(paths)
+        assert caught.value.code == SLURM_DEVICES_CHANGED
+
+
+def test_the_lines_name_a_range_for_each_gpu() -> None:
+    devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
+    assert gres_lines(devices, "n1", Paths()) == [
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps[0-1]",
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps2",
+    ]
+    assert node_lines(3, "n1") == ["GresTypes=gpu", "NodeName=n1 Gres=gpu:mps:3"]
+
+
+def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
+    free, pods, ours = device("a-0"), device("b-0", 1, "kubernetes"), device("c-0", 1, "slurm")
+    assert devices_for_slurm([free, pods, ours]) == [ours]
+    assert devices_for_slurm([free, pods]) == [free]
+
+
+def test_only_a_lease_without_expiry_named_after_a_job_is_slurms() -> None:
+    assert job_of(lease("slurm:17")) == "17"
+    others = [lease(name) for name in (None, "slurm:", "slurm:17-a", "slurm:017", "Slurm:17", "claim:a/b@c")]
+    others += [lease("slurm:17", binding="container"), lease("slurm:17", expires="2026-11-20T13:45:00Z")]
+    assert [job_of(one) for one in others] == [""] * len(others)
+    assert stale_leases([lease("slurm:17"), lease("slurm:18"), *others], ["18"]) == [lease("slurm:17")]
+
+
+def test_a_device_that_something_else_has_is_named_with_its_holder() -> None:
+    assert held_outside([lease("slurm:17")], ["00:06.0-0"]) is None
+    assert held_outside([lease("by-hand")], ["00:06.0-1"]) is None
+    held = held_outside([lease(None, user="alice", pid=4260)], ["00:06.0-0"])
+    assert held == "device 00:06.0-0 is leased outside Slurm: alice (PID 4260)"
+
+
+def test_only_drains_with_our_prefix_are_ours() -> None:
+    reason = drain_reason(Reason('GPU "0" is lost', GPU_LOST))
+    assert reason == "yunion-mps: gpu_lost: GPU '0' is lost"
+    assert parse_state(f"drained*|{reason}") == NodeState(is_drained=True, reason=reason)
+    assert NodeState(is_drained=True, reason=reason).is_ours
+    assert not NodeState(is_drained=False, reason=reason).is_ours
+    assert not NodeState(is_drained=True, reason="see yunion-mps: gpu_lost: x").is_ours
+    assert parse_state("warning: x\nidle|none") == NodeState(is_drained=False, reason="none")
+    assert parse_state("") is None
+    assert len(drain_reason(Reason("x" * 900, GPU_LOST))) == 200
+
+
+def test_a_step_has_the_budget_of_its_devices() -> None:
+    content: JobFile = {
+        "environment": {"A": "all"},
+        "devices": {"0": {"A": "0"}, "1": {"A": "1"}, "2": {"A": "2"}},
+        "error": [],
+    }
+    assert environment_of_task(Job("1"), content) == {"A": "all"}
+    assert environment_of_task(Job("1", step_indices=(2, 1, 0)), content) == {"A": "all"}
+    assert environment_of_task(Job("1", step_indices=(1,)), content) == {"A": "1"}
+    with pytest.raises(InfeasibleError, match="2 of the job's 3 devices"):
+        environment_of_task(Job("1", step_indices=(0, 1)), content)
+    with pytest.raises(YunionError, match="cannot be combined") as caught:
+        environment_of_task(Job("1"), {**content, "error": ["cannot be combined", "request one"]})
+    assert caught.value.hint == "request one"

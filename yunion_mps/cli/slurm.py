@@ -1,0 +1,131 @@
+"""`slurm`: what slurm.conf names, and the lines for Slurm's configuration."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from yunion_mps.cli.calls import listed_devices
+from yunion_mps.cli.output import print_notice
+from yunion_mps.cli.root import SuggestingGroup
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+from yunion_mps.slurm.devices import devices_for_slurm, gres_lines, install, node_lines
+from yunion_mps.slurm.hooks import Hooks
+from yunion_mps.slurm.node import node_name
+
+
+@click.group("slurm", cls=SuggestingGroup, short_help="Let Slurm assign devices to its jobs.")
+def slurm_group() -> None:
+    """Let Slurm assign devices to its jobs: the lines for its configuration, and its hooks.
+
+    Slurm starts its hooks without arguments. So slurm.conf names the files slurm-prolog, slurm-task-prolog,
+    slurm-epilog and slurm-health-check in /usr/libexec/yunion-mps, which run these commands.
+
+    \b
+    Examples:
+      yunion-mps slurm gres-conf
+    """
+
+
+@slurm_group.command("gres-conf", short_help="Print the lines for gres.conf and slurm.conf.")
+@click.option("--node", metavar="NAME", help="The node's name in slurm.conf. Default: the host's short name.")
+@click.option(
+    "--install", "installs", is_flag=True, help="Also create and record the device nodes (root only)."
+)
+def gres_conf(node: str | None, installs: bool) -> None:
+    """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu:mps.
+
+    They offer the devices that are reserved for Slurm (reserved_for: slurm) or, if there are none, all that
+    are not reserved. The comments say which device has which index in Slurm.
+
+    With --install, it creates the device nodes that the lines name, now and at each boot (by a file of
+    tmpfiles.d), and records which device is which. After a change, the node is drained until this is
+    repeated.
+
+    \b
+    Examples:
+      yunion-mps slurm gres-conf
+      yunion-mps slurm gres-conf --install >> /etc/slurm/gres.conf
+    """
+    paths, name = Paths.from_environment(), node or node_name()
+    devices = devices_for_slurm(listed_devices())
+    if not devices:
+        what = "this host has no devices for Slurm"
+        raise HostError(
+            what, "divide a GPU by virtual_number or slices: man yunion-mps-host_container_device.yml"
+        )
+    if installs:
+        install(devices, paths)
+        print_notice(
+            f"created and recorded {len(devices)} device nodes; restart slurmctld and slurmd after changes"
+        )
+    for index, device in enumerate(devices):
+        click.echo(f"# {index}: {device['addr']}, {device['memory_mib']} MiB")
+    for line in gres_lines(devices, name, paths):
+        click.echo(line)
+    click.echo("# for slurm.conf:")
+    for line in node_lines(len(devices), name):
+        click.echo(f"# {line}")
+
+
+def _hooks() -> Hooks:
+    return Hooks(Paths.from_environment(), os.environ, print_notice)
+
+
+def _end(status: int) -> None:
+    raise click.exceptions.Exit(status)
+
+
+@slurm_group.command("prolog", short_help="Prolog of slurm.conf: lease a job's devices.")
+def prolog() -> None:
+    """Lease exactly the devices that Slurm has assigned to the job, until its Epilog.
+
+    If the node is at fault, it is drained with the reason, and this exits with 1. If the job is, its tasks
+    fail with the reason.
+
+    \b
+    Examples:
+      Prolog=/usr/libexec/yunion-mps/slurm-prolog
+    """
+    _end(_hooks().prolog())
+
+
+@slurm_group.command("task-prolog", short_help="TaskProlog of slurm.conf: set a task's environment.")
+def task_prolog() -> None:
+    """Print the environment of the job's devices for slurmstepd, or why the job cannot have them.
+
+    \b
+    Examples:
+      TaskProlog=/usr/libexec/yunion-mps/slurm-task-prolog
+    """
+    status, lines = _hooks().task_prolog()
+    for line in lines:
+        click.echo(line)
+    _end(status)
+
+
+@slurm_group.command("epilog", short_help="Epilog of slurm.conf: release a job's devices.")
+def epilog() -> None:
+    """Release the job's devices. Repeating this changes nothing.
+
+    \b
+    Examples:
+      Epilog=/usr/libexec/yunion-mps/slurm-epilog
+    """
+    _end(_hooks().epilog())
+
+
+@slurm_group.command("health-check", short_help="HealthCheckProgram of slurm.conf: drain or resume the node.")
+def health_check() -> None:
+    """Drain the node while Slurm's devices cannot be used, and resume it once they can.
+
+    Only a drain whose reason begins with "yunion-mps: " is ended. Leases of jobs that Slurm no longer knows
+    are released.
+
+    \b
+    Examples:
+      HealthCheckProgram=/usr/libexec/yunion-mps/slurm-health-check
+    """
+    _end(_hooks().health_check())

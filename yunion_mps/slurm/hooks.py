@@ -1,0 +1,180 @@
+"""What slurm.conf names: Prolog, TaskProlog, Epilog and HealthCheckProgram.
+
+Slurm drains a node whose Prolog fails, so it fails only if the node cannot run jobs, and only after it has
+given the node a drain reason, which the health check recognises and ends. What is wrong with a job, and not
+with the node, is left to TaskProlog: it fails just that job, and what it prints reaches the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
+
+from yunion_mps.enums import UNAVAILABLE
+from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
+from yunion_mps.host.files import write_atomically
+from yunion_mps.http.transport import refuse_unreachable
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import INFEASIBLE, Reason
+from yunion_mps.slurm.devices import RecordedDevice, device_at, read_record
+from yunion_mps.slurm.job import Job
+from yunion_mps.slurm.leases import JobLeases, held_outside
+from yunion_mps.slurm.node import Node
+from yunion_mps.text import printable
+
+OnMessage = Callable[[str], None]
+
+
+class JobFile(TypedDict):
+    """What Prolog leaves for TaskProlog: the environment, or why the job cannot have its devices.
+
+    `devices` are the environments of single devices, by index, for the steps of a job that has several.
+    """
+
+    environment: Mapping[str, str]
+    devices: Mapping[str, Mapping[str, str]]
+    error: Sequence[str]
+
+
+class Hooks:
+    def __init__(self, paths: Paths, environment: Mapping[str, str], on_message: OnMessage) -> None:
+        """`environment` is the one in which Slurm started us."""
+        self._paths = paths
+        self._environment = environment
+        self._on_message = on_message
+
+    def prolog(self) -> int:
+        """Lease the job's devices; returns the exit status."""
+        job, record = Job.of(self._environment), read_record(self._paths)
+        if record is None or not job.indices:
+            return 0
+        try:
+            self._write(job, self._prepare(job, record))
+        except YunionError as error:
+            self._drain(error)
+            return 1
+        return 0
+
+    def task_prolog(self) -> tuple[int, list[str]]:
+        """The exit status, and the lines for slurmstepd: `export NAME=VALUE` and `print TEXT`."""
+        job, record = Job.of(self._environment), read_record(self._paths)
+        if record is None or not (job.indices or job.step_indices):
+            return 0, []
+        try:
+            environment = environment_of_task(job, self._read(job))
+            refuse_unreachable(environment)
+        except YunionError as error:
+            return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]
+        return 0, [f"export {name}={value}" for name, value in environment.items()]
+
+    def epilog(self) -> int:
+        """Release the job's devices; returns 0, because the health check repeats what fails."""
+        job = Job.of(self._environment)
+        try:
+            if read_record(self._paths) is not None:
+                self._leases().release(job)
+        except YunionError as error:
+            self._drain(error)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(job))
+        return 0
+
+    def health_check(self) -> int:
+        """Drain the node while Slurm's devices cannot be used, and resume it once they can; returns 0."""
+        node = Node()
+        try:
+            if reason := self._trouble(node):
+                node.drain(reason)
+                self._on_message(f"{node.name}: drained: {reason}")
+            elif node.resume():
+                self._on_message(f"{node.name}: resumed")
+        except YunionError as error:  # slurmctld does not answer; it calls again later
+            self._on_message(error.message)
+        return 0
+
+    def _prepare(self, job: Job, record: Sequence[RecordedDevice]) -> JobFile:
+        leases = self._leases()
+        devices = leases.devices()
+        addresses = {index: device_at(index, record, devices) for index in job.indices}
+        try:
+            lease = leases.take(job, list(addresses.values()), Node().jobs)
+        except InfeasibleError as error:
+            if error.code != INFEASIBLE:  # for example, they are now reserved for something else
+                raise
+            return {"environment": {}, "devices": {}, "error": error.lines}
+        several = addresses if len(addresses) > 1 else {}
+        single = {str(index): leases.environment(addr) for index, addr in several.items()}
+        return {"environment": lease["environment"], "devices": single, "error": []}
+
+    def _trouble(self, node: Node) -> Reason | None:
+        """Why this node can run no jobs with devices now; releases what jobs that have ended hold."""
+        leases = self._leases()
+        try:
+            record = read_record(self._paths)
+            if record is None:
+                return None
+            devices = leases.devices()
+            addresses = [device_at(index, record, devices) for index in range(len(record))]
+            leases.reconcile(node.jobs)
+            held = held_outside(leases.all(), addresses)
+        except YunionError as error:
+            return error.reason
+        broken = [one for one in devices if one["addr"] in addresses and one["state"] == UNAVAILABLE]
+        if broken:
+            return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
+        return held
+
+    def _drain(self, error: YunionError) -> None:
+        self._on_message("\n".join(error.lines))
+        try:
+            Node().drain(error.reason)
+        except YunionError as failure:
+            self._on_message(f"the node cannot be drained: {failure.message}")
+
+    def _leases(self) -> JobLeases:
+        return JobLeases(self._paths, self._on_message)
+
+    def _path(self, job: Job) -> str:
+        return os.path.join(self._paths.slurm_jobs, f"{job.id}.json")
+
+    def _write(self, job: Job, content: JobFile) -> None:
+        """Write the job's file, which its user can only read."""
+        path = self._path(job)
+        try:
+            write_atomically(path, json.dumps(content))
+            os.chmod(path, 0o400)
+            os.chown(path, job.uid, -1)
+        except OSError as error:
+            raise HostError(f"{path}: cannot be written: {error.strerror}", "check: df -h /run") from None
+
+    def _read(self, job: Job) -> JobFile:
+        path = self._path(job)
+        try:
+            with open(path, encoding="utf-8") as file:
+                content: JobFile = json.load(file)
+        except (OSError, ValueError) as error:
+            what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            hint = f"let the job start again: scontrol requeue {job.id}; Prolog has to be set in slurm.conf"
+            raise NotFoundError(what, hint) from None
+        return content
+
+
+def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
+    """The environment of a task: of all of the job's devices, or of the one that its step has.
+
+    Raises YunionError if Prolog refused the job, or if the step has several of the devices, but not all.
+    """
+    if content["error"]:
+        message, *hints = content["error"]
+        raise YunionError(message, "\n".join(hints))
+    devices = content["devices"]
+    step = [str(index) for index in job.step_indices]
+    if not step or not devices or set(step) == set(devices):
+        return content["environment"]
+    if len(step) == 1 and step[0] in devices:
+        return devices[step[0]]
+    what = f"the step has {len(step)} of the job's {len(devices)} devices, which is no budget of its own"
+    raise InfeasibleError(what, "start it with one of them or with all: srun --gres=gpu:mps:1")

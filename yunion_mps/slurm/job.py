@@ -1,0 +1,71 @@
+"""A job of Slurm as its hooks see it in their environment, and the name of its lease."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.enums import SLURM
+from yunion_mps.errors import HostError
+from yunion_mps.reasons import INVALID_REQUEST
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
+#: The largest job id is below 2^32 (slurm.h).
+JOB_ID = "[1-9][0-9]{0,9}"
+_LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
+_INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+
+
+class Job(NamedTuple):
+    """`indices` are those of its devices in gres.conf, `step_indices` those of its current step."""
+
+    id: str
+    uid: int = 0
+    indices: tuple[int, ...] = ()
+    step_indices: tuple[int, ...] = ()
+
+    @property
+    def lease_name(self) -> str:
+        return f"{SLURM}:{self.id}"
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Job:
+        """The job of a hook's environment; raises HostError if it is none of Slurm's."""
+        job_id, uid = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_UID", "0")
+        if not re.fullmatch(JOB_ID, job_id) or not uid.isdigit():
+            what = f"SLURM_JOB_ID is {job_id!r}: this is no job's environment"
+            hint = "let Slurm run this command: set it in slurm.conf"
+            raise HostError(what, hint, INVALID_REQUEST)
+        job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
+        return cls(job_id, int(uid), job, step)
+
+
+def indices_of(text: str) -> tuple[int, ...]:
+    """Parse a list such as `0,1` or `0-3,6`; raises HostError. It is empty without devices."""
+    if not text:
+        return ()
+    if not _INDICES.fullmatch(text):
+        what = f"{text!r} is not a list of indices of devices"
+        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def job_of(lease: LeaseRecord) -> str:
+    """The id of the Slurm job that has the lease; empty if something else has it, such as root."""
+    match = _LEASE_NAME.fullmatch(lease["name"] or "")
+    if not match or lease["binding"] != "name" or lease["expires"] is not None:
+        return ""
+    return match[1]
+
+
+def stale_leases(leases: Iterable[LeaseRecord], live: Iterable[str]) -> list[LeaseRecord]:
+    """The leases of Slurm's jobs of which none of `live` is the id."""
+    ids = set(live)
+    return [lease for lease in leases if (job := job_of(lease)) and job not in ids]

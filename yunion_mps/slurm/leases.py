@@ -1,0 +1,138 @@
+"""The leases of Slurm's jobs: each is named after its job, does not expire, and is released by Epilog.
+
+Slurm decides which job has which device. A lease of a job that Slurm no longer knows is left over, as after a
+boot, and is released as soon as it is in the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from yunion_mps.enums import SLURM
+from yunion_mps.errors import NotFoundError, NothingFreeError
+from yunion_mps.http.client import DaemonClient
+from yunion_mps.http.operations import (
+    END_LEASE,
+    GET_DEVICE,
+    GET_DEVICES,
+    GET_LEASES,
+    TAKE_LEASE,
+    Operation,
+)
+from yunion_mps.http.parameters import Value
+from yunion_mps.http.transport import BlockingTransport, Retrier, run_blocking
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
+from yunion_mps.slurm.job import Job, job_of, stale_leases
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord
+
+T = TypeVar("T")
+
+#: How long a hook waits for a daemon that restarts, and for devices whose previous job has just ended, in s.
+_RESTART_S = 10.0
+_BUSY_S = 30.0
+#: How long the daemon lets a request wait before we look again at what is in its way, in s.
+_LOOK_S = 2
+
+
+class JobLeases:
+    """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
+
+    def __init__(self, paths: Paths, on_message: Callable[[str], None]) -> None:
+        self._retrier = Retrier(BlockingTransport(DaemonClient(paths)), _RESTART_S, on_message)
+        self._on_message = on_message
+
+    def devices(self) -> list[Device]:
+        return self._call(GET_DEVICES, limit=0)["isolated_devices"]
+
+    def environment(self, addr: str) -> dict[str, str]:
+        """The environment of a process that uses just this device."""
+        return dict(self._call(GET_DEVICE, id=addr)["client_environment"])
+
+    def all(self) -> Sequence[LeaseDetails]:
+        return self._call(GET_LEASES)["leases"]
+
+    def take(self, job: Job, addresses: Sequence[str], live: Callable[[], Iterable[str]]) -> LeaseRecord:
+        """Lease exactly these devices to the job, or return the lease that it has.
+
+        `live` returns the ids of Slurm's jobs on this node. Raises NothingFreeError with the code
+        `slurm_device_held` if something other than Slurm has one of the devices.
+        """
+        end_s = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                return self._take(job, addresses)
+            except NothingFreeError as error:
+                self._release_stale(addresses, live, error)
+                if time.monotonic() > end_s:
+                    raise
+
+    def _take(self, job: Job, addresses: Sequence[str]) -> LeaseRecord:
+        for lease in self.all():
+            if lease["name"] == job.lease_name and set(lease["devices"]) != set(addresses):
+                self.end(lease)  # the job was requeued, and its Epilog did not run
+        # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
+        return self._call(
+            TAKE_LEASE,
+            devices=list(addresses),
+            holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
+            reserved_for=SLURM,
+            allow_unlimited=True,
+            wait_s=_LOOK_S,
+        )
+
+    def _release_stale(
+        self, addresses: Sequence[str], live: Callable[[], Iterable[str]], error: NothingFreeError
+    ) -> None:
+        """Release what jobs that have ended hold; raises `error` if waiting for the devices is useless."""
+        if error.code in TEMPORARY:
+            return
+        if error.code != NOTHING_FREE:
+            raise error
+        holders = [lease for lease in self.all() if set(lease["devices"]).intersection(addresses)]
+        if held := held_outside(holders, addresses):
+            raise NothingFreeError(held, hint_of(held.code), held.code) from None
+        for lease in stale_leases(holders, live()):
+            self.end(lease)
+
+    def release(self, job: Job) -> None:
+        """End the job's lease; does nothing if there is none."""
+        for lease in self.all():
+            if job_of(lease) == job.id:
+                self.end(lease)
+
+    def reconcile(self, live: Callable[[], Iterable[str]]) -> list[LeaseDetails]:
+        """End the leases of all jobs that are not live; returns these leases.
+
+        The leases are read first, so a job that starts meanwhile keeps its lease.
+        """
+        leases = [lease for lease in self.all() if job_of(lease)]
+        stale = [lease for lease in leases if lease in stale_leases(leases, live())] if leases else []
+        for lease in stale:
+            self.end(lease)
+        return stale
+
+    def end(self, lease: LeaseRecord) -> None:
+        try:
+            self._call(END_LEASE, lease=lease["id"])
+        except NotFoundError:  # another hook released it
+            return
+        self._on_message(f"{lease['name']}: {', '.join(lease['devices'])} released")
+
+    def _call(self, operation: Operation[T], **arguments: Value) -> T:
+        return run_blocking(self._retrier.call(operation, None, **arguments))
+
+
+def held_outside(leases: Iterable[LeaseRecord], addresses: Iterable[str]) -> Reason | None:
+    """Which of the devices something other than Slurm has; None if there is none."""
+    for lease in leases:
+        for addr in set(lease["devices"]).intersection(addresses) if not job_of(lease) else ():
+            holder = lease["name"] or (f"PID {lease['pid']}" if lease["pid"] else lease["id"])
+            return Reason(
+                f"device {addr} is leased outside Slurm: {lease['user']} ({holder})", SLURM_DEVICE_HELD
+            )
+    return None

@@ -1,0 +1,97 @@
+"""The state of this node in Slurm: whether we have drained it and why, and which jobs it has.
+
+Only a drain whose reason begins with our prefix is ever changed or ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from typing import NamedTuple
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.processes import find_program, outcome_of
+from yunion_mps.reasons import PROGRAM_MISSING, Reason, hint_of
+from yunion_mps.slurm.job import JOB_ID
+from yunion_mps.text import printable
+
+#: A drain reason of ours is `yunion-mps: CODE: TEXT`.
+PREFIX = "yunion-mps: "
+#: How long one of Slurm's commands may take, in s: the hooks must end even if slurmctld does not answer.
+_COMMAND_S = 10.0
+_LONGEST_REASON = 200
+
+
+def drain_reason(reason: Reason) -> str:
+    """The reason of a drain, which scontrol takes as one argument."""
+    text = printable(str(reason)).replace('"', "'").replace("|", "/")
+    return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
+
+
+class NodeState(NamedTuple):
+    """`reason` is why the node is drained or down; other states may have one, too."""
+
+    is_drained: bool
+    reason: str
+
+    @property
+    def is_ours(self) -> bool:
+        return self.is_drained and self.reason[: len(PREFIX)] == PREFIX
+
+
+def parse_state(text: str) -> NodeState | None:
+    """Parse a line of `sinfo --format=%T|%E`, for example `drained*|yunion-mps: gpu_lost: …`."""
+    for line in text.splitlines():
+        state, separator, reason = line.partition("|")
+        if separator:
+            return NodeState(state.startswith("drain"), reason.strip())
+    return None
+
+
+class Node:
+    """Raises HostError where a command of Slurm fails."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or os.environ.get("SLURMD_NODENAME") or node_name()
+
+    def state(self) -> NodeState:
+        text = _answer("sinfo", "--noheader", f"--nodes={self.name}", "--format=%T|%E")
+        found = parse_state(text)
+        if found is None:
+            raise HostError(f"Slurm does not know the node {self.name}", "see: scontrol show node")
+        return found
+
+    def drain(self, reason: Reason) -> None:
+        """Drain the node, or change the reason; does nothing if it is drained for another reason."""
+        state, text = self.state(), drain_reason(reason)
+        if state.is_drained and (state.reason == text or not state.is_ours):
+            return
+        _answer("scontrol", "update", f"NodeName={self.name}", "State=DRAIN", f"Reason={text}")
+
+    def resume(self) -> bool:
+        """End a drain of ours; returns whether there was one. A node that is down is not `is_drained`."""
+        if not self.state().is_ours:
+            return False
+        _answer("scontrol", "update", f"NodeName={self.name}", "State=RESUME")
+        return True
+
+    def jobs(self) -> list[str]:
+        """The ids of the jobs that Slurm has on this node, whether they start, run or end."""
+        words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
+        return [word for word in words if re.fullmatch(JOB_ID, word)]
+
+
+def node_name() -> str:
+    return socket.gethostname().partition(".")[0]
+
+
+def _answer(program: str, *arguments: str) -> str:
+    path = find_program(program, hint_of(PROGRAM_MISSING), ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin"))
+    status, output = outcome_of([path, *arguments], _COMMAND_S, with_stderr=True)
+    text = printable(output.decode(errors="replace").strip().replace("\n", "; ")) if status else ""
+    if status is None:
+        raise HostError(f"{program}: did not end within {_COMMAND_S:g} s", "check slurmctld: scontrol ping")
+    if status:
+        raise HostError(f"{program}: {text or f'exit status {status}'}", "check slurmctld: scontrol ping")
+    return output.decode(errors="replace").strip()
