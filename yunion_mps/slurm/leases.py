@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from yunion_mps.client.transport import BlockingTransport, Retrier, run_blocking
+from yunion_mps.client.transport import BlockingTransport, OnMessage, Retrier, run_blocking
 from yunion_mps.enums import SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError
 from yunion_mps.http.client import DaemonClient
@@ -42,7 +42,7 @@ _LOOK_S = 2
 class JobLeases:
     """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
 
-    def __init__(self, paths: Paths, on_message: Callable[[str], None]) -> None:
+    def __init__(self, paths: Paths, on_message: OnMessage) -> None:
         self._retrier = Retrier(BlockingTransport(DaemonClient(paths)), _RESTART_S, on_message)
         self._on_message = on_message
 
