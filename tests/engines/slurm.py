@@ -277,7 +277,7 @@ class Slurm(Closes):
 
     def trouble(self, job: str) -> str:
         shown = [self.ask("scontrol", "show", *words) for words in (("job", job), ("node",))]
-        return "\n".join([*shown, self.logs()])
+        return "\n".join([*shown, self.output(job), self.logs()])
 
     def state(self) -> str:
         """The node's state, as sinfo has it: idle, mixed, drained…"""

@@ -23,6 +23,10 @@ PROGRAMS = {
     "/usr/bin/yunion-mps-daemon",
     "/usr/bin/yunion-mps-kubelet-plugin",
     "/usr/lib/yunion-mps/maintain",
+    *(
+        f"/usr/libexec/yunion-mps/slurm-{hook}"
+        for hook in ("prolog", "task-prolog", "epilog", "health-check")
+    ),
 }
 EXPECTED = {
     "/usr/lib/systemd/system/yunion-mps-daemon.service",

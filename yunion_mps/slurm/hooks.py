@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
-from yunion_mps.http.transport import refuse_unreachable
+from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import RecordedDevice, device_at, read_record
 from yunion_mps.slurm.job import Job
 from yunion_mps.slurm.leases import JobLeases, held_outside
-from yunion_mps.slurm.node import Node
+from yunion_mps.slurm.node import SlurmNode
 from yunion_mps.text import printable
-
-OnMessage = Callable[[str], None]
 
 
 class JobFile(TypedDict):
@@ -84,7 +82,7 @@ class Hooks:
 
     def health_check(self) -> int:
         """Drain the node while Slurm's devices cannot be used, and resume it once they can; returns 0."""
-        node = Node()
+        node = SlurmNode()
         try:
             if reason := self._trouble(node):
                 node.drain(reason)
@@ -100,7 +98,7 @@ class Hooks:
         devices = leases.devices()
         addresses = {index: device_at(index, record, devices) for index in job.indices}
         try:
-            lease = leases.take(job, list(addresses.values()), Node().jobs)
+            lease = leases.take(job, list(addresses.values()), SlurmNode().jobs)
         except InfeasibleError as error:
             if error.code != INFEASIBLE:  # for example, they are now reserved for something else
                 raise
@@ -109,7 +107,7 @@ class Hooks:
         single = {str(index): leases.environment(addr) for index, addr in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
-    def _trouble(self, node: Node) -> Reason | None:
+    def _trouble(self, node: SlurmNode) -> Reason | None:
         """Why this node can run no jobs with devices now; releases what jobs that have ended hold."""
         leases = self._leases()
         try:
@@ -130,7 +128,7 @@ class Hooks:
     def _drain(self, error: YunionError) -> None:
         self._on_message("\n".join(error.lines))
         try:
-            Node().drain(error.reason)
+            SlurmNode().drain(error.reason)
         except YunionError as failure:
             self._on_message(f"the node cannot be drained: {failure.message}")
 

@@ -22,7 +22,7 @@ from yunion_mps.http.operations import (
     Operation,
 )
 from yunion_mps.http.parameters import Value
-from yunion_mps.http.transport import BlockingTransport, Retrier, run_blocking
+from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
 from yunion_mps.slurm.job import Job, job_of, stale_leases
@@ -42,7 +42,7 @@ _LOOK_S = 2
 class JobLeases:
     """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
 
-    def __init__(self, paths: Paths, on_message: Callable[[str], None]) -> None:
+    def __init__(self, paths: Paths, on_message: OnMessage) -> None:
         self._retrier = Retrier(BlockingTransport(DaemonClient(paths)), _RESTART_S, on_message)
         self._on_message = on_message
 

@@ -49,7 +49,7 @@ def parse_state(text: str) -> NodeState | None:
     return None
 
 
-class Node:
+class SlurmNode:
     """Raises HostError where a command of Slurm fails."""
 
     def __init__(self, name: str = "") -> None:
