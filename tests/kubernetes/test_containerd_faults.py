@@ -169,12 +169,12 @@ def test_killing_the_control_daemon_ends_no_container(
     kubelet: Kubelet, container: Container, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     os.kill(ready_daemon.control_pid(), signal.SIGKILL)
-    eventually(lambda: _is_recovered(ready_daemon), "the next control daemon")
+    eventually(lambda: is_recovered(ready_daemon), "the next control daemon")
     kubelet.wait_healthy(4)
     assert_leased_to(ready_daemon, container, start_another(kubelet, containerd))
 
 
-def _is_recovered(daemon: Daemon) -> bool:
+def is_recovered(daemon: Daemon) -> bool:
     (domain,) = daemon.status()["domains"]
     return bool(domain["state"] == "ready" and domain["restarts"] == 1)
 
