@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import NamedTuple, TypedDict
 
 from yunion_mps.kubernetes.api_objects import ApiObject, OwnerReference, Resource
-from yunion_mps.kubernetes.api_server import ApiServer, Backoff
+from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.dra_devices import (
     API_VERSION,
@@ -80,7 +80,6 @@ def _summarized(one: ResourceSlice) -> ResourceSlice:
 
 #: A page of 8 full slices takes 2 MiB once it is parsed.
 SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE, page=8, keep=_summarized)
-NODES = Resource("/api/v1", "nodes", ApiObject)
 
 
 class Writes(NamedTuple):
