@@ -70,7 +70,7 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 class ClaimLeases:
     def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S, refusal: str = "") -> None:
-        """`refusal` is why no claim gets a lease, empty if claims get leases."""
+        """`refusal` is why no claim gets a new lease; empty if claims get leases."""
         self._server = server
         self._refusal = refusal
         self._paths = paths
