@@ -76,7 +76,7 @@ class ClaimLeases:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
-        #: By uid of the claim, so that its lease is not released while it is being taken.
+        #: A lock for each claim, by uid, so that its lease is not released while it is being taken.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         #: Since when a lease has been unneeded (monotonic), by its id.
         self._gone_since_s: dict[str, float] = {}

@@ -94,7 +94,7 @@ def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
     assert devices_for_slurm([free, pods]) == [free]
 
 
-def test_only_a_lease_without_expiry_named_after_a_job_is_slurms() -> None:
+def test_only_a_lease_without_expiry_that_is_named_after_a_job_is_slurms() -> None:
     assert job_of(lease("slurm:17")) == "17"
     others = [lease(name) for name in (None, "slurm:", "slurm:17-a", "slurm:017", "Slurm:17", "claim:a/b@c")]
     others += [lease("slurm:17", binding="container"), lease("slurm:17", expires="2026-11-20T13:45:00Z")]
