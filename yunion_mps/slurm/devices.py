@@ -1,7 +1,7 @@
 """Which device each index of gres.conf is: the lines of the configuration, and the record of them.
 
 `gres-conf --install` records the devices, so that the hooks notice if the host's devices no longer match: an
-index never stands for another device than when gres.conf was written.
+index never stands for a different device than when gres.conf was written.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class RecordedDevice(NamedTuple):
 
 def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
     """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
-    reserved = [one for one in devices if one["reserved_for"] == SLURM]
-    return reserved or [one for one in devices if one["reserved_for"] is None]
+    reserved = [device for device in devices if device["reserved_for"] == SLURM]
+    return reserved or [device for device in devices if device["reserved_for"] is None]
 
 
 def recorded(devices: Sequence[Device]) -> list[RecordedDevice]:
-    return [RecordedDevice(one["addr"], one["memory_mib"]) for one in devices]
+    return [RecordedDevice(device["addr"], device["memory_mib"]) for device in devices]
 
 
 def gres_lines(devices: Sequence[Device], node: str, paths: Paths) -> list[str]:
     """The lines of gres.conf: one for each GPU, so that index N is the N-th device."""
     lines, first = [], 0
-    for _, some in groupby(devices, lambda one: one["gpu_uuid"]):
+    for _, some in groupby(devices, lambda device: device["gpu_uuid"]):
         last = first + len(list(some)) - 1
         numbers = f"{first}" if first == last else f"[{first}-{last}]"
         lines.append(f"NodeName={node} Name=gpu Type=mps File={paths.under(_NODE)}{numbers}")
@@ -106,12 +106,12 @@ def read_record(paths: Paths) -> list[RecordedDevice] | None:
 
 
 def device_at(index: int, record: Sequence[RecordedDevice], devices: Sequence[Device]) -> str:
-    """The address of the device with this index; raises NotFoundError if it no longer is as recorded."""
+    """The address of the device with this index; raises NotFoundError unless it is as recorded."""
     if index >= len(record):
         what = f"gres.conf: device {index} is not among the {len(record)} recorded devices"
         raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
     addr, memory_mib = record[index]
-    now = next((one["memory_mib"] for one in devices if one["addr"] == addr), None)
+    now = next((device["memory_mib"] for device in devices if device["addr"] == addr), None)
     if now != memory_mib:
         change = "no longer exists" if now is None else f"had {memory_mib} MiB, but now has {now} MiB"
         what = f"device {index} of gres.conf: {addr} {change}"

@@ -120,7 +120,9 @@ class Hooks:
             held = held_outside(leases.all(), addresses)
         except YunionError as error:
             return error.reason
-        broken = [one for one in devices if one["addr"] in addresses and one["state"] == UNAVAILABLE]
+        broken = [
+            device for device in devices if device["addr"] in addresses and device["state"] == UNAVAILABLE
+        ]
         if broken:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
