@@ -170,7 +170,7 @@ def test_a_claim_of_a_pod_deleted_by_force_ends_with_the_next_driver(
     assert_leased_to(node.daemon, *(node.run(named(trainer, f"next-{number}")) for number in range(4)))
 
 
-def test_a_pod_s_status_has_the_health_of_its_device(node: Node, driver: KubeletPlugin) -> None:
+def test_the_status_of_a_pod_has_the_health_of_its_device(node: Node, driver: KubeletPlugin) -> None:
     if node.cluster.minor_version < LATER:
         pytest.skip("the kubelet of Kubernetes 1.34 watches the health, but does not write it to the status")
     node.run(named(node.create_example("dra-one-device"), "trainer"))

@@ -36,7 +36,7 @@ USER = 65534
 
 
 class Slurm(Closes):
-    """Started by `start`, once gres.conf and the node's line are known. A context manager."""
+    """A context manager for one cluster; call `start` once gres.conf and the node's line are known."""
 
     def __init__(self, host: SimHost, version: str) -> None:
         self.host = host
@@ -55,7 +55,7 @@ class Slurm(Closes):
     # -- its configuration
 
     def configure(self, node: str, gres: str, *lines: str) -> None:
-        """Write both files; `node` are the words of the node's line, `lines` more of slurm.conf."""
+        """Write gres.conf and slurm.conf; `node` has the words of the node's line, `lines` is added."""
         (self.folder / "gres.conf").write_text(gres)
         for hook in HOOKS.values():
             self.write_hook(hook)
@@ -111,7 +111,7 @@ class Slurm(Closes):
         new.rename(path)
 
     def install(self) -> None:
-        """Configure it with what gres-conf prints."""
+        """Configure Slurm with the lines that `gres-conf` prints."""
         done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install"])
         assert done.returncode == 0, done.stderr
         (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
@@ -120,7 +120,7 @@ class Slurm(Closes):
     # -- its hooks
 
     def hold(self, hook: str) -> None:
-        """Let the hook wait from its next start on, before it does anything."""
+        """Make the hook wait at each start, before it does anything, until `release`."""
         gate, held = self.folder / f"{hook}.gate", self.folder / f"{hook}.held"
         held.unlink(missing_ok=True)
         gate.touch()
@@ -134,7 +134,7 @@ class Slurm(Closes):
         self.write_hook(hook)
 
     def wait_health_check(self) -> None:
-        """Wait for a health check that begins from now on, and for its end."""
+        """Wait until a health check that begins after this call has ended."""
         done = self.folder / "health-check.done"
         done.unlink(missing_ok=True)
         self.write_hook("health-check", "begun=yes", f"[ -z $begun ] || touch {done}")
@@ -200,7 +200,7 @@ class Slurm(Closes):
         self.kill_jobs(all_others=True)
 
     def kill_jobs(self, *, all_others: bool = False) -> None:
-        """Kill what slurmd has started, as a boot does, or everything that is left."""
+        """Kill the processes that slurmd has started, as a reboot does, or all that are left."""
         daemons = {process.pid for process in self._processes.values()}
         for pid in _processes_of(str(self.folder)):
             if pid not in daemons and (all_others or b"slurmctld" not in _command(pid)):
@@ -240,7 +240,7 @@ class Slurm(Closes):
         return {"env": env, "cwd": "/", "stdin": subprocess.DEVNULL, **who, **options}
 
     def ask(self, *command: object) -> str:
-        """What a command answers root; empty if it fails."""
+        """The output of a command that root runs; empty if it fails."""
         done = self.run(*command, user=0)
         return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -271,7 +271,7 @@ class Slurm(Closes):
         )
 
     def start_again(self, job: str) -> None:
-        """Start a job that Slurm has requeued now; by itself, it would do that after two minutes."""
+        """Start a requeued job now; Slurm would start it after two minutes."""
         self.wait_job(job, "PENDING")
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
@@ -280,11 +280,11 @@ class Slurm(Closes):
         return "\n".join([*shown, self.output(job), self.logs()])
 
     def state(self) -> str:
-        """The node's state, as sinfo has it: idle, mixed, drained…"""
+        """The node's state, as sinfo shows it: idle, mixed, drained…"""
         return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
 
     def reason(self) -> str:
-        """Why the node is drained; none if it is not."""
+        """The reason why the node is drained; none if it is not drained."""
         return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%E")
 
     def wait(self, look: Callable[[], Any], what: str) -> None:

@@ -50,7 +50,7 @@ def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Da
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
 
 
-def test_two_shares_are_one_budget_and_steps_have_their_own(slurm: Slurm) -> None:
+def test_two_shares_are_one_budget_and_a_step_can_have_one_share(slurm: Slurm) -> None:
     show = "sh -c 'echo $SLURM_STEP_GPUS $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT'"
     script = f"srun -n1 {show}\nsrun -n1 --exact --gres=gpu:mps:1 {show}\necho batch $YUNION_MPS_DEVICE"
     job = slurm.submit(script, "--gres=gpu:mps:2")
@@ -98,7 +98,7 @@ def test_each_task_of_an_array_has_a_device_of_its_own(slurm: Slurm, daemon: Dae
     assert set(slurm.output(array).split()) <= set(ADDRESSES)
 
 
-def test_users_can_neither_change_nor_read_the_files_of_others(slurm: Slurm) -> None:
+def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> None:
     job = slurm.submit(UNTIL_TOLD.format(slurm.folder), SHARE)
     slurm.wait_job(job, "RUNNING")
     path = slurm.host.root / f"run/yunion-mps/slurm/{job}.json"

@@ -32,10 +32,10 @@ def until_told(slurm: Slurm) -> str:
     return f"{SHOW}; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
 
 
-def test_without_the_daemon_the_node_is_drained_until_it_is_back(slurm: Slurm, daemon: Daemon) -> None:
+def test_the_node_is_drained_until_the_daemon_is_back(slurm: Slurm, daemon: Daemon) -> None:
     slurm.hold("health-check")
     daemon.stop()
-    job = slurm.submit(SHOW, SHARE)  # its Prolog notices, before the health check can
+    job = slurm.submit(SHOW, SHARE)  # its Prolog notices the outage before the health check does
     wait_drained(slurm, "daemon_unreachable")
     slurm.wait_job(job, "PENDING")
     daemon.start().wait_ready()
@@ -47,7 +47,7 @@ def test_without_the_daemon_the_node_is_drained_until_it_is_back(slurm: Slurm, d
     wait_idle(slurm)
 
 
-def test_a_device_held_outside_slurm_drains_the_node(slurm: Slurm, daemon: Daemon) -> None:
+def test_a_device_leased_outside_slurm_drains_the_node(slurm: Slurm, daemon: Daemon) -> None:
     slurm.hold("health-check")
     take(daemon, f"devices={ADDRESSES[0]}&holder.name=by-hand&holder.ttl_s=600")
     job = slurm.submit(SHOW, SHARE)
@@ -74,7 +74,7 @@ def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) 
     wait_idle(slurm)
 
 
-def test_a_changed_division_is_noticed_and_no_other_device_leased(slurm: Slurm, daemon: Daemon) -> None:
+def test_a_changed_division_drains_the_node_and_leases_no_other_device(slurm: Slurm, daemon: Daemon) -> None:
     slurm.hold("health-check")
     daemon.host.divide(2)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
@@ -119,7 +119,7 @@ def replace(slurm: Slurm, daemon: Daemon, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["slurmd", "slurmctld", "daemon", "reexec"])
-def test_a_killed_daemon_neither_loses_nor_leaves_a_lease(slurm: Slurm, daemon: Daemon, victim: str) -> None:
+def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(slurm: Slurm, daemon: Daemon, victim: str) -> None:
     running = slurm.submit(until_told(slurm), SHARE)
     slurm.wait(lambda: slurm.output(running), "its output")
     (before,) = leases_of(daemon)
@@ -129,7 +129,7 @@ def test_a_killed_daemon_neither_loses_nor_leaves_a_lease(slurm: Slurm, daemon: 
     slurm.wait_saved()
     replace(slurm, daemon, victim)
     assert before["id"] in [lease["id"] for lease in leases_of(daemon)]
-    if victim.startswith("slurm"):  # Slurm does not start this job again, and may drain the node for it
+    if victim.startswith("slurm"):  # Slurm does not restart this job, and may drain the node because of it
         slurm.ask("scancel", starting)
     slurm.release("prolog")
     slurm.wait_job(starting, "COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL")
@@ -163,7 +163,7 @@ def test_a_job_cancelled_during_its_prolog_leaves_no_lease(slurm: Slurm, daemon:
     wait_idle(slurm)
 
 
-def test_after_a_boot_leases_of_former_jobs_are_not_in_the_way(slurm: Slurm, daemon: Daemon) -> None:
+def test_after_a_reboot_leases_of_ended_jobs_do_not_block_new_jobs(slurm: Slurm, daemon: Daemon) -> None:
     running = slurm.submit(until_told(slurm), SHARE, "--no-requeue")
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
     slurm.write_hook("epilog", "exit 0")  # at a boot, no Epilog runs

@@ -103,7 +103,7 @@ def test_the_plugin_registers_as_soon_as_the_kubelet_starts(short_path: Path) ->
     run(StoppedLoop(), serve())
 
 
-def test_the_kubelet_s_directory_is_also_checked_regularly(tmp_path: Path) -> None:
+def test_the_directory_of_the_kubelet_is_also_checked_regularly(tmp_path: Path) -> None:
     async def checked_s() -> float:
         watch = DirectoryWatch(str(tmp_path))
 

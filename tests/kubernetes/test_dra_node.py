@@ -125,7 +125,7 @@ def test_claims_do_not_wait_for_each_other_while_the_daemon_is_away(
     assert all("the daemon is not running" in error for error in errors)
 
 
-def test_a_driver_that_runs_releases_leases_without_a_claim(
+def test_a_running_driver_releases_leases_without_a_claim(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])

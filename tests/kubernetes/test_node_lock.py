@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("removes", [Path.rmdir, lambda path: path.rename(path.with_name("former"))])
-def test_the_work_ends_if_the_directory_is_removed_or_replaced(
+def test_the_plugin_ends_if_the_directory_is_removed_or_replaced(
     tmp_path: Path, removes: Callable[[Path], object]
 ) -> None:
     directory = tmp_path / "device-plugins"

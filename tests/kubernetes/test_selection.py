@@ -183,7 +183,7 @@ def test_a_wrong_node_name_is_reported(node: Node, tmp_path: Path, text: str) ->
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_a_label_that_cannot_be_read_is_said_to_be_ignored(node: Node) -> None:
+def test_the_log_says_that_an_unreadable_label_is_ignored(node: Node) -> None:
     plugin = node.start(NAMED)
     node.kubelet.wait_healthy(4)
     told = f"the node's label {CONFIG_LABEL} is not read: set kubeconfig, or start with --node-labels"

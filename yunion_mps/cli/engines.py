@@ -1,4 +1,4 @@
-"""`yunion-mps run --podman` and `--docker`: the engine runs a container on its own device.
+"""`yunion-mps run --podman` and `--docker`: run a container on its own device.
 
 An engine that supports CDI gets the lease's CDI device. Others get options, and a child process of ours holds
 the lease until it is bound to the container.
@@ -150,7 +150,7 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         if pid.isdigit() and pid != "0":  # it is 0 before and after the container runs
             try:
                 call(BIND_LEASE, lease=lease_id, pid=int(pid))
-            except YunionError:  # for example root's container, started by another user
+            except YunionError:  # for example, if another user has started a container as root
                 output_of([engine, "wait", container])
             return
         if has_ended:

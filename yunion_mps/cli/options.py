@@ -62,7 +62,7 @@ class Duration(click.ParamType):
 
 
 class TimeToLive(Duration):
-    """Like Duration; `infinity`, as in systemd's settings, is 0, which the API takes for it."""
+    """Like Duration, but also accepts `infinity`, as systemd's settings do; the API's value for it is 0."""
 
     name = "duration"
 

@@ -1,4 +1,4 @@
-"""`lease reconcile`, for schedulers whose jobs may have ended unnoticed."""
+"""`yunion-mps lease reconcile`: ends leases of a scheduler whose jobs may have ended unnoticed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FIELDS = ("id", "name", "devices")
 
 
 @click.command("reconcile", short_help="End the leases of a scheduler's ended jobs.")
-@for_option("Only look at the leases of this scheduler's jobs, named ENGINE:JOB", [SLURM], required=True)
+@for_option("Consider only the leases of this scheduler's jobs, named ENGINE:JOB", [SLURM], required=True)
 @click.option("--live", required=True, metavar="JOB[,JOB]...", help="Keep the leases of these jobs.")
 @output_option
 def reconcile_leases(engine: str, live: str, output: str) -> None:
-    """End the leases of all of a scheduler's jobs that are not live.
+    """End the leases of all jobs of a scheduler, except those that are live.
 
     Only leases that are named after a job and do not expire are ended. If no job is live, write --live "".
 
@@ -36,7 +36,7 @@ def reconcile_leases(engine: str, live: str, output: str) -> None:
     del engine  # there is only one
     jobs = [job.strip() for job in live.split(",")] if live.strip() else []
     for job in jobs:
-        if not re.fullmatch(JOB_ID, job):  # a typing error must not end the leases of all jobs
-            raise click.UsageError(f"--live: {job!r} is not the id of a job: use numbers such as 17,18.")
+        if not re.fullmatch(JOB_ID, job):  # a typo must not end the leases of all jobs
+            raise click.UsageError(f"--live: {job!r} is not a job id: use numbers such as 17,18.")
     ended = JobLeases(Paths.from_environment(), print_notice).reconcile(lambda: jobs)
     show({"leases": ended}, output, _FIELDS, ended, lambda: wrapped(f"{count(len(ended), 'lease')} ended."))

@@ -1,4 +1,4 @@
-"""`slurm`: what slurm.conf names, and the lines for Slurm's configuration."""
+"""`yunion-mps slurm`: the hooks that slurm.conf names, and the lines for Slurm's configuration."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def gres_conf(node: str | None, installs: bool) -> None:
     They offer the devices that are reserved for Slurm (reserved_for: slurm) or, if there are none, all that
     are not reserved. The comments say which device has which index in Slurm.
 
-    With --install, it creates the device nodes that the lines name, now and at each boot (by a file of
-    tmpfiles.d), and records which device is which. After a change, the node is drained until this is
-    repeated.
+    With --install, the command also creates the device nodes that the lines name, now and at each boot (with
+    tmpfiles.d), and records which device has which index. If the devices change, the node is drained until
+    the command is repeated.
 
     \b
     Examples:
@@ -54,12 +54,12 @@ def gres_conf(node: str | None, installs: bool) -> None:
     if not devices:
         what = "this host has no devices for Slurm"
         raise HostError(
-            what, "divide a GPU by virtual_number or slices: man yunion-mps-host_container_device.yml"
+            what, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
         )
     if installs:
         install(devices, paths)
         print_notice(
-            f"created and recorded {len(devices)} device nodes; restart slurmctld and slurmd after changes"
+            f"created and recorded {len(devices)} device nodes; if they changed, restart slurmctld and slurmd"
         )
     for index, device in enumerate(devices):
         click.echo(f"# {index}: {device['addr']}, {device['memory_mib']} MiB")
@@ -82,8 +82,8 @@ def _end(status: int) -> None:
 def prolog() -> None:
     """Lease exactly the devices that Slurm has assigned to the job, until its Epilog.
 
-    If the node is at fault, it is drained with the reason, and this exits with 1. If the job is, its tasks
-    fail with the reason.
+    If the node is at fault, it is drained with the reason, and the exit status is 1. If the job is at fault,
+    its tasks fail, and its user sees the reason.
 
     \b
     Examples:
@@ -108,7 +108,7 @@ def task_prolog() -> None:
 
 @slurm_group.command("epilog", short_help="Epilog of slurm.conf: release a job's devices.")
 def epilog() -> None:
-    """Release the job's devices. Repeating this changes nothing.
+    """Release the job's devices. It is safe to repeat this.
 
     \b
     Examples:

@@ -33,7 +33,7 @@ def words_after_run(argv: Sequence[str]) -> Sequence[str] | None:
 
 
 def option_values(words: Sequence[str], name: str) -> list[str]:
-    """Return the values of an option, by its long name."""
+    """Return all values of the option with this long name."""
     return [value for option, value in _options(words) if option == name]
 
 
@@ -57,7 +57,7 @@ def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
 
 
 def device_in(words: Sequence[str]) -> str:
-    """Return our device that the container gets by CDI, with all that it needs; empty if there is none."""
+    """Return the name of our CDI device that the container requests; empty if there is none."""
     devices = (text.partition("=") for text in option_values(words, "device"))
     return next((name for kind, _, name in devices if kind == CDI_KIND), "")
 

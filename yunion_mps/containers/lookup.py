@@ -55,7 +55,7 @@ class Container(NamedTuple):
 
     @property
     def pod(self) -> tuple[str, ...]:
-        """The namespace, pod and container; empty if it is in no pod, or those are not known."""
+        """The namespace, pod and container; empty if it is in no pod, or if they are unknown."""
         kind, _, path = self.name.partition(" ")
         parts = tuple(path.split("/"))
         return parts if kind == "pod" and len(parts) == len(_ANNOTATIONS[0]) else ()

@@ -80,7 +80,7 @@ class Failures:
         *,
         level: int = logging.WARNING,
     ) -> None:
-        """`errors` counts failed requests by program; `cause` is why there was no attempt yet."""
+        """`errors` counts failed requests by program; `cause` is why there has been no attempt yet."""
         self._log = log
         self._errors = Counter[str]() if errors is None else errors
         self._level = level

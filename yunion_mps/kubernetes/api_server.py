@@ -47,14 +47,14 @@ class MissingObjectError(ApiServerError):
 
 
 def missing_node(node: str) -> str:
-    """What to report if there is no such node."""
+    """The message if the cluster has no such node."""
     return (
         f"the cluster has no node {node}: correct nodeName, unless the kubelet has yet to register the node"
     )
 
 
 def node_failure(error: ApiServerError, node: str) -> str:
-    """The text of a request's failure; a kubelet's credentials are refused for all nodes but its own."""
+    """The message of a failed request; a kubelet's credentials are refused for every node but its own."""
     is_refused = error.status == HTTPStatus.FORBIDDEN
     return error.message + (f" (if this node is not {node}, correct nodeName)" if is_refused else "")
 

@@ -70,13 +70,13 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 class ClaimLeases:
     def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S, refusal: str = "") -> None:
-        """`refusal` is why no claim gets a lease, empty if claims get leases."""
+        """`refusal` is why no claim gets a new lease; empty if claims get leases."""
         self._server = server
         self._refusal = refusal
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
-        #: By uid of the claim, so that its lease is not released while it is being taken.
+        #: A lock for each claim, by uid, so that its lease is not released while it is being taken.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         #: Since when a lease has been unneeded (monotonic), by its id.
         self._gone_since_s: dict[str, float] = {}

@@ -141,7 +141,7 @@ class DraService:
         refusal: str = "",
         gone_s: float = GONE_S,
     ) -> None:
-        """`refusal` is why nothing is published, and no claim gets a lease; leases can still end."""
+        """With a `refusal`, its cause, the driver publishes nothing and only ends leases."""
         self._host = DraHost(paths, counts)
         self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths, gone_s, refusal)
         self._slices = SlicePublisher(ApiServer(credentials), node, counts)
@@ -165,7 +165,7 @@ class DraService:
 
     @property
     def changes(self) -> Sequence[asyncio.Event]:
-        """What is set when the labels may change."""
+        """The events that are set when the labels may have changed."""
         return [self._host.changed]
 
     def labels(self) -> dict[str, str]:
@@ -179,12 +179,12 @@ class DraService:
         await first_of(self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile())
 
     async def run_while_used(self) -> None:
-        """Like `run`, but only as long as a claim has a lease."""
+        """Like `run`, but returns once no claim has a lease."""
         if await self._claims.may_exist():
             await first_of(self.run(), self._wait_unused())
 
     async def _wait_unused(self) -> None:
-        while await self._claims.may_exist():  # noqa: ASYNC110 - nothing announces it
+        while await self._claims.may_exist():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(_POLL_S)
 
     async def _offer(self) -> None:

@@ -36,7 +36,8 @@ def is_foreign(path: str) -> bool:
 def labels_of(devices: Iterable[str], pools: set[str], memory_units: int | None = None) -> dict[str, str]:
     """The node's labels, which do not depend on the health of what is offered; none if nothing is.
 
-    `devices` has the GPU of each device, `pools` the GPUs whose memory is offered; in units, if they count.
+    `devices` has the GPU of each device, `pools` the GPUs whose memory is offered; `memory_units` is None if
+    memory is not counted in units.
     """
     by_gpu = Counter(devices)
     if not by_gpu and not pools:
@@ -63,7 +64,7 @@ class FeatureFile:
         labels: Callable[[], dict[str, str]],
         changes: Callable[[], Iterable[asyncio.Event]],
     ) -> None:
-        """`changes` returns what is set when `labels` may return others."""
+        """`changes` returns the events that are set when the result of `labels` may have changed."""
         self._path = path
         self._labels = labels
         self._changes = changes

@@ -141,7 +141,7 @@ class ContainerLeases:
 
 
 async def call_patiently(daemon: AsyncDaemonClient, operation: Operation[T], **arguments: Value) -> T:
-    """The daemon's answer; waits while the daemon restarts. Raises YunionError, within twice that time."""
+    """Call the daemon, and wait while it restarts; raises YunionError within twice `_RESTART_S`."""
     return await Retrier(daemon, _RESTART_S, log.info).call(operation, _RESTART_S, **arguments)
 
 

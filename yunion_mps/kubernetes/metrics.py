@@ -41,7 +41,7 @@ DONE, REFUSED = "done", "refused"
 DAEMON, KUBELET, API_SERVER = "daemon", "kubelet", "api_server"
 #: The buckets of the time that a container's start waits, in s: up to that for a daemon that restarts.
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-#: Few clients: on this host, or in a cluster the monitoring system.
+#: Few clients are expected: programs on this host or, in a cluster, the monitoring system.
 LIMITS = Limits(first_request_timeout_s=2.0, connections=16, reserved_for_root=0, reserved_for_new_clients=4)
 _ADDRESS = re.compile(r"(localhost|[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 

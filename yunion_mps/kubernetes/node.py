@@ -76,13 +76,13 @@ class NodeService:
             changed, work = self._selector.changed, Work()
             try:
                 work = self._work()
-            except ConfigError as error:  # of a choice that can change, unlike what the program refuses
+            except ConfigError as error:  # not fatal: the labels may yet select another configuration
                 log.warning("nothing is offered: %s", error.message)
                 self._notifier.status(f"nothing is offered: {error.message}")
             await first_of(*work, changed.wait())
 
     def _work(self) -> Work:
-        """What serves the node with the current choice; raises ConfigError."""
+        """The coroutines that serve the node with the current choice; raises ConfigError."""
         choice = self._selector.choice
         options = choice.options if choice else None
         if options and options.dra:
@@ -118,15 +118,15 @@ class NodeService:
         ]
 
     def _dra_service(self, refusal: str = "") -> DraService:
-        """Raises ConfigError."""
+        """The DRA driver; raises ConfigError if there are no credentials."""
         from yunion_mps.kubernetes.dra_driver import DraService  # others need no TLS
 
         credentials = dra_credentials(self._options, self._paths)
         return DraService(credentials, node_name(self._options), self._paths, self._counts, refusal)
 
     async def _end_claims(self, cause: str) -> None:
-        """Let the pods end whose claims were prepared before the choice changed; then wait without end."""
-        with contextlib.suppress(ConfigError):  # so that no claim was prepared
+        """Serve the claims that were prepared before the choice changed until they end; then wait forever."""
+        with contextlib.suppress(ConfigError):  # without credentials, no claim was prepared
             await self._dra_service(cause).run_while_used()
         await asyncio.Event().wait()
 

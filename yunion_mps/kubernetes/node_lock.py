@@ -60,13 +60,13 @@ class NodeLock:
         assert self._descriptor is not None
         locked = os.fstat(self._descriptor)
         with contextlib.suppress(OSError):
-            # a pod still sees a directory that was mounted into it and has been removed, but without links
+            # a pod still sees a removed directory that was mounted into it, but it has no links
             return bool(locked.st_nlink) and os.path.samestat(locked, os.stat(self._directory))
         return False
 
     @property
     def replaced(self) -> HostError:
-        """The error if it is: the new directory is not among the writable mounts of this unit or pod."""
+        """The error if the directory was replaced: this unit or pod cannot write to the new one."""
         hint = "start the plugin again, unless systemd or the kubelet does"
         return HostError(f"{self._directory} was removed or replaced", hint)
 

@@ -146,7 +146,7 @@ class PodDeletionWatch:
                 log.info("watching the pods of node %s again", self._node)
             self._deletions.update(pods, time.monotonic(), time.time())
             self._changed.set()
-            if not is_checked:  # a node that does not exist has no pods, and nothing refuses to list those
+            if not is_checked:  # listing the pods of a node that does not exist succeeds, without pods
                 is_checked = True
                 await self._check_node()
 
@@ -156,7 +156,7 @@ class PodDeletionWatch:
         except MissingObjectError:
             log.warning("pod deletions cannot be seen: %s", missing_node(self._node))
         except ApiServerError:
-            pass  # we may not ask, or the watch of the pods also fails, and reports it
+            pass  # access is denied, or the watch of the pods fails, too, and reports it
 
     async def _serve(self) -> None:
         terminating: set[asyncio.Future[None]] = set()

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _KUBELET = "kubelet.sock"
 #: How often the sockets are checked even if no change is reported, in s.
 _POLL_S = 1.0
-#: The first and the longest time until a failed attempt is repeated, in s: a kubelet that starts creates its
+#: The first and the longest time until a failed attempt is repeated, in s: a starting kubelet creates its
 #: socket a moment before it listens.
 _RETRIES_S = (0.05, 1.0)
 #: How long the kubelet has to answer a registration, in s.
@@ -30,26 +30,26 @@ _REGISTER_S = 10.0
 
 
 class DirectoryWatch:
-    """Reports changes of the kubelet's directory as they happen, and regularly.
+    """Watches the kubelet's directory: reports changes as they happen, and regularly without one.
 
     About a second after it starts, the kubelet refuses those of its pods whose resource is not registered
-    yet, as after a restart of the node. So the kernel sends a signal for each change (F_NOTIFY of fcntl(2)).
-    Not inotify(7), of whose instances a user has only a few, and a busy node may have none left.
+    yet, for example when the node restarts. So we have the kernel signal each change (F_NOTIFY of fcntl(2)).
+    We do not use inotify(7), because a user has few of its instances, and a busy node may have none left.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        #: Set when an entry may have been created, renamed or removed, and then replaced.
+        #: Set when an entry may have been created, renamed or removed; then replaced by a new event.
         self.changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Report changes, without end."""
+        """Report changes forever."""
         loop = asyncio.get_running_loop()
-        # SIGURG is ignored without a handler, but the default, SIGIO, would end the process.
+        # Without a handler, SIGURG is ignored, but SIGIO, the default, would end the process.
         loop.add_signal_handler(signal.SIGURG, self._report)
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with contextlib.suppress(OSError):  # a kernel without it
+            with contextlib.suppress(OSError):  # kernels without dnotify
                 fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
                 events = fcntl.DN_CREATE | fcntl.DN_DELETE | fcntl.DN_RENAME
                 fcntl.fcntl(descriptor, fcntl.F_NOTIFY, events | fcntl.DN_MULTISHOT)

@@ -196,7 +196,7 @@ def describe_holder(holder: Holder, containers: Containers) -> str:
 _CLAIM = re.compile(r"claim:(?P<namespace>[^/]+)/(?P<claim>[^@]+)@.+")
 
 
-@lru_cache(4096)  # the metrics name them at each scrape
+@lru_cache(4096)  # each scrape of the metrics asks for all holders
 def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, str] | None:
     """The pod with its container, or the resource claim, as labels; None outside Kubernetes."""
     claim = _CLAIM.fullmatch(holder.name) if holder.binding == "name" and holder.uid == 0 else None

@@ -1,7 +1,7 @@
 """Which device each index of gres.conf is: the lines of the configuration, and the record of them.
 
-`gres-conf --install` records the devices, so that the hooks notice when the host's no longer match: an index
-never means another device than when gres.conf was written.
+`gres-conf --install` records the devices, so that the hooks notice if the host's devices no longer match: an
+index never stands for a different device than when gres.conf was written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIRECTORY, _NODE = "/dev/yunion-mps", "/dev/yunion-mps/mps"
 
 
 class RecordedDevice(NamedTuple):
-    """The device of an index, as it was when gres.conf was written."""
+    """The device that an index of gres.conf stands for, as it was when gres.conf was written."""
 
     addr: str
     memory_mib: int
@@ -37,18 +37,18 @@ class RecordedDevice(NamedTuple):
 
 def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
     """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
-    reserved = [one for one in devices if one["reserved_for"] == SLURM]
-    return reserved or [one for one in devices if one["reserved_for"] is None]
+    reserved = [device for device in devices if device["reserved_for"] == SLURM]
+    return reserved or [device for device in devices if device["reserved_for"] is None]
 
 
 def recorded(devices: Sequence[Device]) -> list[RecordedDevice]:
-    return [RecordedDevice(one["addr"], one["memory_mib"]) for one in devices]
+    return [RecordedDevice(device["addr"], device["memory_mib"]) for device in devices]
 
 
 def gres_lines(devices: Sequence[Device], node: str, paths: Paths) -> list[str]:
     """The lines of gres.conf: one for each GPU, so that index N is the N-th device."""
     lines, first = [], 0
-    for _, some in groupby(devices, lambda one: one["gpu_uuid"]):
+    for _, some in groupby(devices, lambda device: device["gpu_uuid"]):
         last = first + len(list(some)) - 1
         numbers = f"{first}" if first == last else f"[{first}-{last}]"
         lines.append(f"NodeName={node} Name=gpu Type=mps File={paths.under(_NODE)}{numbers}")
@@ -57,7 +57,7 @@ def gres_lines(devices: Sequence[Device], node: str, paths: Paths) -> list[str]:
 
 
 def node_lines(number: int, node: str) -> list[str]:
-    """The lines of slurm.conf; the node's is to be merged with the one that is there."""
+    """The lines of slurm.conf; the node's line has to be merged with the existing one."""
     return ["GresTypes=gpu", f"NodeName={node} Gres=gpu:mps:{number}"]
 
 
@@ -65,7 +65,7 @@ def install(devices: Sequence[Device], paths: Paths) -> None:
     """Create the device nodes, now and at each boot, and record the devices; raises HostError."""
     lines = [f"d {_DIRECTORY} 0755 root root -"]
     lines += [f"c {_NODE}{index} 0600 root root - {_MAJOR}:{index}" for index in range(len(devices))]
-    heading = "# Written by yunion-mps slurm gres-conf: Slurm's names of the devices. Nothing opens them.\n"
+    heading = "# Written by yunion-mps slurm gres-conf: gres.conf names these nodes. Nothing opens them.\n"
     try:
         os.makedirs(paths.under(_DIRECTORY), mode=0o755, exist_ok=True)
         for index in range(len(devices)):
@@ -77,7 +77,8 @@ def install(devices: Sequence[Device], paths: Paths) -> None:
         raise NotAllowedError(what, "retry as root") from None
     except OSError as error:
         raise HostError(
-            f"{error.filename}: cannot be created: {error.strerror}", "check it: ls -ld"
+            f"{error.filename}: cannot be created: {error.strerror}",
+            "check that its directory exists and is writable",
         ) from None
 
 
@@ -93,7 +94,7 @@ def _create_node(path: str, minor: int) -> None:
 
 
 def read_record(paths: Paths) -> list[RecordedDevice] | None:
-    """The devices by index; None if this node has none for Slurm. Raises HostError."""
+    """The recorded devices by index; None if none were recorded on this node. Raises HostError."""
     try:
         with open(paths.slurm_devices, encoding="utf-8") as file:
             return [RecordedDevice(str(addr), int(memory_mib)) for addr, memory_mib in json.load(file)]
@@ -105,14 +106,14 @@ def read_record(paths: Paths) -> list[RecordedDevice] | None:
 
 
 def device_at(index: int, record: Sequence[RecordedDevice], devices: Sequence[Device]) -> str:
-    """The address of the device of this index; raises NotFoundError if it is not the recorded one."""
+    """The address of the device with this index; raises NotFoundError unless it is as recorded."""
     if index >= len(record):
-        what = f"gres.conf has a device {index}, but only {len(record)} devices are recorded"
+        what = f"gres.conf: device {index} is not among the {len(record)} recorded devices"
         raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
     addr, memory_mib = record[index]
-    now = next((one["memory_mib"] for one in devices if one["addr"] == addr), None)
+    now = next((device["memory_mib"] for device in devices if device["addr"] == addr), None)
     if now != memory_mib:
-        found = "which no longer exists" if now is None else f"which now has {now} MiB"
-        what = f"device {index} of gres.conf is {addr} with {memory_mib} MiB, {found}"
+        change = "no longer exists" if now is None else f"had {memory_mib} MiB, but now has {now} MiB"
+        what = f"device {index} of gres.conf: {addr} {change}"
         raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
     return addr

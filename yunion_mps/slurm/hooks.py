@@ -1,8 +1,8 @@
-"""What slurm.conf names: Prolog, TaskProlog, Epilog and HealthCheckProgram.
+"""The hooks that slurm.conf names: Prolog, TaskProlog, Epilog and HealthCheckProgram.
 
-Slurm drains a node whose Prolog fails, so it fails only if the node cannot run jobs, and only after it has
-given the node a drain reason, which the health check recognises and ends. What is wrong with a job, and not
-with the node, is left to TaskProlog: it fails just that job, and what it prints reaches the user.
+Slurm drains a node whose Prolog fails. So Prolog fails only if the node cannot run jobs, and only after it
+has drained the node with a reason that the health check recognises and ends. If the job is at fault, and
+not the node, TaskProlog fails instead: then only that job fails, and the user sees what TaskProlog prints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from yunion_mps.text import printable
 
 
 class JobFile(TypedDict):
-    """What Prolog leaves for TaskProlog: the environment, or why the job cannot have its devices.
+    """The file that Prolog writes for TaskProlog: the environment, or why the job cannot have its devices.
 
     `devices` are the environments of single devices, by index, for the steps of a job that has several.
     """
@@ -39,7 +39,7 @@ class JobFile(TypedDict):
 
 class Hooks:
     def __init__(self, paths: Paths, environment: Mapping[str, str], on_message: OnMessage) -> None:
-        """`environment` is the one in which Slurm started us."""
+        """`environment` has the variables that Slurm set for the hook."""
         self._paths = paths
         self._environment = environment
         self._on_message = on_message
@@ -69,7 +69,7 @@ class Hooks:
         return 0, [f"export {name}={value}" for name, value in environment.items()]
 
     def epilog(self) -> int:
-        """Release the job's devices; returns 0, because the health check repeats what fails."""
+        """Release the job's devices; returns 0, because the health check retries what failed."""
         job = Job.of(self._environment)
         try:
             if read_record(self._paths) is not None:
@@ -89,7 +89,7 @@ class Hooks:
                 self._on_message(f"{node.name}: drained: {reason}")
             elif node.resume():
                 self._on_message(f"{node.name}: resumed")
-        except YunionError as error:  # slurmctld does not answer; it calls again later
+        except YunionError as error:  # if slurmctld does not answer; slurmd runs the check again later
             self._on_message(error.message)
         return 0
 
@@ -100,7 +100,7 @@ class Hooks:
         try:
             lease = leases.take(job, list(addresses.values()), SlurmNode().jobs)
         except InfeasibleError as error:
-            if error.code != INFEASIBLE:  # for example, they are now reserved for something else
+            if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
         several = addresses if len(addresses) > 1 else {}
@@ -108,7 +108,7 @@ class Hooks:
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
-        """Why this node can run no jobs with devices now; releases what jobs that have ended hold."""
+        """Why this node cannot run jobs with devices now; also ends the leases of jobs that have ended."""
         leases = self._leases()
         try:
             record = read_record(self._paths)
@@ -120,7 +120,9 @@ class Hooks:
             held = held_outside(leases.all(), addresses)
         except YunionError as error:
             return error.reason
-        broken = [one for one in devices if one["addr"] in addresses and one["state"] == UNAVAILABLE]
+        broken = [
+            device for device in devices if device["addr"] in addresses and device["state"] == UNAVAILABLE
+        ]
         if broken:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
@@ -130,7 +132,7 @@ class Hooks:
         try:
             SlurmNode().drain(error.reason)
         except YunionError as failure:
-            self._on_message(f"the node cannot be drained: {failure.message}")
+            self._on_message(f"the node was not drained: {failure.message}")
 
     def _leases(self) -> JobLeases:
         return JobLeases(self._paths, self._on_message)
@@ -139,14 +141,16 @@ class Hooks:
         return os.path.join(self._paths.slurm_jobs, f"{job.id}.json")
 
     def _write(self, job: Job, content: JobFile) -> None:
-        """Write the job's file, which its user can only read."""
+        """Write the job's file, which the job's user can read but not change."""
         path = self._path(job)
         try:
             write_atomically(path, json.dumps(content))
             os.chmod(path, 0o400)
             os.chown(path, job.uid, -1)
         except OSError as error:
-            raise HostError(f"{path}: cannot be written: {error.strerror}", "check: df -h /run") from None
+            raise HostError(
+                f"{path}: cannot be written: {error.strerror}", "check the free space: df -h /run"
+            ) from None
 
     def _read(self, job: Job) -> JobFile:
         path = self._path(job)
@@ -155,13 +159,13 @@ class Hooks:
                 content: JobFile = json.load(file)
         except (OSError, ValueError) as error:
             what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-            hint = f"let the job start again: scontrol requeue {job.id}; Prolog has to be set in slurm.conf"
+            hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
         return content
 
 
 def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
-    """The environment of a task: of all of the job's devices, or of the one that its step has.
+    """The environment of a task: of all of the job's devices, or of the single device of its step.
 
     Raises YunionError if Prolog refused the job, or if the step has several of the devices, but not all.
     """
@@ -174,5 +178,7 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         return content["environment"]
     if len(step) == 1 and step[0] in devices:
         return devices[step[0]]
-    what = f"the step has {len(step)} of the job's {len(devices)} devices, which is no budget of its own"
-    raise InfeasibleError(what, "start it with one of them or with all: srun --gres=gpu:mps:1")
+    what = (
+        f"the step has {len(step)} of the job's {len(devices)} devices: only one or all of them have a budget"
+    )
+    raise InfeasibleError(what, "start the step with one device or with all: srun --exact --gres=gpu:mps:1")

@@ -1,4 +1,4 @@
-"""A job of Slurm as its hooks see it in their environment, and the name of its lease."""
+"""A Slurm job, as the environment of Slurm's hooks describes it, and the name of its lease."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 
 
 class Job(NamedTuple):
-    """`indices` are those of its devices in gres.conf, `step_indices` those of its current step."""
+    """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step."""
 
     id: str
     uid: int = 0
@@ -33,22 +33,22 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job:
-        """The job of a hook's environment; raises HostError if it is none of Slurm's."""
+        """Read the job from a hook's environment; raises HostError if Slurm did not set it."""
         job_id, uid = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_UID", "0")
         if not re.fullmatch(JOB_ID, job_id) or not uid.isdigit():
-            what = f"SLURM_JOB_ID is {job_id!r}: this is no job's environment"
-            hint = "let Slurm run this command: set it in slurm.conf"
+            what = f"SLURM_JOB_ID or SLURM_JOB_UID: not set by Slurm (job id {job_id!r}, uid {uid!r})"
+            hint = "set this hook in slurm.conf, so that Slurm runs it"
             raise HostError(what, hint, INVALID_REQUEST)
         job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
         return cls(job_id, int(uid), job, step)
 
 
 def indices_of(text: str) -> tuple[int, ...]:
-    """Parse a list such as `0,1` or `0-3,6`; raises HostError. It is empty without devices."""
+    """Parse a list such as `0,1` or `0-3,6`; raises HostError. An empty text is an empty list."""
     if not text:
         return ()
     if not _INDICES.fullmatch(text):
-        what = f"{text!r} is not a list of indices of devices"
+        what = f"{text!r} is not a list of device indices"
         raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
     found: list[int] = []
     for part in text.split(","):
@@ -66,6 +66,6 @@ def job_of(lease: LeaseRecord) -> str:
 
 
 def stale_leases(leases: Iterable[LeaseRecord], live: Iterable[str]) -> list[LeaseRecord]:
-    """The leases of Slurm's jobs of which none of `live` is the id."""
+    """The leases of Slurm's jobs whose ids are not in `live`."""
     ids = set(live)
     return [lease for lease in leases if (job := job_of(lease)) and job not in ids]

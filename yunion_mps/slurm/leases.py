@@ -1,7 +1,7 @@
 """The leases of Slurm's jobs: each is named after its job, does not expire, and is released by Epilog.
 
-Slurm decides which job has which device. A lease of a job that Slurm no longer knows is left over, as after a
-boot, and is released as soon as it is in the way.
+Slurm decides which job has which device. If Slurm no longer knows a lease's job, for example after a reboot,
+the lease is stale, and is released as soon as another job needs its devices.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How long a hook waits for a daemon that restarts, and for devices whose previous job has just ended, in s.
+#: How long a hook waits for the daemon to restart, and for devices whose previous job has just ended, in s.
 _RESTART_S = 10.0
 _BUSY_S = 30.0
-#: How long the daemon lets a request wait before we look again at what is in its way, in s.
+#: How long a request waits in the daemon before we check again which leases block it, in s.
 _LOOK_S = 2
 
 
@@ -88,7 +88,7 @@ class JobLeases:
     def _release_stale(
         self, addresses: Sequence[str], live: Callable[[], Iterable[str]], error: NothingFreeError
     ) -> None:
-        """Release what jobs that have ended hold; raises `error` if waiting for the devices is useless."""
+        """End the leases of jobs that have ended; raises `error` if waiting for the devices is useless."""
         if error.code in TEMPORARY:
             return
         if error.code != NOTHING_FREE:
@@ -128,7 +128,7 @@ class JobLeases:
 
 
 def held_outside(leases: Iterable[LeaseRecord], addresses: Iterable[str]) -> Reason | None:
-    """Which of the devices something other than Slurm has; None if there is none."""
+    """Name a device that is leased outside Slurm, and its holder; None if there is no such device."""
     for lease in leases:
         for addr in set(lease["devices"]).intersection(addresses) if not job_of(lease) else ():
             holder = lease["name"] or (f"PID {lease['pid']}" if lease["pid"] else lease["id"])

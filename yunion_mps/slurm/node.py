@@ -1,6 +1,6 @@
-"""The state of this node in Slurm: whether we have drained it and why, and which jobs it has.
+"""The node in Slurm: whether and why it is drained, and which jobs it has.
 
-Only a drain whose reason begins with our prefix is ever changed or ended.
+We change or end a drain only if its reason begins with our prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_REASON = 200
 
 
 def drain_reason(reason: Reason) -> str:
-    """The reason of a drain, which scontrol takes as one argument."""
+    """The reason as one argument of scontrol, without quotes or separators."""
     text = printable(str(reason)).replace('"', "'").replace("|", "/")
     return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
 
@@ -50,7 +50,7 @@ def parse_state(text: str) -> NodeState | None:
 
 
 class SlurmNode:
-    """Raises HostError where a command of Slurm fails."""
+    """A node, read and changed by Slurm's commands; its methods raise HostError if a command fails."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or os.environ.get("SLURMD_NODENAME") or node_name()
@@ -59,7 +59,7 @@ class SlurmNode:
         text = _answer("sinfo", "--noheader", f"--nodes={self.name}", "--format=%T|%E")
         found = parse_state(text)
         if found is None:
-            raise HostError(f"Slurm does not know the node {self.name}", "see: scontrol show node")
+            raise HostError(f"node {self.name}: not known to Slurm", "list the nodes: scontrol show node")
         return found
 
     def drain(self, reason: Reason) -> None:
@@ -70,14 +70,14 @@ class SlurmNode:
         _answer("scontrol", "update", f"NodeName={self.name}", "State=DRAIN", f"Reason={text}")
 
     def resume(self) -> bool:
-        """End a drain of ours; returns whether there was one. A node that is down is not `is_drained`."""
+        """End our drain; returns whether there was one. A node that is down does not count as drained."""
         if not self.state().is_ours:
             return False
         _answer("scontrol", "update", f"NodeName={self.name}", "State=RESUME")
         return True
 
     def jobs(self) -> list[str]:
-        """The ids of the jobs that Slurm has on this node, whether they start, run or end."""
+        """The ids of all of Slurm's jobs on this node: those that are starting, running or ending."""
         words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
         return [word for word in words if re.fullmatch(JOB_ID, word)]
 

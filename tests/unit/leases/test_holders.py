@@ -24,7 +24,7 @@ CLAIM = Holder("name", 0, name="claim:ml/shared@0123")
         (CLAIM._replace(name="claim:shared"), None),
     ],
 )
-def test_only_a_claim_of_roots_is_named_as_one(tmp_path: Path, holder: Holder, claim: Any) -> None:
+def test_only_a_lease_of_root_is_named_as_a_claim(tmp_path: Path, holder: Holder, claim: Any) -> None:
     labels = kubernetes_labels(holder, Containers(Paths(str(tmp_path))))
     assert labels == (claim and {"namespace": "ml", "pod": "", "container": "", "claim": claim})
 

@@ -111,5 +111,5 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: 
         (HOLDER, ""),
     ],
 )
-def test_another_owner_s_names_and_keys_do_not_conflict(holder: Holder, key: str) -> None:
+def test_names_and_keys_of_another_owner_do_not_conflict(holder: Holder, key: str) -> None:
     Ledger(LEASES).refuse_duplicate(holder, key)

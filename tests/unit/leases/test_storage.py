@@ -174,7 +174,7 @@ def test_a_request_that_is_not_repeated_in_time_loses_its_position(store: Store)
     assert keys(store) == []
 
 
-def test_a_request_that_no_longer_waits_has_no_position(store: Store) -> None:
+def test_a_request_that_has_stopped_waiting_has_no_position(store: Store) -> None:
     stored(store, "a", "b").delete(queued("a"))
     assert keys(store) == ["b"]
 

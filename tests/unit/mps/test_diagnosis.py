@@ -71,7 +71,9 @@ def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other:
     assert connections(str(bench.place)) == {}
 
 
-def test_the_search_has_a_deadline(plan: DomainPlan, control_pid: int, other: int) -> None:
+def test_the_search_for_connected_processes_has_a_deadline(
+    plan: DomainPlan, control_pid: int, other: int
+) -> None:
     inodes = sockets.connected_inodes([f"{plan.pipe_directory}/control"])
     assert sockets.socket_holders(inodes) == {other: 1}
     assert sockets.socket_holders(inodes, search_s=0.0) == {}

@@ -82,7 +82,7 @@ def test_memory_is_unknown_on_a_gpu_that_reports_no_processes() -> None:
     assert ([one.memory_mib for one in idle.holders], idle.known_mib) == ([0], 0)
 
 
-def test_an_ended_process_uses_nothing() -> None:
+def test_a_process_that_has_ended_uses_nothing() -> None:
     assert used(holdings(DEVICES, [], [GONE])) == {}
 
 

@@ -45,20 +45,20 @@ def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
 
 @pytest.mark.parametrize("job_id", ["", "0", "../17", "17_1", "99999999999"])
 def test_an_environment_without_a_valid_job_id_is_refused(job_id: str) -> None:
-    with pytest.raises(HostError, match="no job's environment"):
+    with pytest.raises(HostError, match="not set by Slurm"):
         Job.of({"SLURM_JOB_ID": job_id, "SLURM_JOB_UID": "0"})
 
 
-def test_indices_are_lists_and_ranges() -> None:
+def test_indices_are_read_from_lists_and_ranges() -> None:
     assert indices_of("") == ()
     assert indices_of("0,1,5") == (0, 1, 5)
     assert indices_of("0-2,4") == (0, 1, 2, 4)
     for text in ("GPU-76aef7ff", "0,", "-1", "0;1"):
-        with pytest.raises(HostError, match="not a list of indices"):
+        with pytest.raises(HostError, match="not a list of device indices"):
             indices_of(text)
 
 
-def test_an_index_never_means_another_device_than_the_recorded_one() -> None:
+def test_an_index_never_stands_for_another_device_than_the_recorded_one() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1")]
     assert device_at(1, RECORD, devices) == "00:06.0-1"
     for index, now in ((2, devices), (1, devices[:1]), (0, [device("00:06.0-0", 2048), devices[1]])):
@@ -94,7 +94,7 @@ def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
     assert devices_for_slurm([free, pods]) == [free]
 
 
-def test_only_a_lease_without_expiry_named_after_a_job_is_slurms() -> None:
+def test_only_a_lease_without_expiry_that_is_named_after_a_job_is_slurms() -> None:
     assert job_of(lease("slurm:17")) == "17"
     others = [lease(name) for name in (None, "slurm:", "slurm:17-a", "slurm:017", "Slurm:17", "claim:a/b@c")]
     others += [lease("slurm:17", binding="container"), lease("slurm:17", expires="2026-11-20T13:45:00Z")]
@@ -102,7 +102,7 @@ def test_only_a_lease_without_expiry_named_after_a_job_is_slurms() -> None:
     assert stale_leases([lease("slurm:17"), lease("slurm:18"), *others], ["18"]) == [lease("slurm:17")]
 
 
-def test_a_device_that_something_else_has_is_named_with_its_holder() -> None:
+def test_a_device_leased_outside_slurm_is_named_with_its_holder() -> None:
     assert held_outside([lease("slurm:17")], ["00:06.0-0"]) is None
     assert held_outside([lease("by-hand")], ["00:06.0-1"]) is None
     held = held_outside([lease(None, user="alice", pid=4260)], ["00:06.0-0"])

@@ -162,7 +162,7 @@ def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: B
     assert modes(host) == ["default"] * 2
 
 
-def test_in_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(begin: Begin) -> None:
+def test_with_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(begin: Begin) -> None:
     host, first = begin(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in first.snapshot.domains]
     host.gpus[0].lose()
