@@ -149,7 +149,7 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
         ("run --gpu '' true", "--device and --gpu must not be empty"),
         ("run --gpu-mem 2GiB --gpu-mem-units 2 true", "--gpu-mem and --gpu-mem-units are mutually exclusive"),
         *(
-            (f"run --device 00:06.0-1 {option} true", "--device already selects one device: omit --count,")
+            (f"run --device 00:06.0-1 {option} true", "--device already selects the devices: omit --count,")
             for option in ("--count 2", "--gpu-mem 2GiB", "--gpu-mem-units 2")
         ),
         (

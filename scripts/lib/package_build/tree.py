@@ -52,7 +52,7 @@ DAEMON = Package(
     "yunion-mps-daemon",
     r"yunion_mps/(?!kubernetes/).+",
     r"(?!yunion-mps-kubelet-plugin\.).+",
-    r"usr/(lib/yunion-mps|share/yunion-mps|share/doc/yunion-mps-daemon)",
+    r"usr/(lib/yunion-mps|libexec/yunion-mps|share/yunion-mps|share/doc/yunion-mps-daemon)",
     (
         ("packaging/bin/launcher", "usr/bin/yunion-mps", 0o755),
         ("packaging/bin/launcher", "usr/bin/yunion-mps-daemon", 0o755),

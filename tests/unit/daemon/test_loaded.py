@@ -26,6 +26,7 @@ ELSEWHERE = (
     "yunion_mps.overview",
     "yunion_mps.service.offline",
     "yunion_mps.program",
+    "yunion_mps.slurm",
 )
 
 #: What takes more than 20 ms to load, and is needed only after READY, or never.
