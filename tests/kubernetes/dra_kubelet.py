@@ -108,6 +108,8 @@ class DraKubelet(Closes):
 
     def _send(self, rpc: Rpc[Any, Any], request: Message) -> None:
         opened = self._stack.enter_context(channel(Path(self.endpoint)))
+        # A driver that has just registered may not listen yet: a call would fail, and nothing would retry it.
+        grpc.channel_ready_future(opened).result(PATIENCE_S)
         # grpcio cancels a call whose future is deleted
         self._sent.append(opened.unary_unary(rpc.path).future(request.encode(), timeout=CALL_S))
 
