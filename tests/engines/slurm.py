@@ -307,11 +307,17 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _processes_of(folder: str) -> list[int]:
-    """All processes of this cluster: those with its folder in their environment."""
+    """All processes of this cluster: those with its folder in their environment, or with a file of it open.
+
+    slurmstepd writes its title over its environment.
+    """
     found = []
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):
-            if int(entry) != os.getpid() and folder.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            proc = Path("/proc", entry)
+            files = {os.readlink(link) for link in (proc / "fd").iterdir()}
+            is_ours = folder.encode() in (proc / "environ").read_bytes()
+            if int(entry) != os.getpid() and (is_ours or any(file.startswith(folder) for file in files)):
                 found.append(int(entry))
     return found
 
