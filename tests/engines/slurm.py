@@ -81,7 +81,6 @@ class Slurm(Closes):
             "ReturnToService": 2,
             "KillWait": 1,
             "MinJobAge": 300,
-            "HealthCheckInterval": 1,
             "HealthCheckNodeState": "ANY",
             "PrologFlags": "Alloc",
             "SlurmctldDebug": "debug",
@@ -119,12 +118,19 @@ class Slurm(Closes):
 
     # -- its hooks
 
-    def hold(self, hook: str) -> None:
-        """Make the hook wait at each start, before it does anything, until `release`."""
+    def hold(self, hook: str, program: str = "") -> None:
+        """Make the hook wait until `release`: before it does anything, or before it runs this program."""
         gate, held = self.folder / f"{hook}.gate", self.folder / f"{hook}.held"
         held.unlink(missing_ok=True)
         gate.touch()
-        self.write_hook(hook, f"[ ! -e {gate} ] || touch {held}\nwhile [ -e {gate} ]; do sleep 0.05; done")
+        wait = f"[ ! -e {gate} ] || touch {held}\nwhile [ -e {gate} ]; do sleep 0.05; done\n"
+        if program:
+            wrapper = self.folder / f"{hook}.bin" / program
+            wrapper.parent.mkdir(exist_ok=True)
+            wrapper.write_text(f'#!/bin/sh\n{wait}exec {self.installed}/bin/{program} "$@"\n')
+            wrapper.chmod(0o755)
+            wait = f'PATH="{wrapper.parent}:$PATH"'
+        self.write_hook(hook, wait)
 
     def is_held(self, hook: str) -> bool:
         return (self.folder / f"{hook}.held").exists()
@@ -133,13 +139,26 @@ class Slurm(Closes):
         (self.folder / f"{hook}.gate").unlink()
         self.write_hook(hook)
 
-    def wait_health_check(self) -> None:
-        """Wait until a health check that begins after this call has ended."""
-        done = self.folder / "health-check.done"
-        done.unlink(missing_ok=True)
-        self.write_hook("health-check", "begun=yes", f"[ -z $begun ] || touch {done}")
-        self.wait(done.exists, "a health check")
-        self.write_hook("health-check")
+    def begin_health_check(self) -> subprocess.Popen[str]:
+        """Run the health check now; Slurm itself never runs it, except after `check_periodically`."""
+        return self.popen("env", f"SLURMD_NODENAME={NODE}", self.folder / "health-check", user=0)
+
+    def check_health(self) -> None:
+        with self.begin_health_check() as check:
+            output, _ = check.communicate(timeout=PATIENCE_S)
+        assert check.returncode == 0, output
+
+    def check_health_a_minute_later(self) -> None:
+        """Run the health check as it runs a minute after a Prolog has failed."""
+        failure = self.host.root / "run/yunion-mps/slurm/failure"
+        os.utime(failure, (failure.stat().st_mtime - 60,) * 2)
+        self.check_health()
+
+    def check_periodically(self) -> None:
+        """Let Slurm run the health check each second."""
+        with (self.folder / "slurm.conf").open("a") as file:
+            file.write("HealthCheckInterval=1\n")
+        self.ask("scontrol", "reconfigure")
 
     # -- its life
 
@@ -164,7 +183,7 @@ class Slurm(Closes):
 
     def start_controller(self) -> None:
         self._start("slurmctld", self.installed / "sbin/slurmctld", "-D")
-        eventually(lambda: "UP" in self.ask("scontrol", "ping"), "slurmctld", trouble=self.logs)
+        eventually(lambda: "UP" in self.peek("scontrol", "ping"), "slurmctld", trouble=self.logs)
 
     def start_node(self) -> None:
         stepd = self.installed / "sbin/slurmstepd"
@@ -240,7 +259,13 @@ class Slurm(Closes):
         return {"env": env, "cwd": "/", "stdin": subprocess.DEVNULL, **who, **options}
 
     def ask(self, *command: object) -> str:
-        """The output of a command that root runs; empty if it fails."""
+        """The output of a command that root runs; fails if the command fails."""
+        done = self.run(*command, user=0)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def peek(self, *command: object) -> str:
+        """The output of a command that root runs; empty if it fails, as it does while slurmctld starts."""
         done = self.run(*command, user=0)
         return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -262,7 +287,7 @@ class Slurm(Closes):
         return "".join(path.read_text() for path in found)
 
     def job_state(self, job: str) -> str:
-        found = re.findall(r"JobState=(\w+)", self.ask("scontrol", "show", "job", job))
+        found = re.findall(r"JobState=(\w+)", self.peek("scontrol", "show", "job", job))
         return found[0] if found else ""
 
     def wait_job(self, job: str, *states: str) -> None:
@@ -271,24 +296,42 @@ class Slurm(Closes):
         )
 
     def start_again(self, job: str) -> None:
-        """Start a requeued job now; Slurm would start it after two minutes."""
+        """Start a requeued job soon; Slurm would start it after two minutes.
+
+        It does not start within the same second, because slurmd would refuse it as still revoked.
+        """
         self.wait_job(job, "PENDING")
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+
+    def end_by_time_limit(self, job: str) -> None:
+        """Repeated, because slurmctld sets the end again when it hears that the Prolog has ended."""
+
+        def has_ended() -> bool:
+            self.peek("scontrol", "update", f"JobId={job}", "EndTime=now")
+            return self.job_state(job) == "TIMEOUT"
+
+        eventually(has_ended, f"the time limit of {job}", trouble=lambda: self.trouble(job))
 
     def trouble(self, job: str) -> str:
-        shown = [self.ask("scontrol", "show", *words) for words in (("job", job), ("node",))]
+        shown = [self.peek("scontrol", "show", *words) for words in (("job", job), ("node",))]
         return "\n".join([*shown, self.output(job), self.logs()])
 
     def state(self) -> str:
         """The node's state, as sinfo shows it: idle, mixed, drained…"""
-        return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
+        return self.peek("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
 
     def reason(self) -> str:
         """The reason why the node is drained; none if it is not drained."""
-        return self.ask("sinfo", "--noheader", f"--nodes={NODE}", "--format=%E")
+        return self.peek("sinfo", "--noheader", f"--nodes={NODE}", "--format=%E")
+
+    def is_completed(self, job: str) -> bool:
+        """Whether the job has ended well; meanwhile, ends the drain of a slurmd that was killed."""
+        if self.state().startswith("drain") and self.reason() == "Duplicate jobid":
+            self.ask("scontrol", "update", f"NodeName={NODE}", "State=RESUME")
+        return self.job_state(job) == "COMPLETED"
 
     def wait(self, look: Callable[[], Any], what: str) -> None:
-        eventually(look, what, PATIENCE_S, lambda: f"{self.ask('scontrol', 'show', 'node')}\n{self.logs()}")
+        eventually(look, what, PATIENCE_S, lambda: f"{self.peek('scontrol', 'show', 'node')}\n{self.logs()}")
 
 
 def _command(pid: int) -> bytes:

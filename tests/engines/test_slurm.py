@@ -79,12 +79,12 @@ def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon,
         slurm.wait_job(job, "RUNNING")
         slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
     if end == "time limit":
-        slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
+        slurm.end_by_time_limit(job)
     elif end != "failure":
         slurm.ask(*(("scancel", job) if end == "scancel" else ("scontrol", "requeue", job)))
     if end == "requeue":
-        (first,) = leases_of(daemon)
-        slurm.wait(lambda: [one["id"] for one in leases_of(daemon)] != [first["id"]], "another lease")
+        slurm.start_again(job)
+        slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "another lease")
         slurm.ask("scancel", job)
     slurm.wait_job(job, "FAILED", "CANCELLED", "TIMEOUT")
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")

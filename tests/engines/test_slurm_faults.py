@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from engines.slurm import NODE, Slurm
-from integration.daemon_host import Daemon
+from integration.daemon_host import PATIENCE_S, Daemon
 from integration.lease_host import ADDRESSES, given, leases_of, restart, take
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -28,18 +28,27 @@ def wait_unused(slurm: Slurm, daemon: Daemon) -> None:
     slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
 
 
+def wait_reconciled(slurm: Slurm, daemon: Daemon) -> None:
+    """Wait until the health check has found that no lease's job is left."""
+
+    def is_unused() -> bool:
+        slurm.check_health()
+        return leases_of(daemon) == []
+
+    slurm.wait(is_unused, "the release of all devices by the health check")
+
+
 def until_told(slurm: Slurm) -> str:
     return f"{SHOW}; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
 
 
 def test_the_node_is_drained_until_the_daemon_is_back(slurm: Slurm, daemon: Daemon) -> None:
-    slurm.hold("health-check")
     daemon.stop()
-    job = slurm.submit(SHOW, SHARE)  # its Prolog notices the outage before the health check does
+    job = slurm.submit(SHOW, SHARE)
     wait_drained(slurm, "daemon_unreachable")
     slurm.wait_job(job, "PENDING")
     daemon.start().wait_ready()
-    slurm.release("health-check")
+    slurm.check_health_a_minute_later()
     slurm.start_again(job)
     slurm.wait_job(job, "COMPLETED")
     slurm.wait(lambda: slurm.output(job) == f"{ADDRESSES[0]}\n", "the output")
@@ -48,14 +57,15 @@ def test_the_node_is_drained_until_the_daemon_is_back(slurm: Slurm, daemon: Daem
 
 
 def test_a_device_leased_outside_slurm_drains_the_node(slurm: Slurm, daemon: Daemon) -> None:
-    slurm.hold("health-check")
     take(daemon, f"devices={ADDRESSES[0]}&holder.name=by-hand&holder.ttl_s=600")
     job = slurm.submit(SHOW, SHARE)
     wait_drained(slurm, "slurm_device_held")
     assert "by-hand" in slurm.reason()
     slurm.wait_job(job, "PENDING")
-    slurm.release("health-check")
+    slurm.check_health_a_minute_later()
+    assert slurm.state() == "drained"
     assert daemon.ask("DELETE", "/v1/leases/by-hand")[0] == 200
+    slurm.check_health_a_minute_later()
     slurm.start_again(job)
     slurm.wait_job(job, "COMPLETED")
     wait_idle(slurm)
@@ -67,6 +77,7 @@ def is_free_after_reload(daemon: Daemon) -> bool:
 
 
 def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.check_periodically()
     daemon.host.gpus[0].lose()
     wait_drained(slurm, "gpu_lost")
     daemon.host.gpus[0].restore()
@@ -75,7 +86,6 @@ def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) 
 
 
 def test_a_changed_division_drains_the_node_and_leases_no_other_device(slurm: Slurm, daemon: Daemon) -> None:
-    slurm.hold("health-check")
     daemon.host.divide(2)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     job = slurm.submit(SHOW, SHARE)
@@ -83,18 +93,29 @@ def test_a_changed_division_drains_the_node_and_leases_no_other_device(slurm: Sl
     assert leases_of(daemon) == []
     daemon.host.divide(4)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    slurm.release("health-check")
+    slurm.check_health_a_minute_later()
     slurm.start_again(job)
     slurm.wait_job(job, "COMPLETED")
     wait_idle(slurm)
 
 
+def test_a_check_with_an_older_answer_does_not_resume_the_node(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("health-check", "sinfo")
+    with slurm.begin_health_check() as check:
+        slurm.wait(lambda: slurm.is_held("health-check"), "the check, which has found nothing wrong")
+        take(daemon, f"devices={ADDRESSES[0]}&holder.name=by-hand&holder.ttl_s=600")
+        slurm.submit(SHOW, SHARE)
+        wait_drained(slurm, "slurm_device_held")
+        slurm.release("health-check")
+        assert check.wait(PATIENCE_S) == 0
+    assert slurm.state() == "drained"
+
+
 def test_a_drain_by_the_administrator_is_left_alone(slurm: Slurm, daemon: Daemon) -> None:
     slurm.ask("scontrol", "update", f"NodeName={NODE}", "State=DRAIN", "Reason=new disk")
-    slurm.wait(lambda: slurm.reason() == "new disk", "the drain")
-    slurm.wait_health_check()
+    slurm.check_health()
     daemon.stop()
-    slurm.wait_health_check()
+    slurm.check_health()
     assert (slurm.state(), slurm.reason()) == ("drained", "new disk")
 
 
@@ -104,7 +125,8 @@ def test_leases_of_jobs_that_slurm_does_not_know_are_released(slurm: Slurm, daem
     for name, device in (("slurm:999", ADDRESSES[0]), ("slurm:1000-a", ADDRESSES[1])):
         done = host.run(["yunion-mps", "lease", "take", name, *words, "--device", device])
         assert done.returncode == 0, done.stderr
-    slurm.wait(lambda: given(daemon) == ADDRESSES[1:2], "the release of the one that is left over")
+    slurm.check_health()
+    assert given(daemon) == ADDRESSES[1:2]
 
 
 def replace(slurm: Slurm, daemon: Daemon, victim: str) -> None:
@@ -140,14 +162,12 @@ def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(slurm: Slurm, daemon: D
     replace(slurm, daemon, victim)
     slurm.release("epilog")
     slurm.wait_job(running, "COMPLETED")
-    wait_unused(slurm, daemon)
+    wait_reconciled(slurm, daemon)
     if victim == "slurmctld":  # until slurmd registers again, 22.05 does not tell Prolog a job's devices
         slurm.ask("scontrol", "reconfigure")
         slurm.wait(lambda: "SlurmdStartTime=2" in slurm.ask("scontrol", "show", "node"), "its registration")
-    if slurm.reason() == "Duplicate jobid":
-        slurm.ask("scontrol", "update", f"NodeName={NODE}", "State=RESUME")
     again = slurm.submit(SHOW, SHARE)
-    slurm.wait_job(again, "COMPLETED")
+    slurm.wait(lambda: slurm.is_completed(again), "the next job")
     wait_unused(slurm, daemon)
     wait_idle(slurm)
 

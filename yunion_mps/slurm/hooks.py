@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
@@ -24,6 +25,9 @@ from yunion_mps.slurm.job import Job
 from yunion_mps.slurm.leases import JobLeases, held_outside
 from yunion_mps.slurm.node import SlurmNode
 from yunion_mps.text import printable
+
+#: Slurm ends a health check after 60 s.
+_LONGEST_CHECK_S = 60.0
 
 
 class JobFile(TypedDict):
@@ -87,7 +91,8 @@ class Hooks:
             if reason := self._trouble(node):
                 node.drain(reason)
                 self._on_message(f"{node.name}: drained: {reason}")
-            elif node.resume():
+            elif node.state().is_ours and not self._has_failed_recently():
+                node.resume()
                 self._on_message(f"{node.name}: resumed")
         except YunionError as error:  # if slurmctld does not answer; slurmd runs the check again later
             self._on_message(error.message)
@@ -128,11 +133,31 @@ class Hooks:
         return held
 
     def _drain(self, error: YunionError) -> None:
+        """Drain the node because a hook of a job failed."""
         self._on_message("\n".join(error.lines))
+        with contextlib.suppress(OSError):
+            write_atomically(self._failure, "")
         try:
             SlurmNode().drain(error.reason)
         except YunionError as failure:
             self._on_message(f"the node was not drained: {failure.message}")
+
+    def _has_failed_recently(self) -> bool:
+        """Whether a hook of a job may have failed after a check that is still running asked the daemon.
+
+        Besides, Slurm may not have noticed yet that a Prolog has failed. It leaves our drain alone, but if we
+        resume the node before that, Slurm drains it with a reason of its own, which no check may end.
+        """
+        try:
+            age_s = time.time() - os.stat(self._failure).st_mtime
+        except FileNotFoundError:
+            return False
+        return 0 <= age_s < _LONGEST_CHECK_S
+
+    @property
+    def _failure(self) -> str:
+        """A file that is written whenever a hook of a job fails."""
+        return os.path.join(self._paths.slurm_jobs, "failure")
 
     def _leases(self) -> JobLeases:
         return JobLeases(self._paths, self._on_message)

@@ -30,7 +30,10 @@ def drain_reason(reason: Reason) -> str:
 
 
 class NodeState(NamedTuple):
-    """`reason` is why the node is drained or down; other states may have one, too."""
+    """`reason` is why the node is drained or down; other states may have one, too.
+
+    A node that is down does not count as drained.
+    """
 
     is_drained: bool
     reason: str
@@ -69,12 +72,8 @@ class SlurmNode:
             return
         _answer("scontrol", "update", f"NodeName={self.name}", "State=DRAIN", f"Reason={text}")
 
-    def resume(self) -> bool:
-        """End our drain; returns whether there was one. A node that is down does not count as drained."""
-        if not self.state().is_ours:
-            return False
+    def resume(self) -> None:
         _answer("scontrol", "update", f"NodeName={self.name}", "State=RESUME")
-        return True
 
     def jobs(self) -> list[str]:
         """The ids of all of Slurm's jobs on this node: those that are starting, running or ending."""
