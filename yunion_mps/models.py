@@ -53,7 +53,7 @@ class DeviceEntry(NamedTuple):
 
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
-    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies. `reserved_for` may be empty.
+    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies. `reserved_for` and `over_budget` may be empty.
     """
 
     path: str
@@ -65,6 +65,7 @@ class DeviceEntry(NamedTuple):
     memory_reserve_mib: int = 0
     thread_overcommit: float | None = None
     reserved_for: str = ""
+    over_budget: str = ""
 
 
 class Config(NamedTuple):
@@ -94,6 +95,8 @@ class Config(NamedTuple):
     cuda_mps_pipe_group: str | None
     max_leases_per_user: int | None
     max_lease_ttl_s: int
+    over_budget: str
+    over_budget_grace_s: int
     devices: tuple[DeviceEntry, ...] = ()
     sources: Mapping[str, Source] = {}
     gpu_memory_unit_mib: int = 1024
@@ -284,6 +287,7 @@ class Plan(NamedTuple):
     pools: tuple[Pool, ...] = ()
     parked: tuple[DomainPlan, ...] = ()
     reserved: Mapping[str, str] = {}
+    over_budget: Mapping[str, str] = {}
 
 
 class DomainStatus(NamedTuple):
