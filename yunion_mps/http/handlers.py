@@ -24,6 +24,7 @@ from yunion_mps.service.permissions import (
 )
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.services import Services
+from yunion_mps.service.terminate import KILL, TERM
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class Handlers:
         return await self._services.clients.clients(seen=seen)
 
     async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
-        return await self._services.clients.terminate(pid, request.uid, force=force)
+        signals = KILL if force else TERM
+        return await self._services.terminator.end_process(pid, request.uid, signals=signals)
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
         return await self._services.status.leases()

@@ -13,6 +13,7 @@ from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader
 from yunion_mps.service.status import StatusService
+from yunion_mps.service.terminate import Terminator
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
@@ -23,6 +24,7 @@ class Services(NamedTuple):
     leases: LeaseService
     observer: Observer
     clients: ClientService
+    terminator: Terminator
     status: StatusService
     events: EventService
     usage: UsageSampler
@@ -41,13 +43,14 @@ class Services(NamedTuple):
         leases = LeaseService(paths, supervisor, queries, publisher)
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
-        clients = ClientService(supervisor, observer)
+        clients = ClientService(observer)
         return cls(
             supervisor,
             queries,
             leases,
             observer,
             clients,
+            Terminator(supervisor, clients.clients),
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),
             UsageSampler(supervisor, devices, queries.usage, leases.peaks),

@@ -17,7 +17,7 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import ClientService, _find
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.leases import LeaseService
@@ -25,6 +25,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
+from yunion_mps.service.terminate import KILL, TERM, Terminator, _termination, find_client
 
 Json = Any
 
@@ -150,8 +151,8 @@ class FakeReloader(_ByHand, Reloader):
         return {"pid": 4200}
 
 
-class FakeClients(_ByHand, ClientService):
-    """Clients given by hand."""
+class FakeClients(_ByHand, ClientService, Terminator):
+    """Clients given by hand, and how they end."""
 
     found = clients(CLIENT)
     #: Why the client that is to be terminated is not.
@@ -163,12 +164,12 @@ class FakeClients(_ByHand, ClientService):
         await self._pass("clients")
         return self.found
 
-    async def terminate(self, pid: int, uid: int, *, force: bool) -> Any:
-        await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
-        _find(self.found, pid)
+    async def end_process(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
+        await self._pass(f"terminate {pid} for {uid}" + (" force" if signals is KILL else ""))
+        client = find_client(self.found, pid)
         if self.refusal:
             raise self.refusal
-        return {"pid": pid, "ended": self.ended, "how": self.how}
+        return _termination(client, self.how, ended=self.ended)
 
 
 class FakeEvents(EventService):
@@ -249,7 +250,7 @@ def services(
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None
     status = StatusService(queries, leases, clients)
-    return Services(absent, queries, leases, absent, clients, status, events, absent, reloader)
+    return Services(absent, queries, leases, absent, clients, clients, status, events, absent, reloader)
 
 
 def router(service: Queries) -> Router:
