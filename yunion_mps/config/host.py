@@ -92,10 +92,12 @@ KEYS: dict[str, Key] = {
         "the longest time to live of a lease that is taken by name, in seconds",
     ),
     "over_budget": Key(
-        one_of(REPORT, TERMINATE), REPORT, "what happens if a lease's processes together exceed its memory budget"
+        one_of(REPORT, TERMINATE),
+        REPORT,
+        "what happens if a job's processes together exceed its memory budget",
     ),
     "over_budget_grace_s": Key(
-        whole_number(1, 3600), 10, "how long a lease may exceed its budget before terminate acts, in seconds"
+        whole_number(1, 3600), 10, "how long a job may exceed its budget before terminate acts, in seconds"
     ),
     "metrics_listen": Key(endpoint, None, "the TCP address at which Prometheus can scrape the metrics"),
     "metrics_allow_public": Key(

@@ -81,14 +81,17 @@ class Terminator:
         cause: str = "",
         *,
         signals: Sequence[signal.Signals] = TERM,
+        code: str = reasons.CLIENT_TERMINATED,
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `end_process` does.
 
-        An error of one client is in its termination. Raises only BusyError, during a stop.
+        `code` is the event's. An error of one client is in its termination. Raises only BusyError, during a
+        stop.
         """
         self._refuse_while_stopping()
         chosen = choose(await self._list_clients())
-        return list(await asyncio.gather(*(self._try(client, uid, cause, signals) for client in chosen)))
+        tried = (self._try(client, uid, cause, signals, code) for client in chosen)
+        return list(await asyncio.gather(*tried))
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
@@ -96,10 +99,10 @@ class Terminator:
             raise BusyError(what, "end processes directly: kill PID")
 
     async def _try(
-        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals]
+        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals], code: str
     ) -> answers.Termination:
         try:
-            return await self._end(client, uid, cause, signals)
+            return await self._end(client, uid, cause, signals, code)
         except NotFoundError:
             return _termination(client, "it has ended by itself", ended=True)
         except YunionError as error:
@@ -107,7 +110,12 @@ class Terminator:
             return _termination(client, error.message, ended=False, code=error.code)
 
     async def _end(
-        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals]
+        self,
+        client: AnyClient,
+        uid: int,
+        cause: str,
+        signals: Sequence[signal.Signals],
+        code: str = reasons.CLIENT_TERMINATED,
     ) -> answers.Termination:
         pid = client["pid"]
         if uid != client["uid"] and not is_privileged(uid):
@@ -127,7 +135,7 @@ class Terminator:
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = cause or f"requested by {user_name(uid)}"
         log.warning("%s (%s)", what, cause)
-        event = Event("warning", "client", client["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
+        event = Event("warning", "client", client["domain"], what, cause, code=code)
         self._supervisor.event_log.record(event)
         return _termination(client, how, ended=ended)
 

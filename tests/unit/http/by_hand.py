@@ -250,7 +250,9 @@ def services(
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None
     status = StatusService(queries, leases, clients)
-    return Services(absent, queries, leases, absent, clients, clients, status, events, absent, reloader)
+    return Services(
+        absent, queries, leases, absent, clients, clients, absent, status, events, absent, reloader
+    )
 
 
 def router(service: Queries) -> Router:
