@@ -360,9 +360,9 @@ class Holder(NamedTuple):
 class Lease(NamedTuple):
     """Devices that belong to one holder until the lease ends, as they were when it began.
 
-    `since_s` is in s since 1970. `cdi`: container engines can use the lease as a CDI device. `ends_s` (monotonic
-    clock) is the expiry of a lease taken by name, None if it does not expire; `is_extended`: a start of the
-    daemon has postponed it. The same name and `request` (as text), or `idempotency_key`, finds this lease.
+    `since_s` is in s since 1970. `cdi`: container engines can use the lease as a CDI device. `ends_s`
+    (monotonic clock) is the expiry of a lease taken by name, None if it does not expire; `is_extended`: a
+    daemon's start has postponed it. The same name and `request`, or `idempotency_key`, finds this lease.
     """
 
     id: str

@@ -217,7 +217,8 @@ class BudgetEnforcer:
             self._clock.restart(excess.budget.lease)
 
     async def _end(self, excess: Excess, config: Config) -> None:
-        budget, victims = excess.budget, list[MpsClient]()
+        budget = excess.budget
+        victims: list[MpsClient] = []
         cause = f"{excess.text} for at least {config.over_budget_grace_s} s"
 
         def choose(listed: ClientList) -> list[MpsClient]:

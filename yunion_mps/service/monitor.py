@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
-#: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return, and
-#: while a job exceeds its budget on a GPU with `over_budget: terminate`.
+#: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
+#: and while a job exceeds its budget on a GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 
 

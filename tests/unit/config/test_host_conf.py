@@ -48,6 +48,8 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
     ("max_leases_per_user", "not a whole number", f"{whole(1_000_000)}, without quotes", {"none": '"none"'}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
+    ("over_budget", "but must be report or terminate", "", {"kill": '"kill"'}),
+    ("over_budget_grace_s", "out of range", whole(3600), {"0": "0"}),
     (
         "cuda_mps_compute_mode", f"but must be {MODES}", "",
         {"default": '"default"', "3": "3", "": NULL},
