@@ -258,12 +258,15 @@ def budgets(host: Host) -> Findings:
 def job_budgets(host: Host) -> Findings:
     """Whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
-    ours = [gpu for gpu in host.our_gpus() if not gpu.reason and actions.get(gpu.uuid or "") == TERMINATE]
+    ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
     if not ours:
-        raise SkipError("over_budget is report on every divided GPU")
+        raise SkipError
+    terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
+    if not terminating:
+        return [ok("over_budget is report on every divided GPU")]
     users = host.users()
     found = []
-    for gpu in ours:
+    for gpu in terminating:
         processes = users.get(gpu.uuid or "")
         if processes is None:
             found.append(warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER))
@@ -275,7 +278,7 @@ def job_budgets(host: Host) -> Findings:
         elif any(mib is None for mib in running.values()):
             what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
             found.append(warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER))
-    return found or [ok(f"enforced by ending processes on {count(len(ours), 'GPU')}")]
+    return found or [ok(f"over_budget is terminate on {count(len(terminating), 'GPU')}")]
 
 
 @check("compute mode", COMPUTE_MODE_CHANGED)

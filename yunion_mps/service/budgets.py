@@ -36,11 +36,11 @@ MAX_GAP_S = 5.0
 _KILL = (signal.SIGKILL,)
 
 
-class Budget(NamedTuple):
+class JobBudget(NamedTuple):
     """What the processes of one user share of a GPU by a lease.
 
-    Users are counted separately: whoever names another user's lease in a process's environment can only make
-    the daemon end that process.
+    Users are counted separately: a user who names another user's lease in a process's environment endangers
+    only that process.
     """
 
     lease: str
@@ -52,7 +52,7 @@ class Budget(NamedTuple):
 class Excess(NamedTuple):
     """Processes that together use more memory than their budget; `devices` are those of the GPU."""
 
-    budget: Budget
+    budget: JobBudget
     devices: tuple[str, ...]
     used_mib: int
     processes: tuple[MpsClient, ...]
@@ -71,7 +71,7 @@ class Excess(NamedTuple):
 
 def find_excesses(
     leases: Iterable[LeaseRecord], clients: Iterable[MpsClient], gpus: AbstractSet[str]
-) -> dict[Budget, Excess]:
+) -> dict[JobBudget, Excess]:
     """Return the budgets on these GPUs (addresses) that are exceeded; pure.
 
     A lease's processes are its holder, those with its id in their environment, and those in its container. A
@@ -79,13 +79,13 @@ def find_excesses(
     process outside MPS, or one that has ended.
     """
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
-    found: dict[Budget, Excess] = {}
+    found: dict[JobBudget, Excess] = {}
     for lease in leases:
         own = [client for client in counted if _belongs(client, lease)]
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
-            budget = Budget(lease["id"], gpu, uid, sum(share["memory_mib"] for share in shares))
+            budget = JobBudget(lease["id"], gpu, uid, sum(share["memory_mib"] for share in shares))
             processes = tuple(client for client in own if client["uid"] == uid and _mib(client, gpu))
             used_mib = sum(_mib(client, gpu) for client in processes)
             if used_mib > budget.memory_mib:
@@ -114,12 +114,12 @@ class ExcessClock:
     """For how long budgets have been exceeded without interruption."""
 
     def __init__(self) -> None:
-        self._spans: dict[Budget, _Span] = {}
+        self._spans: dict[JobBudget, _Span] = {}
 
     def __bool__(self) -> bool:
         return bool(self._spans)
 
-    def note(self, exceeded: Iterable[Budget], unknown: Collection[str], now_s: float) -> None:
+    def note(self, exceeded: Iterable[JobBudget], unknown: Collection[str], now_s: float) -> None:
         """Note a sample; budgets on the `unknown` GPUs (addresses) that are not in it stay as they are."""
         before = self._spans
         self._spans = {budget: span for budget, span in before.items() if budget.gpu in unknown}
@@ -128,7 +128,7 @@ class ExcessClock:
             is_continued = span and now_s - span.last_s <= MAX_GAP_S
             self._spans[budget] = _Span(span.first_s if span and is_continued else now_s, now_s)
 
-    def longest(self, grace_s: float, now_s: float) -> Budget | None:
+    def longest(self, grace_s: float, now_s: float) -> JobBudget | None:
         """Return the budget that has been exceeded for the longest time, of those in the sample of `now_s`.
 
         None if none has been exceeded for `grace_s`.
@@ -240,7 +240,7 @@ class BudgetEnforcer:
                 self._survivors.update(map(_identity, victims))
         self.terminations[budget.gpu] += sum(one["ended"] for one in ended)
 
-    def _confirm(self, budget: Budget, listed: ClientList) -> list[MpsClient]:
+    def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
         """The newest process if the budget is still exceeded by processes that are certainly MPS clients.
 
         None if one that was to end before still runs: then its memory may be that which is too much.

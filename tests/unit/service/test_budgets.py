@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.reasons import OVER_BUDGET_TERMINATED
-from yunion_mps.service.budgets import Budget, BudgetEnforcer, Excess, find_excesses
+from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
 from yunion_mps.service.terminate import TERM
 
 from unit import builders
@@ -42,7 +42,7 @@ def test_the_processes_of_a_lease_are_over_budget_together() -> None:
     within, over = (process(2880, OLD), process(2880)), (process(2880, OLD), process(2881))
     assert found(*within) == []
     (excess,) = found(*over)
-    assert excess.budget == Budget(LEASE["id"], GPU, 1000, 5760)
+    assert excess.budget == JobBudget(LEASE["id"], GPU, 1000, 5760)
     assert excess.text == "the processes of lease 7c1f0e7a together use 5761 of 5760 MiB (00:06.0-1)"
 
 
