@@ -8,6 +8,7 @@ it notices.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -15,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.errors import BusyError
+from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
 from yunion_mps.models import Config
@@ -29,6 +30,8 @@ from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, LeaseRecord, MpsClient
+
+log = logging.getLogger(__name__)
 
 #: Between samples further apart than this, the budget may have been kept.
 MAX_GAP_S = 5.0
@@ -210,8 +213,8 @@ class BudgetEnforcer:
         self._is_ending = True
         try:
             await self._end(excess, self._supervisor.config)
-        except BusyError:  # the daemon is stopping, and ends all jobs
-            return
+        except YunionError as error:  # it is tried again, unless the daemon is stopping
+            log.warning("%s, but no process was ended: %s", excess.text, error.message)
         finally:
             self._is_ending = False
             self._clock.restart(excess.budget.lease)
@@ -226,6 +229,7 @@ class BudgetEnforcer:
                 victims.extend(self._confirm(budget, listed))
             for client in victims:
                 what = f"terminating PID {client['pid']} because {cause}"
+                log.warning("%s", what)
                 write_to_stderr(client["pid"], budget.uid, f"yunion-mps: {what} [{OVER_BUDGET_TERMINATED}]\n")
             return victims
 

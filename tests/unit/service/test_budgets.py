@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from yunion_mps.errors import BusyError
 from yunion_mps.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
 from yunion_mps.service.terminate import TERM
@@ -248,6 +249,15 @@ def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) ->
     world.end_all = reloading  # type: ignore[method-assign]
     world.loop.run_until_complete(world.enforcer.end(excess))
     assert world.ended == []
+
+
+def test_a_stop_of_the_daemon_leaves_the_process_to_it(world: World) -> None:
+    async def stopping(*_: Any, **__: Any) -> Any:
+        raise BusyError("the daemon is stopping", "")
+
+    world.end_all = stopping  # type: ignore[method-assign]
+    assert world.follow(100, 110, *OVER) == 110
+    assert world.enforcer.terminations[GPU] == 0
 
 
 def test_a_changed_budget_starts_the_time_again(world: World) -> None:
