@@ -8,6 +8,7 @@ from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
+from yunion_mps.service.lease_ends import LeaseEnds
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
@@ -25,6 +26,7 @@ class Services(NamedTuple):
     observer: Observer
     clients: ClientService
     terminator: Terminator
+    lease_ends: LeaseEnds
     status: StatusService
     events: EventService
     usage: UsageSampler
@@ -44,13 +46,15 @@ class Services(NamedTuple):
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
         clients = ClientService(observer)
+        terminator = Terminator(supervisor, clients.clients)
         return cls(
             supervisor,
             queries,
             leases,
             observer,
             clients,
-            Terminator(supervisor, clients.clients),
+            terminator,
+            LeaseEnds(leases, terminator),
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),
             UsageSampler(supervisor, devices, queries.usage, leases.peaks),

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
+from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
 from yunion_mps.host.processes import Process
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a client is sent, one after the other, until it has ended: nothing if it is only disconnected.
-DISCONNECT: tuple[signal.Signals, ...] = ()
-TERM = (signal.SIGTERM,)
-KILL = (signal.SIGTERM, signal.SIGKILL)
+SignalSequence = tuple[signal.Signals, ...]
+
+#: What a client is sent, one after the other, until it has ended.
+TERM: SignalSequence = (signal.SIGTERM,)
+KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
+SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
@@ -51,7 +54,7 @@ class Terminator:
         self._list_clients = list_clients
 
     async def end_process(
-        self, pid: int, uid: int, cause: str = "", *, signals: Sequence[signal.Signals] = TERM
+        self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
     ) -> answers.Termination:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
 
@@ -69,10 +72,14 @@ class Terminator:
         uid: int,
         cause: str = "",
         *,
-        signals: Sequence[signal.Signals] = TERM,
+        signals: SignalSequence = TERM,
     ) -> list[answers.Termination]:
-        """Terminate all clients of a lease, as `end_all` does."""
-        return await self.end_all(partial(clients_of_lease, lease), uid, cause, signals=signals)
+        """Terminate all clients of a lease, as `end_all` does.
+
+        The lease's owner may also end those that run in its container as other users.
+        """
+        choose, container = partial(clients_of_lease, lease), lease["container_id"] or ""
+        return await self.end_all(choose, uid, cause, signals=signals, container_id=container)
 
     async def end_all(
         self,
@@ -80,15 +87,21 @@ class Terminator:
         uid: int,
         cause: str = "",
         *,
-        signals: Sequence[signal.Signals] = TERM,
+        signals: SignalSequence = TERM,
+        container_id: str = "",
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `end_process` does.
 
-        An error of one client is in its termination. Raises only BusyError, during a stop.
+        An error of one client is in its termination. The user also owns the container with this id. Raises
+        only BusyError, during a stop.
         """
         self._refuse_while_stopping()
         chosen = choose(await self._list_clients())
-        return list(await asyncio.gather(*(self._try(client, uid, cause, signals) for client in chosen)))
+        inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
+        users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
+        cause = cause or _requested_by(uid)
+        ends = (self._try(client, users[client["pid"]], cause, signals) for client in chosen)
+        return list(await asyncio.gather(*ends))
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
@@ -96,7 +109,7 @@ class Terminator:
             raise BusyError(what, "end processes directly: kill PID")
 
     async def _try(
-        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals]
+        self, client: AnyClient, uid: int, cause: str, signals: SignalSequence
     ) -> answers.Termination:
         try:
             return await self._end(client, uid, cause, signals)
@@ -107,7 +120,7 @@ class Terminator:
             return _termination(client, error.message, ended=False, code=error.code)
 
     async def _end(
-        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals]
+        self, client: AnyClient, uid: int, cause: str, signals: SignalSequence
     ) -> answers.Termination:
         pid = client["pid"]
         if uid != client["uid"] and not is_privileged(uid):
@@ -125,14 +138,14 @@ class Terminator:
         finally:
             process.close()
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
-        cause = cause or f"requested by {user_name(uid)}"
+        cause = cause or _requested_by(uid)
         log.warning("%s (%s)", what, cause)
         event = Event("warning", "client", client["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
         self._supervisor.event_log.record(event)
         return _termination(client, how, ended=ended)
 
     async def _disconnect_and_signal(
-        self, process: Process, client: AnyClient, signals: Sequence[signal.Signals]
+        self, process: Process, client: AnyClient, signals: SignalSequence
     ) -> tuple[str, bool]:
         """Return the steps that were taken, as text, and whether it has ended."""
         steps = []
@@ -178,6 +191,10 @@ def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") ->
         "how": how,
         "reason_code": code,
     }
+
+
+def _requested_by(uid: int) -> str:
+    return f"requested by {user_name(uid)}"
 
 
 def _ended_error(pid: int) -> NotFoundError:
