@@ -182,6 +182,8 @@ class _Parent:
             if client["pid"] in ours and client["server"]:
                 with contextlib.suppress(NotFoundError):  # it has ended
                     call(TERMINATE_CLIENT, _left_s(end_s), pid=client["pid"], signals=NO_SIGNAL)
+        if listed["errors"]:
+            raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
 
     def _lease_id(self) -> str:
         """The id of the container's lease; empty if there is none yet."""

@@ -122,7 +122,7 @@ def _find(target: str) -> tuple[tuple[str, str], Callable[[ClientList], list[Any
     except NotFoundError as error:
         what = f"{no_lease.message}, and {error.message}"
         raise NotFoundError(
-            what, "list both: yunion-mps who; list processes: yunion-mps who --clients"
+            what, "list leases and devices: yunion-mps who; list processes: yunion-mps who --clients"
         ) from None
     return ("device", address), partial(clients_of_device, address)
 

@@ -53,7 +53,9 @@ class LeaseEnds:
 
     async def _end_expired(self, lease_id: str, cause: str) -> None:
         """Kill the lease's processes safely, then end it, unless it has been renewed meanwhile."""
-        lease = self._leases.ledger.leases[lease_id]
+        lease = self._leases.ledger.leases.get(lease_id)
+        if lease is None:
+            return
         record = self._leases.lease(lease_id, lease.holder.owner)
         await self._kill(record, lease.holder.uid, f"its lease ended: {cause}")
         current = self._leases.ledger.leases.get(lease_id)

@@ -46,7 +46,7 @@ class Services(NamedTuple):
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
         clients = ClientService(observer)
-        terminator = Terminator(supervisor, clients.clients)
+        terminator = Terminator(supervisor, clients)
         return cls(
             supervisor,
             queries,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,9 @@ from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
 from yunion_mps.mps.clients import terminate
+from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, running_servers
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import clients_of_lease
 from yunion_mps.service.permissions import is_privileged
 from yunion_mps.supervisor import Supervisor
@@ -43,15 +45,15 @@ KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
 SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
+#: How long to wait for another front-end of the control daemon, also for the list of clients, in s.
+_OCCUPIED_S, _LIST_S, _RETRY_S = 5.0, 1.0, 0.1
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
 
 
 class Terminator:
-    def __init__(
-        self, supervisor: Supervisor, list_clients: Callable[[], Awaitable[answers.ClientList]]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, clients: ClientService) -> None:
         self._supervisor = supervisor
-        self._list_clients = list_clients
+        self._clients = clients
 
     async def end_process(
         self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
@@ -64,7 +66,7 @@ class Terminator:
         not disconnect it.
         """
         self._refuse_while_stopping()
-        return await self._end(find_client(await self._list_clients(), pid), uid, cause, signals)
+        return await self._end(find_client(await self._list(), pid), uid, cause, signals)
 
     async def end_lease(
         self,
@@ -96,12 +98,22 @@ class Terminator:
         only BusyError, during a stop.
         """
         self._refuse_while_stopping()
-        chosen = choose(await self._list_clients())
+        chosen = choose(await self._list())
         inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
         users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
         cause = cause or _requested_by(uid)
         ends = (self._try(client, users[client["pid"]], cause, signals) for client in chosen)
         return list(await asyncio.gather(*ends))
+
+    async def _list(self) -> answers.ClientList:
+        """The clients; asked again for a moment if some are unknown: another front-end may be connected."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _LIST_S
+        while True:
+            listed = await self._clients.clients()
+            if not listed["errors"] or loop.time() > end_s:
+                return listed
+            await asyncio.sleep(_RETRY_S)
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
@@ -151,10 +163,8 @@ class Terminator:
         steps = []
         server = None if "since" in client else client["server"]  # a process that waits has none yet
         if server:
-            status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == client["domain"])
-            program = find_control_program()
             try:
-                disconnected = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
+                disconnected = await self._disconnect(process.pid, server, client["domain"])
                 steps.append("its MPS server disconnected it" if disconnected else "it had no MPS server")
             except YunionError as error:
                 if process.status() is not None:  # its server knows it no longer
@@ -171,6 +181,21 @@ class Terminator:
         if signals:
             steps.append(f"it is still running after {_GRACE_S:g} s")
         return "; ".join(steps) or "it is not a client of MPS", False
+
+    async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
+        """Have the server disconnect the client; returns False if it has none, and raises YunionError."""
+        loop = asyncio.get_running_loop()
+        plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
+        program = find_control_program()
+        end_s = loop.time() + _OCCUPIED_S
+        while True:
+            try:
+                async with self._clients.conversation:
+                    return await on_thread(lambda: terminate(program, plan, server, pid))
+            except OccupiedError:
+                if loop.time() > end_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
 
 
 def find_client(listed: answers.ClientList, pid: int) -> AnyClient:

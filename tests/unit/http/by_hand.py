@@ -165,9 +165,7 @@ class FakeClients(_ByHand, ClientService, Terminator):
         await self._pass("clients")
         return self.found
 
-    async def end_all(
-        self, choose: Any, uid: int, cause: str = "", *, signals: Any = TERM, container_id: str = ""
-    ) -> Any:
+    async def end_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
         """One by one; an error is in the termination."""
         found = []
         for client in choose(self.found):
