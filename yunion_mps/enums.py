@@ -22,6 +22,9 @@ BINDINGS = ("process", "connection", "name", "container")
 BINPACK, SPREAD = "binpack", "spread"
 PLACEMENTS = (BINPACK, SPREAD)
 RELOAD_MODES = ("drain", "now")
+#: What a client is sent after its MPS server has disconnected it: SIGTERM, or also SIGKILL.
+NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"
+CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"

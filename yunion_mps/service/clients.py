@@ -29,7 +29,8 @@ _XID_SETTLE_S = 0.5
 class ClientService:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._listing = asyncio.Lock()  # one listing at a time, to limit the load of many requests
+        #: Held while control daemons are asked, because each answers only one front-end at a time.
+        self.conversation = asyncio.Lock()
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
         """The servers and clients of all domains, and processes that wait for another user's server.
@@ -40,7 +41,7 @@ class ClientService:
         """
         if seen:
             return (await self._observer.observe()).clients
-        async with self._listing:
+        async with self.conversation:
             return await self._observer.query_all()
 
 

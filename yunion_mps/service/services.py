@@ -9,6 +9,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.budgets import BudgetEnforcer
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
+from yunion_mps.service.lease_ends import LeaseEnds
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
@@ -26,6 +27,7 @@ class Services(NamedTuple):
     observer: Observer
     clients: ClientService
     terminator: Terminator
+    lease_ends: LeaseEnds
     budgets: BudgetEnforcer
     status: StatusService
     events: EventService
@@ -46,7 +48,7 @@ class Services(NamedTuple):
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
         clients = ClientService(observer)
-        terminator = Terminator(supervisor, clients.clients)
+        terminator = Terminator(supervisor, clients)
         return cls(
             supervisor,
             queries,
@@ -54,6 +56,7 @@ class Services(NamedTuple):
             observer,
             clients,
             terminator,
+            LeaseEnds(leases, terminator),
             BudgetEnforcer(supervisor, queries, leases, observer, terminator),
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),

@@ -10,18 +10,21 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
+from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
 from yunion_mps.mps.clients import terminate
+from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, running_servers
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import clients_of_lease
 from yunion_mps.service.permissions import is_privileged
 from yunion_mps.supervisor import Supervisor
@@ -34,24 +37,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a client is sent, one after the other, until it has ended: nothing if it is only disconnected.
-DISCONNECT: tuple[signal.Signals, ...] = ()
-TERM = (signal.SIGTERM,)
-KILL = (signal.SIGTERM, signal.SIGKILL)
+SignalSequence = tuple[signal.Signals, ...]
+
+#: What a client is sent, one after the other, until it has ended.
+TERM: SignalSequence = (signal.SIGTERM,)
+KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
+SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
+#: How long to wait for another front-end of the control daemon, also for the list of clients, in s.
+_OCCUPIED_S, _LIST_S, _RETRY_S = 5.0, 1.0, 0.1
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
 
 
 class Terminator:
-    def __init__(
-        self, supervisor: Supervisor, list_clients: Callable[[], Awaitable[answers.ClientList]]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, clients: ClientService) -> None:
         self._supervisor = supervisor
-        self._list_clients = list_clients
+        self._clients = clients
 
     async def end_process(
-        self, pid: int, uid: int, cause: str = "", *, signals: Sequence[signal.Signals] = TERM
+        self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
     ) -> answers.Termination:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
 
@@ -61,7 +66,7 @@ class Terminator:
         not disconnect it.
         """
         self._refuse_while_stopping()
-        return await self._end(find_client(await self._list_clients(), pid), uid, cause, signals)
+        return await self._end(find_client(await self._list(), pid), uid, cause, signals)
 
     async def end_lease(
         self,
@@ -69,10 +74,14 @@ class Terminator:
         uid: int,
         cause: str = "",
         *,
-        signals: Sequence[signal.Signals] = TERM,
+        signals: SignalSequence = TERM,
     ) -> list[answers.Termination]:
-        """Terminate all clients of a lease, as `end_all` does."""
-        return await self.end_all(partial(clients_of_lease, lease), uid, cause, signals=signals)
+        """Terminate all clients of a lease, as `end_all` does.
+
+        The lease's owner may also end those that run in its container as other users.
+        """
+        choose, container = partial(clients_of_lease, lease), lease["container_id"] or ""
+        return await self.end_all(choose, uid, cause, signals=signals, container_id=container)
 
     async def end_all(
         self,
@@ -80,18 +89,32 @@ class Terminator:
         uid: int,
         cause: str = "",
         *,
-        signals: Sequence[signal.Signals] = TERM,
+        signals: SignalSequence = TERM,
+        container_id: str = "",
         code: str = reasons.CLIENT_TERMINATED,
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `end_process` does.
 
-        `code` is the event's. An error of one client is in its termination. Raises only BusyError, during a
-        stop.
+        An error of one client is in its termination. The user also owns the container with this id. `code` is
+        that of the events. Raises only BusyError, during a stop.
         """
         self._refuse_while_stopping()
-        chosen = choose(await self._list_clients())
-        tried = (self._try(client, uid, cause, signals, code) for client in chosen)
-        return list(await asyncio.gather(*tried))
+        chosen = choose(await self._list())
+        inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
+        users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
+        cause = cause or _requested_by(uid)
+        ends = (self._try(client, users[client["pid"]], cause, signals, code) for client in chosen)
+        return list(await asyncio.gather(*ends))
+
+    async def _list(self) -> answers.ClientList:
+        """The clients; asked again for a moment if some are unknown: another front-end may be connected."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _LIST_S
+        while True:
+            listed = await self._clients.clients()
+            if not listed["errors"] or loop.time() > end_s:
+                return listed
+            await asyncio.sleep(_RETRY_S)
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
@@ -99,7 +122,7 @@ class Terminator:
             raise BusyError(what, "end processes directly: kill PID")
 
     async def _try(
-        self, client: AnyClient, uid: int, cause: str, signals: Sequence[signal.Signals], code: str
+        self, client: AnyClient, uid: int, cause: str, signals: SignalSequence, code: str
     ) -> answers.Termination:
         try:
             return await self._end(client, uid, cause, signals, code)
@@ -114,7 +137,7 @@ class Terminator:
         client: AnyClient,
         uid: int,
         cause: str,
-        signals: Sequence[signal.Signals],
+        signals: SignalSequence,
         code: str = reasons.CLIENT_TERMINATED,
     ) -> answers.Termination:
         pid = client["pid"]
@@ -133,23 +156,21 @@ class Terminator:
         finally:
             process.close()
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
-        cause = cause or f"requested by {user_name(uid)}"
+        cause = cause or _requested_by(uid)
         log.warning("%s (%s)", what, cause)
         event = Event("warning", "client", client["domain"], what, cause, code=code)
         self._supervisor.event_log.record(event)
         return _termination(client, how, ended=ended)
 
     async def _disconnect_and_signal(
-        self, process: Process, client: AnyClient, signals: Sequence[signal.Signals]
+        self, process: Process, client: AnyClient, signals: SignalSequence
     ) -> tuple[str, bool]:
         """Return the steps that were taken, as text, and whether it has ended."""
         steps = []
         server = None if "since" in client else client["server"]  # a process that waits has none yet
         if server:
-            status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == client["domain"])
-            program = find_control_program()
             try:
-                disconnected = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
+                disconnected = await self._disconnect(process.pid, server, client["domain"])
                 steps.append("its MPS server disconnected it" if disconnected else "it had no MPS server")
             except YunionError as error:
                 if process.status() is not None:  # its server knows it no longer
@@ -166,6 +187,21 @@ class Terminator:
         if signals:
             steps.append(f"it is still running after {_GRACE_S:g} s")
         return "; ".join(steps) or "it is not a client of MPS", False
+
+    async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
+        """Have the server disconnect the client; returns False if it has none, and raises YunionError."""
+        loop = asyncio.get_running_loop()
+        plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
+        program = find_control_program()
+        end_s = loop.time() + _OCCUPIED_S
+        while True:
+            try:
+                async with self._clients.conversation:
+                    return await on_thread(lambda: terminate(program, plan, server, pid))
+            except OccupiedError:
+                if loop.time() > end_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
 
 
 def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
@@ -186,6 +222,10 @@ def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") ->
         "how": how,
         "reason_code": code,
     }
+
+
+def _requested_by(uid: int) -> str:
+    return f"requested by {user_name(uid)}"
 
 
 def _ended_error(pid: int) -> NotFoundError:

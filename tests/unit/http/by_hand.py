@@ -20,6 +20,7 @@ from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.holdings import NO_CLIENTS
+from yunion_mps.service.lease_ends import LeaseEnds
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
@@ -164,6 +165,16 @@ class FakeClients(_ByHand, ClientService, Terminator):
         await self._pass("clients")
         return self.found
 
+    async def end_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
+        """One by one; an error is in the termination."""
+        found = []
+        for client in choose(self.found):
+            try:
+                found.append(await self.end_process(client["pid"], uid, cause, signals=more["signals"]))
+            except YunionError as error:
+                found.append(_termination(client, error.message, ended=False, code=error.code))
+        return found
+
     async def end_process(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
         await self._pass(f"terminate {pid} for {uid}" + (" force" if signals is KILL else ""))
         client = find_client(self.found, pid)
@@ -240,6 +251,19 @@ class FakeLeases(_ByHand, LeaseService):
         return self.given
 
 
+class FakeLeaseEnds(LeaseEnds):
+    def __init__(self, leases: FakeLeases, clients: FakeClients) -> None:
+        self._fakes = leases, clients
+
+    async def terminate(self, name: str, caller: Owner, signals: Any) -> Any:
+        leases, clients = self._fakes
+        return await clients.end_lease(leases.lease(name, caller), caller.uid, signals=signals)
+
+    async def release(self, name: str, caller: Owner) -> Any:
+        await self.terminate(name, caller, KILL)
+        return self._fakes[0].release(name, caller)
+
+
 def services(
     queries: Queries,
     reloader: FakeReloader,
@@ -250,9 +274,9 @@ def services(
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None
     status = StatusService(queries, leases, clients)
-    return Services(
-        absent, queries, leases, absent, clients, clients, absent, status, events, absent, reloader
-    )
+    ends: Any = FakeLeaseEnds(leases, clients)
+    killing = (clients, ends, absent)
+    return Services(absent, queries, leases, absent, clients, *killing, status, events, absent, reloader)
 
 
 def router(service: Queries) -> Router:
