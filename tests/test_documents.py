@@ -34,6 +34,7 @@ OTHERS = {
     "cuda_mps_thread_percentage": "none",
     "cuda_mps_combine": 2,
     "cuda_mps_multiuser": True,
+    "over_budget": "terminate",
 }
 
 

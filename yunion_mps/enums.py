@@ -22,6 +22,9 @@ BINDINGS = ("process", "connection", "name", "container")
 BINPACK, SPREAD = "binpack", "spread"
 PLACEMENTS = (BINPACK, SPREAD)
 RELOAD_MODES = ("drain", "now")
+#: What a client is sent after its MPS server has disconnected it: SIGTERM, or also SIGKILL.
+NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"
+CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
@@ -35,6 +38,8 @@ DEVICE_STATES = (FREE, RESERVED, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
 #: The states of a lease. A lease has the first of these states that any of its devices has.
 IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)
+#: What the daemon does about a lease that is over its budget.
+REPORT, TERMINATE = "report", "terminate"
 #: The levels of a problem that `status` shows, in order.
 NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)

@@ -26,8 +26,8 @@ LEASE_VARIABLE = "YUNION_MPS_LEASE"
 #: Stands for all devices of the host if one control daemon serves them.
 ALL = "all"
 
-#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
-#: set_default_client_priority). They are hints to the CUDA driver.
+#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY, which are hints to the CUDA
+#: driver (nvidia-cuda-mps-control(1), set_default_client_priority).
 NORMAL = "normal"
 BELOW_NORMAL = "below_normal"
 PRIORITIES = (NORMAL, BELOW_NORMAL)
@@ -53,7 +53,7 @@ class DeviceEntry(NamedTuple):
 
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
-    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies. `reserved_for` may be empty.
+    `thread_overcommit` is None or `over_budget` empty, host.conf applies. `reserved_for` may be empty.
     """
 
     path: str
@@ -65,13 +65,13 @@ class DeviceEntry(NamedTuple):
     memory_reserve_mib: int = 0
     thread_overcommit: float | None = None
     reserved_for: str = ""
+    over_budget: str = ""
 
 
 class Config(NamedTuple):
     """The contents of both files, with the defaults filled in.
 
-    `sources` has the place of each key of host.conf. `gpu_memory_unit_mib`, the unit of requests for memory
-    in units, is from the device file.
+    `sources` has the place of each key of host.conf. `gpu_memory_unit_mib` is from the device file.
     """
 
     enable_cuda_mps: bool
@@ -94,6 +94,8 @@ class Config(NamedTuple):
     cuda_mps_pipe_group: str | None
     max_leases_per_user: int | None
     max_lease_ttl_s: int
+    over_budget: str
+    over_budget_grace_s: int
     devices: tuple[DeviceEntry, ...] = ()
     sources: Mapping[str, Source] = {}
     gpu_memory_unit_mib: int = 1024
@@ -284,13 +286,14 @@ class Plan(NamedTuple):
     pools: tuple[Pool, ...] = ()
     parked: tuple[DomainPlan, ...] = ()
     reserved: Mapping[str, str] = {}
+    over_budget: Mapping[str, str] = {}
 
 
 class DomainStatus(NamedTuple):
     """The state of a domain, its reason, and the control daemon's PID.
 
-    `plan` is in effect: what its clients get. `pending`, if not empty, says what will change and what that
-    waits for; `waits_for` has the PIDs of the MPS servers that have to end first.
+    `plan` is in effect: what its clients get. `pending` says what will change, if anything, and what it waits
+    for; `waits_for` has the PIDs of the MPS servers that have to end first.
     """
 
     plan: DomainPlan
@@ -357,10 +360,9 @@ class Holder(NamedTuple):
 class Lease(NamedTuple):
     """Devices that belong to one holder until the lease ends, as they were when it began.
 
-    `since_s` is in s since 1970. `idempotency_key` is from the request. `cdi`: container engines can use the
-    lease as a CDI device. `ends_s` (monotonic clock) is the expiry of a lease taken by name, None if it does
-    not expire; `is_extended`: a start of the daemon has postponed it. `request` is the request as text: the
-    same name with the same request finds this lease.
+    `since_s` is in s since 1970. `cdi`: container engines can use the lease as a CDI device. `ends_s`
+    (monotonic clock) is the expiry of a lease taken by name, None if it does not expire; `is_extended`: a
+    daemon's start has postponed it. The same name and `request`, or `idempotency_key`, finds this lease.
     """
 
     id: str

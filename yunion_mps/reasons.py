@@ -174,6 +174,12 @@ PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
     "A process uses the GPU outside MPS, so no budget limits it.",
     _END_JOB)
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
+OVER_BUDGET_TERMINATED = _code("over_budget_terminated",
+    "A job's newest process was terminated because its processes together exceeded the job's budget.",
+    "request more memory, or use fewer processes; or leave such jobs alone: over_budget: report")
+PROCESS_MEMORY_UNKNOWN = _code("process_memory_unknown",
+    "The memory of processes on a GPU is unknown, so over_budget: terminate has no effect there.",
+    "update the driver; run the daemon on the host, not in a container with PIDs of its own")
 ENVIRONMENT = _code("environment",
     "An environment variable makes a process bypass MPS, or use limits other than its device's.",
     "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env DEVICE")

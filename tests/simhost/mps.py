@@ -32,7 +32,7 @@ CONTROL = "nvidia-cuda-mps-control"
 #: So long that only something that never comes is missed.
 PATIENCE_S = 60.0
 _SOURCE = Path(__file__).with_name("mps-server") / "server.c"
-_CLIENT = Path(__file__).with_name("mps_client.py")
+CLIENT = Path(__file__).with_name("mps_client.py")
 
 # The control daemon looks for its server on its own PATH, and nowhere else.
 _WRAPPER = """\
@@ -128,7 +128,7 @@ class Client:
     """A process that wants to be served; it lives until it is ended, or its server ends it."""
 
     def __init__(self, host: SimHost, pipe_directory: Path, uid: int | None) -> None:
-        command = [sys.executable, "-IS", str(_CLIENT), *([] if uid is None else [str(uid)])]
+        command = [sys.executable, "-IS", str(CLIENT), *([] if uid is None else [str(uid)])]
         env = {**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory)}
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, bufsize=0)
         self.pid = self._process.pid

@@ -1,15 +1,16 @@
 """A stand-in for a CUDA client of MPS: attaches through the real control daemon, stays, and tells of it.
 
-Usage: mps_client.py [UID]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
+Usage: mps_client.py [UID | stubborn]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
 
 It prints a line each time that something happens to it: `asking`, `attached`, and then at its end one of
 `refused` (the control daemon closed the connection), `terminated` (by `terminate_client`) or `server gone`.
-SIGTERM ends it as a job ends.
+SIGTERM ends it as a job ends. A stubborn one ignores SIGTERM, and continues whatever happens to it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import sys
@@ -64,6 +65,11 @@ def say(word: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    is_stubborn = sys.argv[1:] == ["stubborn"]
+    if is_stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif len(sys.argv) > 1:
         os.setuid(int(sys.argv[1]))
     say(live())
+    while is_stubborn:
+        signal.pause()

@@ -25,6 +25,8 @@ from yunion_mps.answers.devices import (
     ProcessFields as ProcessFields,
     QueuedRequest as QueuedRequest,
     Termination as Termination,
+    TerminationList as TerminationList,
+    VariableFields as VariableFields,
     WaitingClient as WaitingClient,
 )
 from yunion_mps.answers.host import (

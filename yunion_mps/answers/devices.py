@@ -191,20 +191,26 @@ class ContainerFields(TypedDict):
     container_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
 
 
-class MpsClient(ProcessFields, ContainerFields):
+class VariableFields(TypedDict):
+    """What a process uses, according to its environment; null if that does not say."""
+
+    device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE.")]
+    lease: Annotated[str | None, Field("The id of its lease: YUNION_MPS_LEASE.")]
+
+
+class MpsClient(ProcessFields, ContainerFields, VariableFields):
     """One process that uses GPUs."""
 
     mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
     server: Annotated[Pid | None, Field("The PID of its MPS server.")]
     domain: Annotated[str, Field("The domain that serves it.")]
-    device: Annotated[str | None, Field("Its device, according to YUNION_MPS_DEVICE in its environment.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
     memory_by_gpu_mib: Annotated[list[Mib | None], Field("Its memory on each of these.")]
     memory_used_mib: Annotated[Mib | None, Field("Its memory on all GPUs of its domain.")]
     sm_utilization_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
 
 
-class WaitingClient(ProcessFields):
+class WaitingClient(ProcessFields, VariableFields):
     """One process that waits for an MPS server because another user's server is running."""
 
     since: Annotated[Time, Field("When it asked for a server.")]
@@ -227,8 +233,18 @@ class Termination(TypedDict):
     """How a client was ended."""
 
     pid: Pid
+    user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
+    command: Annotated[str | None, Field("Its command line, truncated to 500 characters.", maxLength=500)]
     ended: Annotated[bool, Field("Whether it has ended.")]
-    how: Annotated[str, Field("What was done.")]
+    how: Annotated[str, Field("What was done, or why nothing was.")]
+    reason_code: ReasonCode
+
+
+class TerminationList(TypedDict):
+    """How the clients of a lease or device were ended."""
+
+    terminations: list[Termination]
+    total: Annotated[Count, Field("The number of clients.")]
 
 
 class HolderFields(ContainerFields):

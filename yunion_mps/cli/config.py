@@ -58,6 +58,7 @@ class _Division(TypedDict, total=False):
     memory_reserve: int
     virtual_number: int
     thread_overcommit: float
+    over_budget: str
 
 
 EntryFields = TypedDict("EntryFields", {"path": str, "from": str})
@@ -179,6 +180,8 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
         shown["virtual_number"] = entry.virtual_number
     if entry.thread_overcommit is not None:
         shown["thread_overcommit"] = entry.thread_overcommit
+    if entry.over_budget:
+        shown["over_budget"] = entry.over_budget
     return {"path": entry.path, **shown, "from": _source_text(entry.path_at)}
 
 
@@ -200,11 +203,12 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 
 def _entry_text(entry: DeviceEntry) -> str:
+    action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
     if entry.slices:
-        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices)
+        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
     if entry.memory_unit_mib:
-        return f"units of {entry.memory_unit_mib} MiB"
-    return count(entry.virtual_number, "equal device")
+        return f"units of {entry.memory_unit_mib} MiB{action}"
+    return count(entry.virtual_number, "equal device") + action
 
 
 @config_group.command("check", short_help="Check both files, and show the resulting plan.")

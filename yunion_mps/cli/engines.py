@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -33,15 +33,20 @@ _VARIABLES = {*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY",
 
 #: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]
-_ENGINE_TIMEOUT_S = 30
+ENGINE_TIMEOUT_S = 30
 #: The shortest and the longest interval between polls for the container, whose image may have to be pulled.
 _POLL_S, _MAX_POLL_S = 0.1, 2.0
 
 
 def run_container(
-    engine: str, request: RequestMembers, wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
+    engine: str,
+    request: RequestMembers,
+    wait_s: int,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    report_lease: Callable[[str], object],
 ) -> NoReturn:
-    """Take a lease and become `ENGINE run`; raises YunionError if either fails.
+    """Take a lease, report its id and become `ENGINE run`; raises YunionError if that fails.
 
     The lease ends with the container: with CDI, our hook binds the lease to it; otherwise, a child process
     remains until the lease is bound.
@@ -51,7 +56,7 @@ def run_container(
     if _supports_cdi(engine, program):
         lease = take({**request, "cdi": True}, wait_s)
         refuse_unreachable(lease["environment"])
-        words = ["--device", f"{CDI_KIND}={lease['id']}"]
+        words = ["--device", f"{CDI_KIND}={lease['id']}", "--label", _label(lease["id"])]
     else:
         # CDI sets variables after the user's own; without CDI, the user's would silently loosen the budget.
         for name in sorted(set_variables(argv) & _VARIABLES):
@@ -64,6 +69,7 @@ def run_container(
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
+    report_lease(lease["id"])
     warn_unenforced_budgets(lease["unenforced_gpus"])
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
@@ -74,10 +80,10 @@ def run_container(
 def _supports_cdi(engine: str, program: str) -> bool:
     """Whether the engine itself resolves the names of CDI devices."""
     if engine == "podman":
-        version = output_of([program, "version", "--format", "{{.Client.Version}}"], _ENGINE_TIMEOUT_S)
+        version = output_of([program, "version", "--format", "{{.Client.Version}}"], ENGINE_TIMEOUT_S)
         return [int(part) for part in version.split(".")[:2] if part.isdigit()] >= _PODMAN_WITH_CDI
     # Docker 25 and 26 only if the feature is enabled; earlier versions do not have the field.
-    directories = output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _ENGINE_TIMEOUT_S)
+    directories = output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], ENGINE_TIMEOUT_S)
     return directories.startswith('["')
 
 
@@ -97,6 +103,12 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
 def _label(lease_id: str) -> str:
     """Return the label that identifies the lease's container; users may add other labels."""
     return f"{CDI_KIND}.lease={lease_id}"
+
+
+def container_of(engine: str, lease_id: str) -> str:
+    """Return the id of the lease's container; empty if it does not run. `engine` is the engine's path."""
+    words = ["ps", "--quiet", "--no-trunc", "--filter", f"label={_label(lease_id)}"]
+    return output_of([engine, *words], ENGINE_TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -143,10 +155,9 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
     poll_s = _POLL_S
     while True:
         has_ended = engine_process.status() is not None
-        words = ["ps", "--quiet", "--no-trunc", "--filter", f"label={_label(lease_id)}"]
-        container = output_of([engine, *words], _ENGINE_TIMEOUT_S)
+        container = container_of(engine, lease_id)
         words = ["inspect", "--format", "{{.State.Pid}}", container]
-        pid = output_of([engine, *words], _ENGINE_TIMEOUT_S) if container else ""
+        pid = output_of([engine, *words], ENGINE_TIMEOUT_S) if container else ""
         if pid.isdigit() and pid != "0":  # it is 0 before and after the container runs
             try:
                 call(BIND_LEASE, lease=lease_id, pid=int(pid))

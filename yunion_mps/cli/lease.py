@@ -198,19 +198,22 @@ def renew_lease(lease: str, output: str) -> None:
 
 @lease_group.command("release", short_help="End a lease.")
 @click.argument("lease", shell_complete=complete_lease)
+@click.option(
+    "--terminate", is_flag=True, help="End its processes first, as yunion-mps terminate --force does."
+)
 @output_option
-def release_lease(lease: str, output: str) -> None:
+def release_lease(lease: str, terminate: bool, output: str) -> None:
     """End a lease. LEASE is its name, its id, or a unique prefix of the id.
 
     A prefix must have at least 8 characters. A name refers only to your own leases. Root may end any lease by
-    its id. A process that still uses the devices keeps running.
+    its id. A process that still uses the devices keeps running, unless --terminate is given.
 
     \b
     Examples:
       yunion-mps lease release job-17
-      yunion-mps lease release 7c1f0e7a
+      yunion-mps lease release 7c1f0e7a --terminate
     """
-    ended = call(END_LEASE, lease=_one_lease(lease))
+    ended = call(END_LEASE, lease=_one_lease(lease), terminate=terminate)
     devices = ", ".join(ended["devices"])
     show_pairs(ended, output, lambda: wrapped(_in_words(ended, f"released: {devices}.")))
 

@@ -131,6 +131,8 @@ def _pids() -> Iterator[str]:
 
 complete_device, complete_gpu = _completing(_devices), _completing(_gpus)
 complete_lease, complete_pid = _completing(_leases), _completing(_pids)
+#: The leases, devices and processes that can be terminated.
+complete_target = _completing(lambda: (*_pids(), *_leases(), *_devices()))
 
 
 def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -177,11 +179,15 @@ _REQUEST_OPTIONS = (
 )  # fmt: skip
 #: Looks like a duration, not like a command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
-_WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
+_NEEDS_EQUALS = "{0} takes a duration only after =: write {0}={1}, or {0} -- {1} to run {1}."
 
 
-class _WaitOption(click.Option):
-    """`--wait[=DURATION]`: without a space before its value."""
+class DurationOption(click.Option):
+    """`--wait[=DURATION]`: without a space before its value, and `bare_s` without a value."""
+
+    def __init__(self, *args: Any, bare_s: int, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.bare_s = bare_s
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
@@ -237,8 +243,8 @@ def request_options(function: F) -> F:
             help="Also use a GPU that does not enforce budgets (older than Volta).",
         ),
         click.option(
-            "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
-            metavar="[=DURATION]",
+            "--wait", "wait_s", cls=DurationOption, bare_s=MAX_WAIT_S, type=Duration(1, MAX_WAIT_S),
+            default=0, metavar="[=DURATION]",
             help="If no device is free, wait up to DURATION (90, 90s, 10m, 2h, 1d). "
             "Without DURATION: 30d.",
         ),
@@ -259,19 +265,20 @@ def for_option(
 
 
 class RequestCommand(click.Command):
-    """A command whose `--wait` takes a value only after `=`, because COMMAND may follow it."""
+    """A command whose `--wait` and the like take a value only after `=`, because COMMAND may follow them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give a bare `--wait` its default value; raises UsageError if a duration follows it."""
         options = [option for option in self.params if isinstance(option, click.Option)]
+        bare_s = {option.opts[0]: option.bare_s for option in options if isinstance(option, DurationOption)}
         valued = {name for option in options if not option.is_flag for name in option.opts}
         index = 0
         while index < len(args) and args[index] != "--":
             word, follower = args[index], args[index + 1 : index + 2]
-            if word == "--wait":
+            if word in bare_s:
                 if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
-                    raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
-                args[index] = f"--wait={MAX_WAIT_S}"
+                    raise click.UsageError(_NEEDS_EQUALS.format(word, follower[0]), ctx)
+                args[index] = f"{word}={bare_s[word]}"
             elif word in valued:
                 index += 1
             elif not word.startswith("-") and not ctx.allow_interspersed_args:

@@ -36,7 +36,7 @@ SECTIONS = {
         "top": ("top", "top"),
         "events": ("events", "show_events"),
         "doctor": ("doctor", "doctor"),
-        "terminate": ("who", "terminate"),
+        "terminate": ("terminate", "terminate"),
     },
     "Configure": {
         "config": ("config", "config_group"),

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -15,20 +15,25 @@ from click.core import ParameterSource
 from yunion_mps.cli.calls import add_option_hints, call, preview, take, warn_unenforced_budgets
 from yunion_mps.cli.options import (
     BUDGET_VARIABLES,
+    Duration,
+    DurationOption,
     RequestCommand,
     complete_file,
     request_options,
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE
+from yunion_mps.errors import HostError, YunionError
+from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
+
+#: The default of `--safe-stop`, shorter than the grace periods of systemd, Kubernetes and Slurm.
+_GRACE_S = 10
 
 #: Exit statuses of env(1) and shells for commands that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -64,6 +69,15 @@ class EngineCommand(RequestCommand):
 @request_options
 @click.option("--podman", is_flag=True, help='Run a container: COMMAND is what follows "podman run".')
 @click.option("--docker", is_flag=True, help='Run a container: COMMAND is what follows "docker run".')
+@click.option(
+    "--safe-stop", "grace_s", cls=DurationOption, bare_s=_GRACE_S, type=Duration(0, MAX_WAIT_S),
+    metavar="[=DURATION]",
+    help="After SIGTERM and DURATION (10s by default), disconnect COMMAND from MPS before it is killed.",
+)  # fmt: skip
+@click.option(
+    "--inherit", is_flag=True,
+    help="Use the device that the environment names, as in a Slurm job; takes no lease.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only print which device COMMAND would get.")
 @click.option(
     "--print-env", is_flag=True,
@@ -75,8 +89,8 @@ class EngineCommand(RequestCommand):
     "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
 )
 def run(
-    ctx: click.Context, request: RequestMembers, wait_s: int, podman: bool, docker: bool, dry_run: bool,
-    print_env: bool, output: str, argv: tuple[str, ...],
+    ctx: click.Context, request: RequestMembers, wait_s: int, podman: bool, docker: bool,
+    grace_s: int | None, inherit: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
@@ -87,6 +101,11 @@ def run(
 
     COMMAND replaces the calling process, so signals, exit status, terminal and process group are its own.
     YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
+
+    With --safe-stop, run remains as the parent: it passes signals on and exits with COMMAND's status, or with
+    128+N if signal N ended it. After SIGTERM, COMMAND and the processes that it has started have DURATION to
+    end. Then the daemon disconnects those that use the GPU from their MPS server, so that killing them harms
+    no other job, and they are killed. If run itself is killed, COMMAND continues and keeps its device.
 
     With --podman or --docker, COMMAND is what follows "podman run" or "docker run": options, image and
     command. The device is leased until the container ends, even with -d.
@@ -102,11 +121,7 @@ def run(
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
       yunion-mps run --podman -- --rm IMAGE python train.py
     """
-    if podman and docker:
-        raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")
-    engine = "podman" if podman else "docker" if docker else ""
-    if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
-        raise click.UsageError("--output requires --print-env.")
+    engine = _engine(ctx, podman=podman, docker=docker, inherit=inherit, print_env=print_env)
     if dry_run or print_env:
         _show(request, output if print_env else "")
         return
@@ -114,20 +129,48 @@ def run(
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     command = command_line([engine, "run", *argv] if engine else argv)
     request["holder"] = {"command": command[:COMMAND_LENGTH]}
+    if inherit:
+        _refuse_without_device()
+    report_lease: Callable[[str], None] = _report_to_none
+    if grace_s is not None:
+        from yunion_mps.cli.safe_stop import remain_as_parent  # with what only a parent needs
+
+        report_lease = remain_as_parent(grace_s, engine)
+    if inherit:
+        _become(argv, _inherit_environment(with_device=True))
     if engine:
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
-        run_container(engine, request, wait_s, argv, _inherit_environment())
-    environment = _inherit_environment()
+        run_container(engine, request, wait_s, argv, _inherit_environment(), report_lease)
+    _become(argv, {**_inherit_environment(), **_environment_of_command(argv, request, wait_s)})
+
+
+def _engine(ctx: click.Context, *, podman: bool, docker: bool, inherit: bool, print_env: bool) -> str:
+    """Return the container engine, if any; raises UsageError for options that exclude each other."""
+    if podman and docker:
+        raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")
+    if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
+        raise click.UsageError("--output requires --print-env.")
+    if inherit:
+        options = {one.name: one.opts[0] for one in ctx.command.params if isinstance(one, click.Option)}
+        for name in options.keys() - {"inherit", "grace_s"}:
+            if ctx.get_parameter_source(str(name)) is ParameterSource.COMMANDLINE:
+                what = f"--inherit uses a device that has been leased already: omit {options[name]}."
+                raise click.UsageError(what)
+    return "podman" if podman else "docker" if docker else ""
+
+
+def _environment_of_command(argv: Sequence[str], request: RequestMembers, wait_s: int) -> Mapping[str, str]:
+    """Return the environment of a new lease; empty if COMMAND may and has to run without a device."""
     try:
-        environment.update(_environment_of_lease(request, wait_s))
+        return _environment_of_lease(request, wait_s)
     except YunionError as error:
         if not request["allow_unlimited"] or error.code not in _NOT_SERVED:
             raise
         print_notice(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
             print_notice(error.hint)
-    _become(argv, environment)
+    return {}
 
 
 def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, str]:
@@ -157,9 +200,22 @@ def _show(request: RequestMembers, output: str) -> None:
     warn_unenforced_budgets(lease["unenforced_gpus"])
 
 
-def _inherit_environment() -> dict[str, str]:
-    """Return our environment without another device's variables, and without the locale set by Python."""
-    inherited = {name: value for name, value in os.environ.items() if name not in BUDGET_VARIABLES}
+def _report_to_none(lease_id: str) -> None:
+    """Do nothing: this process becomes COMMAND."""
+
+
+def _refuse_without_device() -> None:
+    """Raise HostError unless the environment names a device that can be reached."""
+    if not os.environ.get("YUNION_MPS_DEVICE") or not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+        hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
+        raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
+    refuse_unreachable(os.environ)
+
+
+def _inherit_environment(*, with_device: bool = False) -> dict[str, str]:
+    """Return our environment without the locale set by Python and, by default, a device's variables."""
+    excluded = () if with_device else BUDGET_VARIABLES
+    inherited = {name: value for name, value in os.environ.items() if name not in excluded}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
             inherited.pop("LC_CTYPE", None)

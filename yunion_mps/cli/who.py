@@ -1,4 +1,4 @@
-"""`yunion-mps who`: who uses which device, or which processes MPS serves; `terminate` ends one of them."""
+"""`yunion-mps who`: who uses which device, or which processes MPS serves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, TypedDict
 import click
 
 from yunion_mps.cli.calls import call, listed_devices
-from yunion_mps.cli.options import PID, complete_pid, confirm, refuse_unattended
 from yunion_mps.cli.output import (
     Column,
     age_of,
-    cell,
     hint_text,
     mib,
     notes,
@@ -22,8 +20,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
-from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS, TERMINATE_CLIENT
+from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import fold_problems, with_hints
 from yunion_mps.reasons import (
     CLIENT_WAITING,
@@ -265,42 +262,3 @@ def _describe_server(server: MpsServer) -> str:
 
 def user_of(process: ProcessFields) -> str:
     return str(process["user"] or "an unknown user")
-
-
-@click.command("terminate", short_help="End a job without harming other jobs.")
-@click.argument("pid", type=PID, shell_complete=complete_pid)
-@click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def terminate(pid: int, force: bool, yes: bool) -> None:
-    """End process PID safely: its MPS server disconnects it first, then it is sent SIGTERM.
-
-    A process outside MPS is only sent SIGTERM.
-
-    Killing an MPS client without disconnecting it first can take down the other clients of its server.
-
-    \b
-    Examples:
-      yunion-mps terminate 4711
-      yunion-mps terminate 4711 --force --yes
-    """
-    refuse_unattended(yes)
-    answer = call(GET_CLIENTS)
-    client = next(
-        (process for process in (*answer["clients"], *answer["waiting"]) if process["pid"] == pid), None
-    )
-    if client is None:
-        lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
-        if lease:
-            what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
-            raise NotFoundError(what, f"end it, and the lease ends as well: kill {pid}")
-        raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
-    who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"
-    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. End it?"
-    confirm(outside_mps if client.get("mps") is False else f"End {who}?", yes)
-    ended = call(TERMINATE_CLIENT, pid=pid, force=force)
-    if not ended["ended"]:
-        hint = "check whether it has ended: yunion-mps who --clients"
-        raise YunionError(
-            f"{who}: {ended['how']}", hint if force else f"kill it: yunion-mps terminate {pid} --force"
-        )
-    click.echo(wrapped(f"{who}: {ended['how']}"), nl=False)

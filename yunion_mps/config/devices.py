@@ -31,7 +31,7 @@ from yunion_mps.config.values import (
     text,
     whole_number,
 )
-from yunion_mps.enums import RESERVATIONS
+from yunion_mps.enums import REPORT, RESERVATIONS, TERMINATE
 from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, PRIORITIES, Config, DeviceEntry, SliceEntry, Source
 from yunion_mps.paths import Paths
@@ -43,7 +43,7 @@ _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_numb
 #: The keys that divide a GPU; an entry has one of them.
 _DIVIDING = ("virtual_number", "slices", "memory_unit")
 #: Keys that only our entries have; beside `devices`, too, they can only be meant for one of them.
-_OUR_KEYS = (*_DIVIDING, "memory_reserve", "thread_overcommit", "reserved_for")
+_OUR_KEYS = (*_DIVIDING, "memory_reserve", "thread_overcommit", "reserved_for", "over_budget")
 _KEYS = ("path", "type", *_OUR_KEYS)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
@@ -162,10 +162,11 @@ class _Reader:
         path = self._read_required(item, "path", _path, nodes)
         divided = self._division(item, nodes)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
+        over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
-        return divided._replace(path=path, path_at=at, reserved_for=reserved_for)
+        return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
 
     def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry's division of its GPU; one device if it is invalid."""

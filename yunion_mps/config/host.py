@@ -34,6 +34,7 @@ from yunion_mps.config.values import (
     textfile,
     whole_number,
 )
+from yunion_mps.enums import REPORT, TERMINATE
 from yunion_mps.errors import Problem
 from yunion_mps.models import Config, Source
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
@@ -89,6 +90,14 @@ KEYS: dict[str, Key] = {
         whole_number(1, 365 * 86_400),
         30 * 86_400,
         "the longest time to live of a lease that is taken by name, in seconds",
+    ),
+    "over_budget": Key(
+        one_of(REPORT, TERMINATE),
+        REPORT,
+        "what happens if a job's processes together exceed its memory budget",
+    ),
+    "over_budget_grace_s": Key(
+        whole_number(1, 3600), 10, "how long a job may exceed its budget before terminate acts, in seconds"
     ),
     "metrics_listen": Key(endpoint, None, "the TCP address at which Prometheus can scrape the metrics"),
     "metrics_allow_public": Key(

@@ -9,9 +9,10 @@ import shutil
 from collections.abc import Iterator
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.enums import TERMINATE
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import environment_of
+from yunion_mps.host.proc import environment_of, name_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
 from yunion_mps.planning.division import enforces_budgets, max_clients
@@ -24,6 +25,7 @@ from yunion_mps.reasons import (
     GPU_ERROR,
     MIG_ENABLED,
     NO_DOMAIN,
+    PROCESS_MEMORY_UNKNOWN,
     PROGRAM_MISSING,
     TEMPORARY,
     VGPU,
@@ -49,6 +51,8 @@ _LIBRARY_FOLDERS = (
 )
 
 _NOT_NEEDED = "not needed while enable_cuda_mps is false"
+_UPDATE_DRIVER = "update the driver, or set over_budget: report"
+_SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container with PIDs of its own"
 _UPDATE = "finish the driver update (all packages in the same version), then reboot"
 
 
@@ -248,6 +252,33 @@ def budgets(host: Host) -> Findings:
                 "whole GPU"
             )
             yield warning(what, "run only jobs that stay within their budgets by themselves")
+
+
+@check("job budgets", PROCESS_MEMORY_UNKNOWN)
+def job_budgets(host: Host) -> Findings:
+    """Whether `over_budget: terminate` can act: it needs the memory of each process."""
+    actions = host.plan()[0].over_budget
+    ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
+    if not ours:
+        raise SkipError
+    terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
+    if not terminating:
+        return [ok("over_budget is report on every divided GPU")]
+    users = host.users()
+    found = []
+    for gpu in terminating:
+        processes = users.get(gpu.uuid or "")
+        if processes is None:
+            found.append(warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER))
+            continue
+        running = {pid: mib for pid, mib in processes.items() if name_of(pid)}
+        if processes and not running:
+            what = f"the processes on {_gpu_name(gpu)} are not visible here"
+            found.append(warning(f"{what}: over_budget: terminate has no effect on them", _SAME_NAMESPACE))
+        elif any(mib is None for mib in running.values()):
+            what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
+            found.append(warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER))
+    return found or [ok(f"over_budget is terminate on {count(len(terminating), 'GPU')}")]
 
 
 @check("compute mode", COMPUTE_MODE_CHANGED)

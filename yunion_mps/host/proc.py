@@ -199,6 +199,14 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def descendants_of(pid: int) -> list[int]:
+    """Return the PIDs of the process's descendants; raises ShortageError."""
+    found = children_of(pid)
+    for child in found:  # which grows meanwhile
+        found += children_of(child)
+    return found
+
+
 def all_pids() -> list[int]:
     """Return all PIDs in descending order; raises ShortageError if they cannot be listed."""
     try:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.http.messages import CreatedResource, Request, Response
@@ -15,6 +16,7 @@ from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import ALL, Holder
 from yunion_mps.service.events import EventFilter, LongPolls
+from yunion_mps.service.holdings import clients_of_device
 from yunion_mps.service.permissions import (
     Caller,
     awaited_container,
@@ -24,6 +26,7 @@ from yunion_mps.service.permissions import (
 )
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.services import Services
+from yunion_mps.service.terminate import SIGNALS
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
@@ -128,8 +131,23 @@ class Handlers:
     async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
         return await self._services.clients.clients(seen=seen)
 
-    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
-        return await self._services.clients.terminate(pid, request.uid, force=force)
+    async def terminate_client(self, request: Request, *, pid: int, signals: str) -> answers.Termination:
+        return await self._services.terminator.end_process(pid, request.uid, signals=SIGNALS[signals])
+
+    async def terminate_lease(self, request: Request, *, lease: str, signals: str) -> answers.TerminationList:
+        return _list(
+            await self._services.lease_ends.terminate(lease, _caller(request).owner, SIGNALS[signals])
+        )
+
+    async def terminate_device(
+        self,
+        request: Request,
+        *,
+        id: str,  # noqa: A002 - it is the parameter's name
+        signals: str,
+    ) -> answers.TerminationList:
+        choose = partial(clients_of_device, self._services.queries.device(id)["addr"])
+        return _list(await self._services.terminator.end_all(choose, request.uid, signals=SIGNALS[signals]))
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
         return await self._services.status.leases()
@@ -173,7 +191,9 @@ class Handlers:
         lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)
         return CreatedResource(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
-    async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
+    async def end_lease(self, request: Request, *, lease: str, terminate: bool) -> answers.LeaseRecord:
+        if terminate:
+            return await self._services.lease_ends.release(lease, _caller(request).owner)
         return self._services.leases.release(lease, _caller(request).owner)
 
     async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
@@ -183,6 +203,10 @@ class Handlers:
         caller = _caller(request)
         holder = process_holder(caller, "container", request.pid if pid is None else pid)
         return self._services.leases.bind(lease, caller.owner, holder)
+
+
+def _list(terminations: list[answers.Termination]) -> answers.TerminationList:
+    return {"terminations": terminations, "total": len(terminations)}
 
 
 def _caller(request: Request) -> Caller:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from yunion_mps.enums import (
     BINDINGS,
     BINPACK,
+    CLIENT_SIGNALS,
     EVENT_KINDS,
     OPENMETRICS,
     PLACEMENTS,
     RELOAD_MODES,
     RESERVATIONS,
+    SIGNAL_TERM,
 )
 from yunion_mps.http.parameters import Parameter, Value, body_arguments, query_arguments
 
@@ -213,6 +215,12 @@ _LEASE = Parameter(
     pattern="^.+$",
     example="7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
 )
+_SIGNALS = Parameter(
+    "signals",
+    "What clients are sent: only SIGTERM, also SIGKILL, or nothing, by a caller that ends them itself.",
+    default=SIGNAL_TERM,
+    choices=CLIENT_SIGNALS,
+)
 _NAME_HINT = f"write letters, digits and ._:/@-, a letter or digit first, at most {NAME_LENGTH}"
 _GIVE_ONE = "omit it, or name one"
 
@@ -232,6 +240,11 @@ GET_DEVICES: Operation[answers.DeviceList] = Operation(
 GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     "get_device", "GET", "/v1/devices/{id}", "Get one MPS device, and the environment to use it",
     "DeviceDetails", _DEVICE, refusals=(404,), cached=True,
+)  # fmt: skip
+TERMINATE_DEVICE: Operation[answers.TerminationList] = Operation(
+    "terminate_device", "POST", "/v1/devices/{id}/terminate",
+    "Disconnect a device's clients from their MPS server, then terminate them", "TerminationList",
+    _DEVICE, _SIGNALS, access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 GET_GPUS: Operation[answers.GpuList] = Operation(
     "get_gpus", "GET", "/v1/gpus", "List the GPUs of the host", "GpuList"
@@ -285,9 +298,7 @@ REEXEC: Operation[answers.Reexec] = Operation(
 TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
     "terminate_client", "POST", "/v1/clients/{pid}/terminate",
     "Disconnect a client from its MPS server, then terminate it", "Termination",
-    _CLIENT,
-    _flag("force", "Whether to send SIGKILL if nothing else ends it."),
-    access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
+    _CLIENT, _SIGNALS, access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 GET_LEASES: Operation[answers.LeaseList] = Operation(
     "get_leases", "GET", "/v1/leases", "List the leases and the queued requests", "LeaseList"
@@ -339,12 +350,19 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
 )  # fmt: skip
 END_LEASE: Operation[answers.LeaseRecord] = Operation(
     "end_lease", "DELETE", "/v1/leases/{lease}", "Release a lease", "LeaseRecord",
-    _LEASE, access=OWNER, refusals=(404, 409),
+    _LEASE,
+    _flag("terminate", "Whether to terminate its clients first, by SIGKILL if nothing else ends them."),
+    access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
     "renew_lease", "POST", "/v1/leases/{lease}/renew",
     "Renew a lease that was taken by name", "LeaseRecord",
     _LEASE, access=OWNER, refusals=(404, 409),
+)  # fmt: skip
+TERMINATE_LEASE: Operation[answers.TerminationList] = Operation(
+    "terminate_lease", "POST", "/v1/leases/{lease}/terminate",
+    "Disconnect a lease's clients from their MPS server, then terminate them", "TerminationList",
+    _LEASE, _SIGNALS, access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
     "bind_lease", "POST", "/v1/leases/{lease}/bind",

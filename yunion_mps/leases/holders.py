@@ -51,8 +51,9 @@ def restore(lease: Lease, now_s: float) -> Lease:
 
 class HolderWatch:
     def __init__(self, end: Callable[[str, str], None]) -> None:
-        """`end` is called with a lease's id and why it has ended."""
+        """`end` is called with a lease's id and why it has ended; so is `expire`, which can be replaced."""
         self._end = end
+        self.expire = end
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -66,7 +67,7 @@ class HolderWatch:
             self.forget(lease.id)
             cause = "it was not renewed in time"
             if lease.ends_s is not None:
-                self._timers[lease.id] = loop.call_at(lease.ends_s, self._end, lease.id, cause)
+                self._timers[lease.id] = loop.call_at(lease.ends_s, self.expire, lease.id, cause)
             return True
         if holder.is_awaited:
             self.forget(lease.id)

@@ -241,6 +241,9 @@ CATALOGUE = (
     _gpu("yunion_mps_gpu_processes_outside_mps",
          "Number of processes that use the GPU outside MPS, where no budget applies.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
+    _gpu("yunion_mps_over_budget_terminations_total",
+         "Total number of processes on the GPU that over_budget: terminate ended since the daemon started.",
+         lambda facts, gpu: facts.over_budget_terminations.get(gpu["addr"], 0), COUNTER),
 
     # There may be thousands of devices: each metric iterates over them and stores none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",

@@ -67,7 +67,9 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     modes = {} if keep else {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
-    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved), problems
+    actions = {str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget for gpu in planned}
+    plan = Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions)
+    return plan, problems
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:

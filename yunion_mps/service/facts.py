@@ -53,6 +53,7 @@ class Facts(NamedTuple):
     daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
     is None until the driver has answered. `latest` is the last poll, `peaks_mib` the peak memory use of
     leased devices, and `pods` the labels of the pods or claims that have leased devices, by address.
+    `over_budget_terminations` are the processes ended since the start, by their GPU's address.
     """
 
     now: ClockReadings
@@ -71,6 +72,7 @@ class Facts(NamedTuple):
     latest: LatestPoll = LatestPoll()
     peaks_mib: Mapping[str, int] = {}
     pods: Mapping[str, Mapping[str, str]] = {}
+    over_budget_terminations: Mapping[str, int] = {}
 
 
 async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
@@ -112,4 +114,5 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
             if (labels := kubernetes_labels(lease.holder, services.leases.containers))
             for device in lease.devices
         },
+        services.budgets.terminations,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.enums import (
     FREE,
@@ -19,7 +19,9 @@ from yunion_mps.enums import (
 from yunion_mps.identity import gpu_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient
+    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient, WaitingClient
+
+    AnyClient = Union[MpsClient, WaitingClient]
 
 #: Key of a holding: a lease and a GPU, a device without a lease and its GPU, or a kind of use without a
 #: device and the GPU.
@@ -262,7 +264,7 @@ def _add_process(
     """Add a process to the holdings of its devices, or else of the lease that its PID holds."""
     memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
     sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_utilization_by_gpu"]))
-    names = [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
+    names = device_names(client)
     keys = [keys_by_device[name] for name in names if name in keys_by_device] or by_pid.get(client["pid"], [])
     if client["mps"] is False:
         keys = []
@@ -276,6 +278,35 @@ def _add_process(
             client["container"], sm.get(key[1]),
         )  # fmt: skip
         found[key] = holding._replace(processes=(*holding.processes, process))
+
+
+def device_names(client: AnyClient) -> list[str]:
+    """Return the addresses of the client's devices, according to its environment."""
+    return [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
+
+
+def clients_of_device(address: str, listed: ClientList) -> list[AnyClient]:
+    """Return the processes that were started with this device, also if they wait for a server."""
+    return [client for client in _all_clients(listed) if address in device_names(client)]
+
+
+def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
+    """Return the lease's processes: its holder, and those that were started with the lease.
+
+    A process that was started without any lease, such as a container that names a device, belongs to the
+    lease of its device.
+    """
+    return [
+        client
+        for client in _all_clients(listed)
+        if client["pid"] == lease["pid"]
+        or client["lease"] == lease["id"]
+        or (not client["lease"] and set(lease["devices"]).intersection(device_names(client)))
+    ]
+
+
+def _all_clients(listed: ClientList) -> list[AnyClient]:
+    return [*listed["clients"], *listed["waiting"]]
 
 
 def lease_states(held: Iterable[Holding]) -> dict[str, str]:

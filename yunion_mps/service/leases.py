@@ -61,7 +61,7 @@ class LeaseService:
         self.containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
-        self._holders = HolderWatch(self._end)
+        self.holders = HolderWatch(self.end)
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
         # Cached, because the devices are listed again after each change: a container keeps its first name.
@@ -97,8 +97,8 @@ class LeaseService:
                 self._store_expiry(lease)
             if lease.addresses in lost:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
-            if not self._holders.watch(lease):
-                self._end(lease.id, "its process ended while the daemon was not running")
+            if not self.holders.watch(lease):
+                self.end(lease.id, "its process ended while the daemon was not running")
         self._positions.restore(time.monotonic())
         self.peaks.restore()
         self._publisher.restore(self.ledger.leases.values())
@@ -114,7 +114,7 @@ class LeaseService:
         """Stop granting and ending leases, which the next daemon restores."""
         self._is_closed = True
         for lease_id in list(self.ledger.leases):
-            self._holders.forget(lease_id)
+            self.holders.forget(lease_id)
 
     def serve(self) -> None:
         """Grant queued requests that fit now, and refuse those that have become infeasible."""
@@ -188,7 +188,7 @@ class LeaseService:
         lease = self._own(name, caller)
         released = lease_json(lease, None, self.containers)
         name = owner_name(caller)
-        self._end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
+        self.end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
 
     def renew(self, name: str, caller: Owner) -> answers.LeaseRecord:
@@ -220,13 +220,13 @@ class LeaseService:
             what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
             raise HostError(what, hint_for_another(lease.holder))
         bound = lease._replace(holder=holder)
-        if not self._holders.watch(bound):
+        if not self.holders.watch(bound):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
             self._storage.write(bound)
         except HostError:
-            if not self._holders.watch(lease):
-                self._end(lease.id, "its process ended")
+            if not self.holders.watch(lease):
+                self.end(lease.id, "its process ended")
             raise
         self.ledger.replace(bound)
         self._record(bound, "bound to", "its container started")
@@ -251,7 +251,7 @@ class LeaseService:
         except asyncio.CancelledError:
             is_granted = grant.done() and not grant.cancelled() and not grant.exception()
             if is_granted and not grant.result().is_shared:
-                self._end(grant.result().lease.id, "its client disconnected")
+                self.end(grant.result().lease.id, "its client disconnected")
             raise
         finally:
             del self._grants[queued.position]
@@ -335,14 +335,14 @@ class LeaseService:
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
         lease = renew(lease._replace(request=queued.sent), time.monotonic())
-        if not self._holders.watch(lease):
+        if not self.holders.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
             self._storage.write(lease)
             if is_device:
                 self._publisher.add(lease, warn_only=not queued.cdi)
         except HostError:
-            self._holders.forget(lease_id)
+            self.holders.forget(lease_id)
             with contextlib.suppress(HostError):
                 self._storage.delete(lease_id)
             raise
@@ -353,7 +353,7 @@ class LeaseService:
     def _renew(self, lease: Lease) -> Lease:
         ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
         lease = renew(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
-        self._holders.watch(lease)
+        self.holders.watch(lease)
         self.ledger.replace(lease)
         self._store_expiry(lease)
         return lease
@@ -363,11 +363,11 @@ class LeaseService:
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 
-    def _end(self, lease_id: str, cause: str) -> None:
+    def end(self, lease_id: str, cause: str) -> None:
         """End the lease; does nothing if it has ended already."""
-        if lease_id not in self.ledger.leases:
+        if self._is_closed or lease_id not in self.ledger.leases:
             return
-        self._holders.forget(lease_id)
+        self.holders.forget(lease_id)
         lease = self.ledger.remove(lease_id)
         self._publisher.forget(lease)
         try:
@@ -378,10 +378,10 @@ class LeaseService:
         self.serve()
 
     def _end_connected(self, lease_id: str) -> None:
-        """End a lease because its connection was closed, unless the daemon closes all connections."""
+        """End a lease because its connection was closed; not if the daemon has closed all connections."""
         lease = self.ledger.leases.get(lease_id)
-        if lease and lease.holder.binding == "connection" and not self._is_closed:
-            self._end(lease_id, "its connection was closed")
+        if lease and lease.holder.binding == "connection":
+            self.end(lease_id, "its connection was closed")
 
     def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
         """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
@@ -391,7 +391,7 @@ class LeaseService:
 
     def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
         sm_of, peak_of = self._queries.usage.latest.sm_of, partial(self.peaks.of, lease.id)
-        containers, expires_s = None if brief else self.containers, self._holders.expires_s(lease.id)
+        containers, expires_s = None if brief else self.containers, self.holders.expires_s(lease.id)
         return lease_json(lease, expires_s, containers, sm_of, peak_of)
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:

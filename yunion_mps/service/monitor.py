@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Optional
+from collections.abc import Coroutine
+from typing import Any, Optional
 
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.host.log import Failures
@@ -26,8 +27,9 @@ log = logging.getLogger(__name__)
 
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
-#: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return.
-UNAVAILABLE_POLL_S = 1.0
+#: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
+#: and while a job exceeds its budget on a GPU with `over_budget: terminate`.
+FAST_POLL_S = 1.0
 
 
 class Monitor:
@@ -37,6 +39,7 @@ class Monitor:
         self._supervisor = services.supervisor
         self._reloader = services.reloader
         self._xids = XidAnalyzer(paths, services.supervisor, services.clients)
+        self._budgets = services.budgets
         self._usage = services.usage
         self._poll_now = control.poll_now
         self._tick = control.tick
@@ -49,13 +52,16 @@ class Monitor:
         try:
             while True:
                 self._watch_events()
-                wait_s = UNAVAILABLE_POLL_S if self._supervisor.has_unavailable_gpus else POLL_S
+                is_urgent = self._supervisor.has_unavailable_gpus or self._budgets.is_watching
+                wait_s = FAST_POLL_S if is_urgent else POLL_S
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._poll_now.wait(), wait_s)
                 self._poll_now.clear()
                 async with self._reloader.lock:
                     await self._poll()
                 self._tick()
+                if excess := await self._budgets.sample():
+                    self._begin(self._budgets.end(excess))
         finally:
             if self._events:
                 self._events.stop()
@@ -132,7 +138,10 @@ class Monitor:
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:
         if event:
-            task = asyncio.ensure_future(self._xids.analyze(*event))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._xids.analyze(*event))
         self._poll_now.set()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

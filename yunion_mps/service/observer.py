@@ -16,7 +16,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, name_of, started_s, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import DomainPlan, Gpu
+from yunion_mps.models import LEASE_VARIABLE, DomainPlan, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 #: How long an answer waits for the driver's list of processes.
 DRIVER_TIMEOUT_S = 2.0
 _SLOW = "the driver is slow to answer, so the list of clients is out of date"
-#: How much is shown of the variable that names a job's devices, because a job can set it to anything.
-_MAX_DEVICE = 1000
+#: How much is shown of a variable that names a job's devices or lease: a job can set it to anything.
+_MAX_VARIABLE = 1000
 #: The log's times are in whole seconds; a process that started this much later only reuses the PID.
 _START_TOLERANCE_S = 5.0
 
@@ -134,14 +134,12 @@ def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
     for client in waiting_clients(domain.plan, domain.servers):
         details = _process_json(client.pid)
         started, owner = details["started"], uid_of(client.server)
-        if (
-            owner is not None
-            and started is not None
-            and started < rfc3339(client.since_s + _START_TOLERANCE_S)
-        ):
+        latest = rfc3339(client.since_s + _START_TOLERANCE_S)
+        if owner is not None and started is not None and started < latest:
             waiting.append(
                 {
                     **details,
+                    **_variables_json(client.pid),
                     "since": rfc3339(client.since_s),
                     "server": client.server,
                     "server_user": user_name(owner),
@@ -182,7 +180,7 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else domain.clients.get(pid, only),
                 "domain": domain.plan.name,
-                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
+                **_variables_json(pid),
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu_mib": list(memory.values()),
                 "memory_used_mib": sum(known_mib) if known_mib else None,
@@ -214,6 +212,12 @@ def _process_json(pid: int) -> answers.ProcessFields:
         "command": command_of(pid, 500) or name_of(pid) or None,
         "started": None if begun_s is None else rfc3339(begun_s),
     }
+
+
+def _variables_json(pid: int) -> answers.VariableFields:
+    texts = (printable(variable_of(pid, name) or "") for name in (DEVICE_VARIABLE, LEASE_VARIABLE))
+    device, lease = (text[:_MAX_VARIABLE] or None for text in texts)
+    return {"device": device, "lease": lease}
 
 
 class ProcessFacts(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import FREE, PENDING, READY, RESERVED, UNAVAILABLE
+from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad
@@ -252,6 +252,15 @@ class Queries:
     def unusable_reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
         return unusable_reasons(self._snapshot())
+
+    def terminating_gpus(self) -> Mapping[str, str]:
+        """The GPUs (UUIDs by address) where `over_budget: terminate` applies."""
+        snapshot = self._snapshot()
+        return {
+            gpu.address: gpu.uuid
+            for gpu in snapshot.inventory.gpus
+            if gpu.uuid and snapshot.plan.over_budget.get(gpu.uuid) == TERMINATE
+        }
 
     def unusable_gpus(self) -> frozenset[str]:
         """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""

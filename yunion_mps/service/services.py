@@ -6,13 +6,16 @@ from typing import NamedTuple
 
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.paths import Paths
+from yunion_mps.service.budgets import BudgetEnforcer
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
+from yunion_mps.service.lease_ends import LeaseEnds
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader
 from yunion_mps.service.status import StatusService
+from yunion_mps.service.terminate import Terminator
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
@@ -23,6 +26,9 @@ class Services(NamedTuple):
     leases: LeaseService
     observer: Observer
     clients: ClientService
+    terminator: Terminator
+    lease_ends: LeaseEnds
+    budgets: BudgetEnforcer
     status: StatusService
     events: EventService
     usage: UsageSampler
@@ -41,13 +47,17 @@ class Services(NamedTuple):
         leases = LeaseService(paths, supervisor, queries, publisher)
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
-        clients = ClientService(supervisor, observer)
+        clients = ClientService(observer)
+        terminator = Terminator(supervisor, clients)
         return cls(
             supervisor,
             queries,
             leases,
             observer,
             clients,
+            terminator,
+            LeaseEnds(leases, terminator),
+            BudgetEnforcer(supervisor, queries, leases, observer, terminator),
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),
             UsageSampler(supervisor, devices, queries.usage, leases.peaks),

@@ -5,7 +5,7 @@ Both depend on what the processes on the GPUs do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
@@ -60,7 +60,7 @@ class StatusService:
         problems = [
             *_service_problems(service, gpus, self._queries.warnings()),
             *_device_problems(devices),
-            *_use_problems(held, clients),
+            *_use_problems(held, clients, self._queries.terminating_gpus()),
             *_lease_problems(leases, service["domains"], gpus),
         ]
         problems.sort(key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
@@ -160,7 +160,9 @@ def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.Stat
         yield _problem(PENDING, reasons.LEASES_PENDING, text, gpu=gpu, devices=addresses)
 
 
-def _use_problems(held: Iterable[Holding], clients: answers.ClientList) -> Iterator[answers.StatusProblem]:
+def _use_problems(
+    held: Iterable[Holding], clients: answers.ClientList, terminating_gpus: Collection[str]
+) -> Iterator[answers.StatusProblem]:
     """MPS servers that failed, clients that wait for another user's, use outside MPS or over budget."""
     for server in clients["servers"]:
         if server["state"] == SERVER_FAULT:
@@ -187,6 +189,8 @@ def _use_problems(held: Iterable[Holding], clients: answers.ClientList) -> Itera
             more = len(holding.processes) - 1
             processes = _describe_process(largest) + (f" and {more} more" if more else "")
             text = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
+            if holding.lease and holding.gpu in terminating_gpus:
+                text += "; if this lasts, the newest process is terminated"
             yield _problem(
                 PROBLEM,
                 reasons.OVER_BUDGET,

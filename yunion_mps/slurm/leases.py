@@ -118,7 +118,7 @@ class JobLeases:
 
     def end(self, lease: LeaseRecord) -> None:
         try:
-            self._call(END_LEASE, lease=lease["id"])
+            self._call(END_LEASE, lease=lease["id"], terminate=True)
         except NotFoundError:  # another hook released it
             return
         self._on_message(f"{lease['name']}: {', '.join(lease['devices'])} released")

@@ -51,6 +51,7 @@ PLANNED_KEYS = {
     "cuda_mps_thread_percentage",
     "cuda_mps_combine",
     "cuda_mps_multiuser",
+    "over_budget",
 }
 
 _WAITS = Reason(
@@ -178,6 +179,9 @@ def changes_to(
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
+        old_act, new_act = (some.over_budget.get(gpu.uuid or "", "") for some in (before, plan))
+        if old_act and new_act and old_act != new_act:
+            changes.append(Change("setting", f"over_budget of GPU {gpu.address}", old_act, new_act, AT_ONCE))
     return changes
 
 

@@ -24,7 +24,7 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     ready.host.gpus[0].add_process(job.pid, 100)
     seen = ready.look("--pid", str(job.pid))
     assert (seen.code, seen.bad()) == (0, {})
-    assert len(seen.checks) == 25
+    assert len(seen.checks) == 26
     assert seen.one("outside MPS", "ok")["what"] == "1 program on the GPUs, none outside MPS"
     assert seen.one("client limit", "ok")["what"] == "at most 1 of 48 clients on a GPU"
 
@@ -43,7 +43,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
     (ready.host.root / "dev/shm").chmod(0o755)
     done = ready.host.run(["yunion-mps", "doctor", *PATIENT])
     lines = done.stdout.splitlines()
-    assert (done.returncode, lines[0]) == (1, "Found 2 problems (22 ok)")
+    assert (done.returncode, lines[0]) == (1, "Found 2 problems (23 ok)")
     assert lines[1].startswith("problem  compute mode: GPU 00:07.0 (Tesla T4) is in compute mode Default")
     assert lines[2].startswith("         Hint: find what changed it")
 
@@ -79,7 +79,7 @@ def test_problems_of_many_gpus_are_shortened(stack: ExitStack) -> None:
     for gpu in scene.host.gpus[:5]:
         gpu.compute_mode = "default"
     lines = scene.host.run(["yunion-mps", "doctor", *PATIENT]).stdout.splitlines()
-    assert lines[0] == "Found 5 problems (23 ok)"
+    assert lines[0] == "Found 5 problems (24 ok)"
     assert [line.split(" (")[0] for line in lines[1:8:2]] == [
         *(f"problem  compute mode: GPU 00:0{number}.0" for number in (6, 7, 8)),
         "problem  compute mode: 2 more like this",
@@ -115,7 +115,8 @@ def test_a_missing_driver_is_one_problem_and_skips_other_checks(ready: Scene) ->
     ready.host.hide_library()
     assert "no NVIDIA driver" in ready.look().one("driver", "problem")["what"]
     told = ready.host.run(["yunion-mps", "doctor", *PATIENT]).stdout
-    skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, outside MPS"
+    skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, job budgets, compute mode, "
+    skipped += "client limit, outside MPS"
     reason = "not checked: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
     assert f"\n{skipped}: {reason}\n" in told
 

@@ -56,7 +56,8 @@ def with_program(cli: Cli) -> dict[str, str]:
         ("yunion-mps run --gpu ", ["00:06.0"]),
         ("yunion-mps lease release ", ["7c1f0e7a"]),
         ("yunion-mps doctor --pid 42", ["4260"]),
-        ("yunion-mps terminate ", ["4260"]),
+        ("yunion-mps terminate 42", ["4260"]),
+        ("yunion-mps terminate 7c", ["7c1f0e7a"]),
     ],
 )
 def test_bash_completes_commands_options_and_devices(

@@ -65,6 +65,11 @@ def test_what_a_gpu_is_reserved_for_is_read(files: Files) -> None:
     assert entry_of(files, "  slices: [{memory: 1GiB}]\n").reserved_for == ""
 
 
+def test_what_happens_over_budget_is_read(files: Files) -> None:
+    assert entry_of(files, "  virtual_number: 2\n  over_budget: terminate\n").over_budget == "terminate"
+    assert entry_of(files, "  virtual_number: 2\n").over_budget == "", "host.conf says it"
+
+
 def test_the_unit_of_requests_is_1_gib_unless_the_file_says_otherwise(files: Files) -> None:
     found = files.write(devices="devices: []\n").load()
     assert (found.gpu_memory_unit_mib, found.gpu_memory_unit_at) == (1024, Source("default", None))
@@ -139,6 +144,8 @@ devices:
 ! memory_reserve is not allowed with slices, only with memory_unit: remove it
 - {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: ray}
 ! reserved_for is "ray", but must be kubernetes or slurm
+- {type: NVIDIA_MPS, path: a, virtual_number: 1, over_budget: kill}
+! over_budget is "kill", but must be report or terminate
 - {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
 ! unknown key slice in an NVIDIA_MPS entry (did you mean slices?)
 - {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}

@@ -48,6 +48,8 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
     ("max_leases_per_user", "not a whole number", f"{whole(1_000_000)}, without quotes", {"none": '"none"'}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
+    ("over_budget", "but must be report or terminate", "", {"kill": '"kill"'}),
+    ("over_budget_grace_s", "out of range", whole(3600), {"0": "0"}),
     (
         "cuda_mps_compute_mode", f"but must be {MODES}", "",
         {"default": '"default"', "3": "3", "": NULL},
@@ -108,6 +110,8 @@ VALUES: dict[str, tuple[object, object, str]] = {
     "cuda_mps_multiuser": (False, True, "true"),
     "max_leases_per_user": (None, 4, "4"),
     "max_lease_ttl_s": (30 * 86_400, 600, "600"),
+    "over_budget": ("report", "terminate", "terminate"),
+    "over_budget_grace_s": (10, 60, "60"),
     "metrics_listen": (None, "10.0.0.1:9434", "10.0.0.1:9434"),
     "metrics_allow_public": (False, True, "true"),
     "metrics_textfile": (None, "/srv/yunion-mps.prom", "/srv/yunion-mps.prom"),
@@ -170,7 +174,8 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
             "cuda_mps_log_directory, cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, "
             "cuda_mps_pipe_group, cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, "
             "cuda_mps_thread_percentage, enable_cuda_mps, max_lease_ttl_s, max_leases_per_user, "
-            "metrics_allow_public, metrics_listen, metrics_textfile, web_allow_public, web_listen"
+            "metrics_allow_public, metrics_listen, metrics_textfile, over_budget, over_budget_grace_s, "
+            "web_allow_public, web_listen"
         )
     ]
 

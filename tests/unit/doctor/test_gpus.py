@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.reasons import GPU_LOST, PROCESS_MEMORY_UNKNOWN, Reason
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.processes  # whether a control daemon listens is seen b
 FIRST, SECOND = builders.gpu(6, name="Tesla T4"), builders.gpu(7, name="Tesla T4")
 CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 EXCLUSIVE = "Exclusive_Process"
+#: Larger than any PID.
+NEVER = 1 << 22
 
 
 @pytest.fixture
@@ -246,3 +248,29 @@ def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, l
     host = host_of(tmp_path, FIRST, cuda_mps_max_clients="20")
     host.users = Lazy(lambda: {str(FIRST.uuid): dict.fromkeys(range(4_000_000, 4_000_000 + clients), 10)})
     assert what in one(host, "client limit", level).what
+
+
+def test_job_budgets_need_nothing_while_they_are_only_reported(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST)
+    host.users = Lazy(dict)
+    assert one(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
+
+
+@pytest.mark.parametrize(
+    ("processes", "level", "what"),
+    [
+        ({}, "ok", "over_budget is terminate on 1 GPU"),
+        ({os.getpid(): 10, NEVER: None}, "ok", "over_budget is terminate on 1 GPU"),
+        ({os.getpid(): None}, "warning", "the driver does not report how much memory the processes on"),
+        ({NEVER: 10}, "warning", "are not visible here"),
+        (None, "warning", "does not report its processes"),
+    ],
+)
+def test_a_gpu_where_job_budgets_cannot_be_enforced_is_found(
+    tmp_path: Path, processes: dict[int, int | None] | None, level: str, what: str
+) -> None:
+    host = host_of(tmp_path, FIRST, over_budget="terminate")
+    host.users = Lazy(lambda: {} if processes is None else {str(FIRST.uuid): processes})
+    found = one(host, "job budgets", level)
+    assert what in found.what
+    assert found.code in ("", PROCESS_MEMORY_UNKNOWN)

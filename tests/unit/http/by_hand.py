@@ -17,14 +17,16 @@ from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import ClientService, _find
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.holdings import NO_CLIENTS
+from yunion_mps.service.lease_ends import LeaseEnds
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
+from yunion_mps.service.terminate import KILL, TERM, Terminator, _termination, find_client
 
 Json = Any
 
@@ -150,8 +152,8 @@ class FakeReloader(_ByHand, Reloader):
         return {"pid": 4200}
 
 
-class FakeClients(_ByHand, ClientService):
-    """Clients given by hand."""
+class FakeClients(_ByHand, ClientService, Terminator):
+    """Clients given by hand, and how they end."""
 
     found = clients(CLIENT)
     #: Why the client that is to be terminated is not.
@@ -163,12 +165,22 @@ class FakeClients(_ByHand, ClientService):
         await self._pass("clients")
         return self.found
 
-    async def terminate(self, pid: int, uid: int, *, force: bool) -> Any:
-        await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
-        _find(self.found, pid)
+    async def end_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
+        """One by one; an error is in the termination."""
+        found = []
+        for client in choose(self.found):
+            try:
+                found.append(await self.end_process(client["pid"], uid, cause, signals=more["signals"]))
+            except YunionError as error:
+                found.append(_termination(client, error.message, ended=False, code=error.code))
+        return found
+
+    async def end_process(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
+        await self._pass(f"terminate {pid} for {uid}" + (" force" if signals is KILL else ""))
+        client = find_client(self.found, pid)
         if self.refusal:
             raise self.refusal
-        return {"pid": pid, "ended": self.ended, "how": self.how}
+        return _termination(client, self.how, ended=self.ended)
 
 
 class FakeEvents(EventService):
@@ -239,6 +251,19 @@ class FakeLeases(_ByHand, LeaseService):
         return self.given
 
 
+class FakeLeaseEnds(LeaseEnds):
+    def __init__(self, leases: FakeLeases, clients: FakeClients) -> None:
+        self._fakes = leases, clients
+
+    async def terminate(self, name: str, caller: Owner, signals: Any) -> Any:
+        leases, clients = self._fakes
+        return await clients.end_lease(leases.lease(name, caller), caller.uid, signals=signals)
+
+    async def release(self, name: str, caller: Owner) -> Any:
+        await self.terminate(name, caller, KILL)
+        return self._fakes[0].release(name, caller)
+
+
 def services(
     queries: Queries,
     reloader: FakeReloader,
@@ -249,7 +274,9 @@ def services(
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None
     status = StatusService(queries, leases, clients)
-    return Services(absent, queries, leases, absent, clients, status, events, absent, reloader)
+    ends: Any = FakeLeaseEnds(leases, clients)
+    killing = (clients, ends, absent)
+    return Services(absent, queries, leases, absent, clients, *killing, status, events, absent, reloader)
 
 
 def router(service: Queries) -> Router:

@@ -187,7 +187,7 @@ def test_another_user_may_read_all_there_is(host: ServerHost) -> None:
 def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> None:
     os.chmod(host.paths.socket, 0o666)
     assert post(host, "/v1/clients/4260/terminate", NOBODY).json()["ended"]
-    assert post(host, "/v1/clients/4260/terminate", words="force=true").status == 200
+    assert post(host, "/v1/clients/4260/terminate", words="signals=kill").status == 200
     assert host.clients.done == [f"terminate 4260 for {NOBODY}", "terminate 4260 for 0 force"]
 
 

@@ -128,6 +128,12 @@ def test_a_holder_keeps_the_budget_it_was_granted() -> None:
     assert value(given, "yunion_mps_device_memory_limit_bytes", **other) == 5760 * 1024**2
 
 
+def test_terminations_over_budget_are_counted_from_0() -> None:
+    name = "yunion_mps_over_budget_terminations_total"
+    assert value(ALL, name, **GPU) == 0
+    assert value(ALL._replace(over_budget_terminations={GPU["gpu"]: 2}), name, **GPU) == 2
+
+
 def test_a_gpu_is_usable_by_its_own_health_not_its_control_daemons() -> None:
     down = facts(snapshot(P40, state="backoff"))
     assert value(down, "yunion_mps_gpu_state", **GPU, state="unavailable") == 1

@@ -367,3 +367,12 @@ def test_more_than_32_gpus_in_one_domain_are_an_error() -> None:
     assert messages(config(), inventory(*gpus[1:])) == []
     assert messages(config(), inventory(gpus[0]._replace(mig_enabled=True), *gpus[1:])) == []
     assert messages(config(cuda_mps_scope="gpu"), inventory(*gpus)) == []
+
+
+def test_an_entry_says_what_happens_over_budget_or_else_host_conf() -> None:
+    first, second = gpu(1), gpu(2)
+    entries = entry(first.address, 2), entry(second.address, 2)._replace(over_budget="report")
+    plan = planned(config(*entries, over_budget="terminate"), inventory(first, second))
+    assert plan.over_budget == {first.uuid: "terminate", second.uuid: "report"}
+    same = planned(config(*entries), inventory(first, second))
+    assert same.domains == plan.domains, "no control daemon depends on it"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import NotAllowedError
 from yunion_mps.host.proc import is_kernel_thread
-from yunion_mps.service.clients import _refuse_unless_job
+from yunion_mps.service.terminate import _refuse_unless_job
 
 
 def test_the_first_process_and_the_daemon_are_not_jobs() -> None:

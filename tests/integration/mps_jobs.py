@@ -1,0 +1,40 @@
+"""Jobs that are clients of MPS: stand-ins, started by `yunion-mps run` or with a lease's environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from integration.daemon_host import PATIENCE_S, is_running
+from simhost import SimHost
+from simhost.mps import CLIENT
+
+#: A client of MPS, and one that ignores SIGTERM and a server that disconnects it.
+JOB = (sys.executable, "-IS", str(CLIENT))
+STUBBORN_JOB = (*JOB, "stubborn")
+
+
+@contextmanager
+def started(
+    host: SimHost, *command: str, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A command with one client, which is attached; both are killed in the end."""
+    env = {**host.env, **(variables or {})}
+    job = host.popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert job.stdout
+        said = [job.stdout.readline().strip() for _ in range(2)]
+        assert said == ["asking", "attached"], (said, job.poll())
+        yield job
+    finally:
+        job.kill()
+        job.communicate(timeout=PATIENCE_S)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    """Wait for its end: the exit status, what the client said last, and what the command wrote to stderr."""
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert not is_running(job.pid)
+    return job.returncode, out.split("\n")[:-1], err

@@ -1,0 +1,172 @@
+"""`yunion-mps run --safe-stop`: what it passes on, and that it disconnects clients before it kills them."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+
+import pytest
+from yunion_mps.host.proc import parent_of
+
+from integration.conftest import AtWork
+from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import given, holders, leases_of
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started
+from integration.tmux import Tmux
+
+pytestmark = pytest.mark.gpus({"kind": "v100"})
+
+RUN = ("yunion-mps", "run", "--safe-stop")
+AT_ONCE = ("yunion-mps", "run", "--safe-stop=0s", "--")
+KILLED, TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+DISCONNECTED = "its MPS server disconnected it"
+
+
+def ends_of(daemon: Daemon) -> list[str]:
+    """What was done to clients, as the event log has it."""
+    return [one["what"].partition(": ")[2] for one in daemon.get("/v1/events?kind=client")[1]["events"]]
+
+
+def test_a_stubborn_client_is_disconnected_before_it_is_killed(at_work: AtWork) -> None:
+    daemon, servers = at_work.daemon, at_work.jobs.servers()
+    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+        job.terminate()
+        assert ended(job) == (KILLED, ["terminated"], "")
+    assert ends_of(daemon) == [DISCONNECTED]
+    assert (at_work.jobs.servers(), is_running(at_work.job.pid)) == (servers, True)
+    eventually(lambda: given(daemon) == [], "the end of the lease")
+
+
+def test_a_client_that_ends_in_time_is_left_alone(at_work: AtWork) -> None:
+    with started(at_work.daemon.host, *RUN, *JOB) as job:
+        job.terminate()
+        assert ended(job) == (TERMINATED, [], "")
+    assert ends_of(at_work.daemon) == []
+
+
+def test_what_outlives_the_command_ends_with_it(at_work: AtWork) -> None:
+    script = f"{shlex.join(STUBBORN_JOB)} & exec sleep 600"
+    with started(at_work.daemon.host, *AT_ONCE, "sh", "-c", script) as job:
+        job.terminate()
+        assert ended(job)[1:] == (["terminated"], "")
+    assert ends_of(at_work.daemon) == [DISCONNECTED]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hanging"])
+def test_without_the_daemon_the_command_is_killed_all_the_same(
+    at_work: AtWork, number: signal.Signals
+) -> None:
+    daemon = at_work.daemon
+    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+        daemon.signal(number)
+        job.terminate()
+        status, said, err = ended(job)
+        daemon.signal(signal.SIGCONT)
+    assert (status, said, err.count("\n")) == (KILLED, [], 1)
+    assert err.startswith("yunion-mps: COMMAND is killed without being disconnected from MPS: the daemon ")
+
+
+def test_the_daemon_may_restart_just_then(at_work: AtWork) -> None:
+    daemon = at_work.daemon
+    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+        daemon.kill()
+        job.terminate()
+        daemon.start()
+        assert ended(job) == (KILLED, ["terminated"], "")
+
+
+def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daemon) -> None:
+    run = [*RUN, "--", "sh", "-c", "echo begun; exec cat"]
+    job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert job.stdout
+    assert job.stdin
+    assert job.stdout.readline() == "begun\n"
+    (command,) = holders(ready_daemon)
+    assert parent_of(command) == job.pid
+    job.kill()
+    job.wait()
+    job.stdin.write("typed\n")
+    job.stdin.flush()
+    assert job.stdout.readline() == "typed\n"
+    assert holders(ready_daemon) == {command}
+    job.communicate()
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_is_passed_on_once(ready_daemon: Daemon, number: signal.Signals) -> None:
+    traps = f"trap 'echo caught' {number.name[3:]}; trap 'exit 9' USR2"
+    caught = f"{traps}; echo begun; while :; do read -rt 0.1 x; done"
+    for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (128 + number, ""))):
+        run = [*RUN, "--", "bash", "-c", script]
+        job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert job.stdout
+        assert job.stdout.readline() == "begun\n"
+        job.send_signal(number)
+        said = job.stdout.readline()
+        job.send_signal(signal.SIGUSR2)
+        assert (job.wait(), said + job.stdout.read()) == expected
+        job.communicate()
+
+
+def test_on_a_terminal_keys_reach_the_command_once(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 20) as screen:
+        loop = "until [ x$word = xenough ]; do read -r word; echo got $word; done"
+        script = f"trap 'echo caught' INT; echo begun; {loop}"
+        screen.type(f"set -m; clear; {' '.join(RUN)} -- bash -c {shlex.quote(script)}", "Enter")
+        screen.wait("^begun")
+        screen.type("C-c")
+        screen.wait("caught")
+        screen.type("C-z")
+        screen.wait("Stopped")
+        assert given(ready_daemon) == ["00:06.0-0"]
+        screen.type("fg", "Enter")
+        screen.type("word", "Enter")
+        lines = screen.wait("^got word")
+        assert sum(line.endswith("caught") for line in lines) == 1
+        screen.type("enough", "Enter")
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+@pytest.mark.parametrize(("command", "status"), [(["sh", "-c", "exit 3"], 3), (["/no/such/program"], 127)])
+def test_the_exit_status_is_the_command_s(ready_daemon: Daemon, command: list[str], status: int) -> None:
+    assert ready_daemon.host.run([*RUN, "--", *command]).returncode == status
+
+
+def test_a_request_that_waits_is_ended_by_a_signal(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    with host.popen(["yunion-mps", "run", "--device", "all", "sleep", "600"]) as holder:
+        eventually(lambda: leases_of(ready_daemon), "a lease of everything")
+        with host.popen([*RUN, "--wait", "--", "true"], stderr=subprocess.PIPE) as waiting:
+            eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "the request")
+            waiting.terminate()
+            assert waiting.wait() == TERMINATED
+        holder.kill()
+
+
+def test_a_job_s_own_device_is_inherited(ready_daemon: Daemon) -> None:
+    inner = "yunion-mps run --inherit --safe-stop -- printenv YUNION_MPS_LEASE YUNION_MPS_DEVICE"
+    script = f'echo "$YUNION_MPS_LEASE"; {inner}; yunion-mps lease list -o csv | wc -l'
+    done = ready_daemon.host.run(["yunion-mps", "run", "sh", "-c", script], check=True)
+    outer, lease, device, lines = done.stdout.split()
+    assert (lease, device, lines) == (outer, "00:06.0-0", "2")
+
+
+def test_without_a_device_or_with_a_request_there_is_nothing_to_inherit(ready_daemon: Daemon) -> None:
+    done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        1, "yunion-mps: --inherit: this environment has no device: YUNION_MPS_DEVICE is not set [host_error]",
+    )  # fmt: skip
+    done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "--gpu", "00:06.0", "true"])
+    assert (done.returncode, "omit --gpu" in done.stderr) == (2, True)
+
+
+def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
+    run = [*RUN, "--", "sh", "-c", "exec >&-; read -r word"]
+    job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert job.stdout
+    assert job.stdout.read() == ""
+    job.communicate("end\n")
+    assert job.returncode == 0

@@ -1,0 +1,135 @@
+"""`yunion-mps terminate` for leases and devices, and leases that end before their processes do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from integration.conftest import AtWork
+from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import given, needs_root, stranger, take
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started
+from simhost import SimHost
+
+DISCONNECTED = "its MPS server disconnected it"
+BY_TERM, BY_KILL = f"{DISCONNECTED}; ended by SIGTERM", f"{DISCONNECTED}; ended by SIGKILL"
+
+Job = subprocess.Popen[str]
+
+
+class Jobs:
+    """Jobs of leases on the host of an AtWork, whose own job has no lease; all are ended at the end."""
+
+    def __init__(self, at_work: AtWork, stack: ExitStack) -> None:
+        self.daemon = at_work.daemon
+        self.host: SimHost = at_work.daemon.host
+        self.bystander = at_work.job
+        self._stack = stack
+
+    def lease(self, name: str, words: str = "holder.ttl_s=600") -> dict[str, Any]:
+        return take(self.daemon, f"holder.name={name}&{words}")
+
+    def begin(self, lease: dict[str, Any], *command: str) -> Job:
+        entered = started(self.host, *(command or JOB), variables=lease["environment"])
+        return self._stack.enter_context(entered)
+
+    def terminate(self, target: str, *words: str) -> tuple[int, list[tuple[int, str]], str]:
+        """The exit status, what was done to each PID, and standard error."""
+        done = self.host.run(["yunion-mps", "terminate", target, "--yes", "-o", "json", *words])
+        found = json.loads(done.stdout or '{"terminations": []}')["terminations"]
+        return done.returncode, sorted((one["pid"], one["how"]) for one in found), done.stderr
+
+
+@pytest.fixture
+def jobs(at_work: AtWork) -> Iterator[Jobs]:
+    with ExitStack() as stack:
+        yield Jobs(at_work, stack)
+
+
+@pytest.mark.parametrize("kind", ["name", "id", "device"])
+def test_all_processes_of_a_lease_or_a_device_are_ended_and_no_others(jobs: Jobs, kind: str) -> None:
+    lease, other = jobs.lease("job-17"), jobs.lease("job-18")
+    ours, theirs = [jobs.begin(lease), jobs.begin(lease)], jobs.begin(other)
+    target = {"name": "job-17", "id": lease["id"][:8], "device": lease["devices"][0]}[kind]
+    status, done, _ = jobs.terminate(target)
+    assert (status, done) == (0, sorted((job.pid, BY_TERM) for job in ours))
+    assert [ended(job)[1] for job in ours] == [["terminated"], ["terminated"]]
+    assert is_running(theirs.pid)
+    assert is_running(jobs.bystander.pid)
+    assert len(given(jobs.daemon)) == 2, "a named lease continues"
+    assert jobs.terminate(target) == (0, [], f"yunion-mps: no processes use {said(kind, lease)}\n")
+
+
+def said(kind: str, lease: dict[str, Any]) -> str:
+    return f"device {lease['devices'][0]}" if kind == "device" else f"lease {lease['id']}"
+
+
+def test_people_see_what_was_ended(jobs: Jobs) -> None:
+    job = jobs.begin(jobs.lease("job-17"))
+    done = jobs.host.run(["yunion-mps", "terminate", "job-17", "--yes"], check=True)
+    assert done.stdout.startswith(f"PID {job.pid} (")
+    assert done.stdout.endswith(f") of root: {BY_TERM}\n")
+
+
+def test_a_client_that_ignores_everything_is_killed_only_by_force(jobs: Jobs) -> None:
+    job = jobs.begin(jobs.lease("job-17"), *STUBBORN_JOB)
+    status, done, err = jobs.terminate("job-17")
+    assert (status, done) == (1, [(job.pid, f"{DISCONNECTED}; it is still running after 5 s")])
+    assert err.endswith("yunion-mps: kill it: yunion-mps terminate job-17 --force\n")
+    assert is_running(job.pid)
+
+
+def test_a_released_lease_leaves_nothing_behind_if_wanted(jobs: Jobs) -> None:
+    job = jobs.begin(jobs.lease("job-17"), *STUBBORN_JOB)
+    jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
+    assert ended(job)[:2] == (-signal.SIGKILL, ["terminated"])
+    assert given(jobs.daemon) == []
+    (event,) = jobs.daemon.get("/v1/events?kind=client")[1]["events"]
+    assert event["what"].endswith(BY_KILL)
+    assert event["cause"] == "its lease job-17 was released"
+
+
+def test_the_processes_of_an_expired_lease_are_ended_first(jobs: Jobs) -> None:
+    lease = jobs.lease("job-17", "holder.ttl_s=3")
+    job = jobs.begin(lease)
+    assert ended(job)[1] == ["terminated"]
+    eventually(lambda: given(jobs.daemon) == [], "the end of the lease")
+    kinds = [one["kind"] for one in jobs.daemon.get("/v1/events")[1]["events"]]
+    assert kinds.index("client") < len(kinds) - 1 - kinds[::-1].index("lease")
+
+
+def test_the_processes_of_ended_slurm_jobs_are_ended(jobs: Jobs) -> None:
+    lease = jobs.lease("slurm:17", "holder.ttl_s=0")
+    job = jobs.begin(lease)
+    done = ["yunion-mps", "lease", "reconcile", "--for", "slurm", "--live", ""]
+    jobs.host.run(done, check=True)
+    assert ended(job)[1] == ["terminated"]
+    assert given(jobs.daemon) == []
+
+
+@needs_root
+def test_another_user_s_processes_are_not_ended(jobs: Jobs) -> None:
+    lease = jobs.lease("job-17")
+    job = jobs.begin(lease)
+    with stranger(jobs.daemon) as other:
+        status, problem = other.ask("POST", f"/v1/leases/{lease['id']}/terminate")
+        assert (status, problem["code"]) == (403, "not_allowed")
+        status, answer = other.ask("POST", f"/v1/devices/{lease['devices'][0]}/terminate")
+        (one,) = answer["terminations"]
+        assert (status, one["ended"], one["reason_code"]) == (200, False, "not_allowed")
+        assert one["how"] == f"PID {job.pid} is a job of root"
+        assert other.ask("DELETE", f"/v1/leases/{lease['id']}?terminate=true")[0] == 403
+    assert is_running(job.pid)
+
+
+def test_what_does_not_exist_is_an_error(ready_daemon: Daemon) -> None:
+    done = ready_daemon.host.run(["yunion-mps", "terminate", "job-17", "--yes"])
+    said = "yunion-mps: there is no lease job-17, and there is no device job-17 [not_found]\n"
+    hint = "yunion-mps: list leases and devices: yunion-mps who; list processes: yunion-mps who --clients\n"
+    assert (done.returncode, done.stderr) == (1, said + hint)

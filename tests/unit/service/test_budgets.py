@@ -1,0 +1,349 @@
+"""When a job exceeds its budget, which process is ended, and when none is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from yunion_mps.errors import BusyError
+from yunion_mps.reasons import OVER_BUDGET_TERMINATED
+from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
+from yunion_mps.service.terminate import TERM
+
+from unit import builders
+from unit.http.by_hand import CLIENT, LEASE, clients, lease_of
+
+GPU, UUID = "00:06.0", "GPU-a"
+OTHER = "11111111-8a52-4f0e-8b5e-3f9d2a6c1b44"
+CONTAINER = "c" * 64
+#: Two processes that run for as long as the test does.
+OLD, NEW = os.getppid(), os.getpid()
+#: It is never there: PIDs end before.
+GONE = 1 << 22
+
+
+def process(mib: int | None, pid: int = NEW, **fields: Any) -> Any:
+    """A process of the lease; the higher its PID, the later it started, unless `started` is given."""
+    started = f"2026-08-29T10:41:{int(pid != OLD):02}.500Z"
+    return {**CLIENT, "pid": pid, "started": started, "memory_by_gpu_mib": [mib], **fields}
+
+
+def found(*processes: Any, lease: Any = LEASE) -> list[Excess]:
+    return list(find_excesses([lease], processes, {GPU}).values())
+
+
+# -- what counts
+
+
+def test_the_processes_of_a_lease_are_over_budget_together() -> None:
+    within, over = (process(2880, OLD), process(2880)), (process(2880, OLD), process(2881))
+    assert found(*within) == []
+    (excess,) = found(*over)
+    assert excess.budget == JobBudget(LEASE["id"], GPU, 1000, 5760)
+    assert excess.text == "the processes of lease 7c1f0e7a together use 5761 of 5760 MiB (00:06.0-1)"
+
+
+def test_devices_of_one_gpu_are_one_budget() -> None:
+    two = {**LEASE, **lease_of({"00:06.0-1": 5760, "00:06.0-2": 5760})}
+    assert found(process(5760, OLD), process(5760), lease=two) == []
+    assert found(process(5760, OLD), process(5761), lease=two)[0].budget.memory_mib == 11520
+
+
+def test_each_gpu_has_a_budget_of_its_own() -> None:
+    two: Any = {**LEASE, **lease_of({"00:06.0-1": 5760, "00:07.0-1": 1000})}
+    uses = process(5760, gpus=[GPU, "00:07.0"], memory_by_gpu_mib=[5760, 1001])
+    assert found(uses, lease=two) == [], "over_budget is report for the second GPU"
+    both = find_excesses([two], [uses], {GPU, "00:07.0"})
+    assert [budget.gpu for budget in both] == ["00:07.0"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mps": False},
+        {"started": None},
+        {"lease": OTHER},
+        {"lease": None},
+        {"uid": 1001},
+        {"lease": None, "container_id": CONTAINER},
+        {"gpus": ["00:07.0"]},
+        {"memory_by_gpu_mib": [None]},
+    ],
+    ids=[
+        "outside MPS",
+        "ended",
+        "an earlier lease",
+        "no lease",
+        "another user",
+        "container",
+        "GPU",
+        "unknown",
+    ],
+)
+def test_what_is_not_surely_the_jobs_does_not_count(fields: dict[str, Any]) -> None:
+    assert found(process(5760, OLD), process(5760, **fields)) == []
+
+
+def test_the_holder_and_its_container_count_without_the_leases_id() -> None:
+    inside: Any = {"lease": None, "container_id": CONTAINER}
+    lease = {**LEASE, "pid": OLD, "container_id": CONTAINER}
+    holder = process(5000, OLD, lease=None)
+    assert found(holder, process(5000, **inside), lease=lease)[0].used_mib == 10_000
+
+
+def test_naming_anothers_lease_endangers_only_oneself() -> None:
+    (excess,) = found(process(3000, OLD), process(6000, uid=1001))
+    assert [client["uid"] for client in excess.processes] == [1001]
+
+
+def test_the_newest_process_is_that_which_started_last() -> None:
+    (excess,) = found(
+        process(3000, 900, started="2026-08-29T10:41:00.500Z"),
+        process(3000, 20, started="2026-08-29T10:41:00.510Z"),  # PIDs have begun again
+    )
+    assert excess.newest["pid"] == 20
+
+
+# -- when
+
+
+class World:
+    """What is sampled and ended, by hand, on a loop whose clock is set."""
+
+    def __init__(self) -> None:
+        self.config = builders.config(over_budget="terminate", over_budget_grace_s=10)
+        self.gpus, self.leases = {GPU: UUID}, [LEASE]
+        self.listed: Any = clients()
+        self.reported = [UUID]
+        self.taken_s: float | None = 0.0
+        #: What the control daemons list, if it differs.
+        self.confirmed: Any = None
+        self.now_s = 0.0
+        #: The PIDs and signals of what was ended, and what comes of the next ones.
+        self.ended: list[tuple[int, tuple[int, ...]]] = []
+        self.outcomes: list[tuple[bool, str]] = []
+        self.causes: set[str] = set()
+        self.loop = asyncio.new_event_loop()
+        self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
+        self.enforcer = self.restarted()
+
+    def restarted(self) -> BudgetEnforcer:
+        world: Any = self
+        queries: Any = SimpleNamespace(terminating_gpus=lambda: self.gpus)
+        leases: Any = SimpleNamespace(leases=lambda: self.leases)
+        supervisor: Any = self
+        self.enforcer = BudgetEnforcer(supervisor, queries, leases, world, world)
+        return self.enforcer
+
+    async def observe(self) -> Any:
+        use = None if self.taken_s is None else SimpleNamespace(taken_s=self.taken_s, gpus=self.reported)
+        return self.listed, use
+
+    async def end_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
+        assert (uid, code) == (0, OVER_BUDGET_TERMINATED)
+        self.causes.add(cause)
+        chosen = choose(self.confirmed or self.listed)
+        self.ended += [(client["pid"], signals) for client in chosen]
+        outcomes = [self.outcomes.pop(0) if self.outcomes else (True, "") for _ in chosen]
+        return [{"ended": ended, "reason_code": reason} for ended, reason in outcomes]
+
+    def sample(self, at_s: float, *processes: Any) -> Excess | None:
+        self.now_s = self.taken_s = at_s
+        self.listed = clients(*processes)
+        return self.loop.run_until_complete(self.enforcer.sample())
+
+    def fail(self, at_s: float) -> None:
+        """The driver does not answer in time: the last list comes again, with an error."""
+        self.now_s = at_s
+        self.listed = {**self.listed, "errors": ["the driver is slow to answer"]}
+        assert self.loop.run_until_complete(self.enforcer.sample()) is None
+
+    def follow(self, begin_s: int, end_s: int, *processes: Any) -> int | None:
+        """Sample every second; end what is due. Returns when that was, None if never."""
+        for at_s in range(begin_s, end_s + 1):
+            if excess := self.sample(at_s, *processes):
+                self.loop.run_until_complete(self.enforcer.end(excess))
+                return at_s
+        return None
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.loop.close()
+
+
+OVER = (process(3000, OLD), process(3000))
+WITHIN = (process(3000, OLD),)
+
+
+def test_a_job_over_budget_for_the_grace_time_loses_its_newest_process(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    assert world.enforcer.is_watching
+    assert world.follow(110, 110, *OVER) == 110
+    assert world.ended == [(NEW, TERM)]
+    assert world.enforcer.terminations == {GPU: 1}
+    (cause,) = world.causes
+    assert cause == f"{found(*OVER)[0].text} for at least 10 s"
+
+
+def test_a_sample_within_the_budget_starts_the_time_again(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    assert world.sample(110, *WITHIN) is None
+    assert not world.enforcer.is_watching
+    assert world.follow(111, 121, *OVER) == 121
+
+
+def test_a_failed_sample_neither_ends_nor_restarts_the_time(world: World) -> None:
+    assert world.follow(100, 108, *OVER) is None
+    world.fail(109)
+    world.fail(112)
+    assert world.follow(113, 113, *OVER) == 113
+
+
+def test_a_gap_of_several_samples_starts_the_time_again(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    assert world.follow(115, 124, *OVER) is None
+    assert world.follow(125, 125, *OVER) == 125
+
+
+def test_memory_that_is_not_reported_for_once_is_no_sample(world: World) -> None:
+    assert world.follow(100, 108, *OVER) is None
+    assert world.sample(109, process(3000, OLD), process(None)) is None
+    world.reported = []
+    assert world.sample(110) is None
+    assert world.enforcer.is_watching
+    world.reported = [UUID]
+    assert world.follow(111, 111, *OVER) == 111
+
+
+def test_the_same_list_is_not_counted_twice(world: World) -> None:
+    assert world.sample(100, *OVER) is None
+    for world.now_s in range(101, 120):
+        assert world.loop.run_until_complete(world.enforcer.sample()) is None
+    assert world.ended == []
+
+
+@pytest.mark.parametrize("key", ["over_budget_grace_s", "cuda_mps_replicas"])
+def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -> None:
+    changed: Any = {key: 9}
+    assert world.follow(100, 109, *OVER) is None
+    world.config = world.config._replace(**changed)
+    assert world.follow(110, 118, *OVER) is None
+    assert world.ended == []
+
+
+def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) -> None:
+    excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
+    real = world.end_all
+
+    async def reloading(*arguments: Any, **options: Any) -> Any:
+        world.config = world.config._replace(over_budget="report")
+        return await real(*arguments, **options)
+
+    world.end_all = reloading  # type: ignore[method-assign]
+    world.loop.run_until_complete(world.enforcer.end(excess))
+    assert world.ended == []
+
+
+def test_a_stop_of_the_daemon_leaves_the_process_to_it(world: World) -> None:
+    async def stopping(*_: Any, **__: Any) -> Any:
+        raise BusyError("the daemon is stopping", "")
+
+    world.end_all = stopping  # type: ignore[method-assign]
+    assert world.follow(100, 110, *OVER) == 110
+    assert world.enforcer.terminations[GPU] == 0
+
+
+def test_a_changed_budget_starts_the_time_again(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    world.leases = [{**LEASE, **lease_of({"00:06.0-1": 5000})}]
+    assert world.follow(110, 119, *OVER) is None
+
+
+def test_a_restarted_daemon_starts_the_time_again(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    world.restarted()
+    assert world.follow(110, 119, *OVER) is None
+    assert world.follow(120, 120, *OVER) == 120
+
+
+def test_after_a_process_was_ended_the_time_starts_again(world: World) -> None:
+    assert world.follow(100, 110, *OVER) == 110
+    assert world.follow(111, 120, *OVER) is None
+    assert world.follow(121, 121, *OVER) == 121
+
+
+def test_the_memory_of_a_process_that_has_ended_does_not_count(world: World) -> None:
+    """NVML may list it for a while, and the kernel may still be freeing its memory."""
+    assert world.follow(100, 130, process(3000), process(3000, GONE)) is None
+    assert not world.enforcer.is_watching
+
+
+def test_with_report_nothing_is_ended_or_sampled(world: World) -> None:
+    world.gpus = {}
+    assert world.follow(100, 130, *OVER) is None
+    assert not world.enforcer.is_watching
+
+
+# -- whom
+
+
+@pytest.mark.parametrize(
+    "confirmed",
+    [
+        clients(*WITHIN),
+        clients(*OVER, errors=("domain host: the control daemon does not answer",)),
+        clients(process(3000, OLD), process(3000, mps=None)),
+        clients(process(3000, OLD), process(3000, server=None)),
+    ],
+    ids=["within its budget", "not known", "perhaps no client", "no client of ours"],
+)
+def test_nothing_is_ended_that_the_control_daemons_do_not_confirm(world: World, confirmed: Any) -> None:
+    world.confirmed = confirmed
+    assert world.follow(100, 110, *OVER) == 110
+    assert world.ended == []
+    assert world.enforcer.terminations[GPU] == 0
+
+
+def test_a_process_that_ignores_sigterm_is_killed_once_disconnected(world: World) -> None:
+    world.outcomes = [(False, "")]
+    world.follow(100, 110, *OVER)
+    assert [(pid, [one.name for one in signals]) for pid, signals in world.ended] == [  # type: ignore[attr-defined]
+        (NEW, ["SIGTERM"]),
+        (NEW, ["SIGKILL"]),
+    ]
+    assert world.enforcer.terminations == {GPU: 1}
+
+
+def test_a_process_that_its_server_does_not_disconnect_is_not_killed(world: World) -> None:
+    world.outcomes = [(False, "failed")]
+    world.follow(100, 110, *OVER)
+    assert world.ended == [(NEW, TERM)]
+    assert world.enforcer.terminations[GPU] == 0
+    assert world.follow(111, 121, *OVER) == 121
+    assert world.ended == [(NEW, TERM)] * 2, "it was tried again"
+
+
+def test_while_one_process_does_not_end_no_other_is_ended(world: World) -> None:
+    world.outcomes = [(False, ""), (False, "")]
+    world.follow(100, 110, *OVER)
+    before = list(world.ended)
+    assert world.follow(111, 121, *OVER, process(3000, 1)) == 121
+    assert world.ended == before
+
+
+def test_of_several_jobs_that_which_exceeds_for_longest_comes_first(world: World) -> None:
+    second = {**LEASE, **lease_of({"00:06.0-2": 1000}), "id": OTHER, "pid": None}
+    world.leases = [second, LEASE]
+    its = process(1001, 1, lease=OTHER)
+    assert world.follow(100, 104, *OVER) is None
+    assert world.follow(105, 115, *OVER, its) == 110
+    assert world.ended == [(NEW, TERM)]
+    assert world.follow(111, 120, *WITHIN, its) == 115
+    assert world.ended == [(NEW, TERM), (1, TERM)]

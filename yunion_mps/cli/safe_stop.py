@@ -1,0 +1,220 @@
+"""`yunion-mps run --safe-stop`: remain as the parent of COMMAND, and end it without harming other jobs.
+
+The parent passes signals on. After SIGTERM and the grace period, it has the daemon disconnect the MPS clients
+among its descendants from their server, and only then kills them.
+
+COMMAND stays in our process group, so the shell's job control and the terminal's signals work as without us,
+and it holds its own lease, so it continues if we are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import click
+
+from yunion_mps.cli.calls import call
+from yunion_mps.cli.output import print_notice
+from yunion_mps.enums import NO_SIGNAL
+from yunion_mps.errors import HostError, NotFoundError, ShortageError, UnreachableError, YunionError
+from yunion_mps.host.proc import descendants_of
+from yunion_mps.host.processes import find_program, output_of
+from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
+
+#: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
+_DAEMON_S, _RETRY_S = 5.0, 0.2
+#: How soon processes are killed again that have been started meanwhile, and when those that cannot be killed
+#: are left behind.
+_KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
+
+_FORWARDED = {
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+    signal.SIGTSTP,
+    signal.SIGCONT,
+}
+_WATCHED = {*_FORWARDED, signal.SIGCHLD}
+#: The code of a signal from the kernel, such as Ctrl-C, which COMMAND gets as well (sigaction(2)).
+_SI_KERNEL = 0x80
+#: prctl(2): orphaned descendants become our children.
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
+    """Fork; returns in the child, which is to become COMMAND. The parent raises click's Exit at the end.
+
+    `engine` is the container engine that COMMAND is, or empty. The child reports its lease by the returned
+    function.
+    """
+    reader, writer = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    try:
+        child = os.fork()
+    except OSError as error:
+        raise ShortageError(f"no process can be started: {error.strerror}") from None
+    if not child:
+        os.close(reader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return partial(_report_lease, writer)
+    os.close(writer)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if not engine:  # whose containers are not to be ours
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with open(os.devnull, "r+b") as nothing:  # a pipe ends when COMMAND closes it, or ends
+        for descriptor in (0, 1):
+            os.dup2(nothing.fileno(), descriptor)
+    raise click.exceptions.Exit(_Parent(child, grace_s, engine, reader).wait())
+
+
+def _report_lease(writer: int, lease_id: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed
+        os.write(writer, lease_id.encode())
+
+
+class _Parent:
+    def __init__(self, child: int, grace_s: int, engine: str, lease_ids: int) -> None:
+        self._child = child
+        self._grace_s = grace_s
+        self._engine = engine
+        self._lease_ids = lease_ids
+        self._status: int | None = None
+        self._due_s: float | None = None  # when to kill
+        self._killed_s: float | None = None  # when that was first done
+        self._is_stopping = False
+
+    def wait(self) -> int:
+        """Wait for the end of COMMAND and, during a stop, of its descendants; return the exit status."""
+        while self._status is None or (self._is_stopping and self._descendants()):
+            left_s = None if self._due_s is None else self._due_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                if self._killed_s and time.monotonic() > self._killed_s + _GIVE_UP_S:
+                    print_notice("some processes cannot be killed; they are left behind")
+                    break
+                self._kill()
+            elif received := _next_signal(left_s):
+                self._handle(received)
+        return 128 + signal.SIGKILL if self._status is None else self._status
+
+    def _handle(self, received: signal.struct_siginfo) -> None:
+        number = received.si_signo
+        if number == signal.SIGCHLD:
+            self._reap()
+            return
+        # COMMAND gets signals of the terminal as we do, and what its own processes send is not for it.
+        is_for_us = received.si_code != _SI_KERNEL and received.si_pid not in self._descendants()
+        if is_for_us and self._status is None:
+            os.kill(self._child, number)
+        if number == signal.SIGTERM and is_for_us and not self._is_stopping:
+            self._is_stopping = True
+            self._due_s = time.monotonic() + self._grace_s
+        elif number == signal.SIGTSTP:  # stop as COMMAND does, for the shell's job control
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+            os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def _reap(self) -> None:
+        """Reap COMMAND and orphans that have ended. During a stop, what outlives COMMAND gets SIGTERM."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, raw = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                if pid == self._child:
+                    status = os.waitstatus_to_exitcode(raw)
+                    self._status = status if status >= 0 else 128 - status
+                    if self._is_stopping:
+                        _send(signal.SIGTERM, self._descendants())
+
+    def _descendants(self) -> list[int]:
+        """COMMAND and the processes that it has started; of an engine, only itself."""
+        command = [self._child] if self._status is None else []
+        with contextlib.suppress(ShortageError):
+            return command if self._engine else [*dict.fromkeys([*command, *descendants_of(os.getpid())])]
+        return command
+
+    def _kill(self) -> None:
+        """Disconnect the MPS clients among the processes, unless the daemon does not answer, and kill all."""
+        self._due_s = time.monotonic() + _KILL_AGAIN_S
+        if self._killed_s is None:
+            self._killed_s = time.monotonic()
+            lease_id = self._lease_id()
+            try:
+                self._disconnect(lease_id)
+            except YunionError as error:
+                print_notice(f"COMMAND is killed without being disconnected from MPS: {error.message}")
+            self._due_s = time.monotonic() + _KILL_AGAIN_S
+            if lease_id and self._kill_container(lease_id):
+                return  # the engine ends after its container
+        _send(signal.SIGKILL, self._descendants())
+
+    def _disconnect(self, lease_id: str) -> None:
+        """Disconnect the clients from their MPS server; raises YunionError."""
+        end_s = time.monotonic() + _DAEMON_S
+        while True:
+            try:
+                if not self._engine:
+                    self._disconnect_descendants(end_s)
+                elif lease_id:
+                    with contextlib.suppress(NotFoundError):  # it ended with its container
+                        call(TERMINATE_LEASE, _left_s(end_s), lease=lease_id, signals=NO_SIGNAL)
+            except UnreachableError:
+                if time.monotonic() + _RETRY_S > end_s:
+                    raise
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+    def _disconnect_descendants(self, end_s: float) -> None:
+        listed = call(GET_CLIENTS, _left_s(end_s))
+        ours = self._descendants()
+        for client in listed["clients"]:
+            if client["pid"] in ours and client["server"]:
+                with contextlib.suppress(NotFoundError):  # it has ended
+                    call(TERMINATE_CLIENT, _left_s(end_s), pid=client["pid"], signals=NO_SIGNAL)
+        if listed["errors"]:
+            raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
+
+    def _lease_id(self) -> str:
+        """The id of the container's lease; empty if there is none yet."""
+        os.set_blocking(self._lease_ids, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._lease_ids, 1 << 16).decode() if self._engine else ""
+        return ""
+
+    def _kill_container(self, lease_id: str) -> bool:
+        """Have the engine kill the lease's container; returns whether there is one."""
+        from yunion_mps.cli.engines import ENGINE_TIMEOUT_S, container_of
+
+        with contextlib.suppress(HostError):
+            program = find_program(self._engine, "", besides=())
+            if container := container_of(program, lease_id):
+                output_of([program, "kill", container], ENGINE_TIMEOUT_S)
+                return True
+        return False
+
+
+def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:
+    if timeout_s is None:
+        return signal.sigwaitinfo(_WATCHED)
+    return signal.sigtimedwait(_WATCHED, timeout_s)
+
+
+def _left_s(end_s: float) -> float:
+    return max(0.1, end_s - time.monotonic())
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            os.kill(pid, number)

@@ -1,0 +1,145 @@
+"""`yunion-mps terminate`: ends the processes of a lease or a device, or one process, safely."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from yunion_mps.cli.calls import call
+from yunion_mps.cli.options import complete_target, confirm, refuse_unattended
+from yunion_mps.cli.output import cell, output_option, print_notice, show, wrapped
+from yunion_mps.enums import SIGNAL_KILL, SIGNAL_TERM
+from yunion_mps.errors import NotAllowedError, NotFoundError, YunionError
+from yunion_mps.http.operations import (
+    GET_CLIENTS,
+    GET_DEVICE,
+    GET_LEASE,
+    GET_LEASES,
+    TERMINATE_CLIENT,
+    TERMINATE_DEVICE,
+    TERMINATE_LEASE,
+)
+from yunion_mps.reasons import NOT_ALLOWED
+from yunion_mps.service.holdings import ID_LENGTH, clients_of_device, clients_of_lease
+from yunion_mps.text import count
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, Termination, TerminationList
+    from yunion_mps.service.holdings import AnyClient
+
+#: Fields of a termination in CSV.
+_FIELDS = ("pid", "user", "command", "ended", "how", "reason_code")
+
+
+@click.command("terminate", short_help="End jobs without harming other jobs.")
+@click.argument("target", metavar="LEASE|DEVICE|PID", shell_complete=complete_target)
+@click.option("--force", is_flag=True, help="If SIGTERM does not end a process, send SIGKILL.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@output_option
+def terminate(target: str, force: bool, yes: bool, output: str) -> None:
+    """End the processes of a lease or a device, or one process, safely.
+
+    Their MPS server disconnects them first, then they are sent SIGTERM and have 5 seconds to end. A process
+    outside MPS is only sent SIGTERM. Killing an MPS client without disconnecting it first can take down the
+    other clients of its server.
+
+    LEASE is a lease's name, its id, or a unique prefix of the id. A lease that is not bound to one of the
+    processes continues: yunion-mps lease release --terminate ends both. DEVICE is a device's address or id. A
+    number of up to 7 digits is a PID. Users can end their own processes, root can end all.
+
+    If there is no such process, terminate exits with 0 for a lease or a device. If a process is still running
+    in the end, it exits with 1, or with 4 if that is another user's.
+
+    \b
+    Examples:
+      yunion-mps terminate 4711
+      yunion-mps terminate 4711 --force --yes
+      yunion-mps terminate job-17
+      yunion-mps terminate 00:06.0-1 --yes --output json
+    """
+    refuse_unattended(yes)
+    if re.fullmatch("[0-9]{1,7}", target):  # a prefix of a lease's id is longer
+        answer = _terminate_process(int(target), force=force, yes=yes)
+    else:
+        answer = _terminate_all(target, force=force, yes=yes)
+    ended = [one for one in answer["terminations"] if one["ended"]]
+    show(answer, output, _FIELDS, answer["terminations"], lambda: "".join(map(_line, ended)))
+    if running := [one for one in answer["terminations"] if not one["ended"]]:
+        raise _error(target, running, force=force)
+
+
+def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
+    answer = call(GET_CLIENTS)
+    listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
+    client = next((one for one in listed if one["pid"] == pid), None)
+    if client is None:
+        lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
+        if lease:
+            what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
+            raise NotFoundError(what, f"end it, and the lease ends as well: kill {pid}")
+        raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
+    who = _describe(client)
+    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. End it?"
+    confirm(outside_mps if client.get("mps") is False else f"End {who}?", yes)
+    return {"terminations": [call(TERMINATE_CLIENT, pid=pid, signals=_signals(force))], "total": 1}
+
+
+def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
+    name, choose = _find(target)
+    answer = call(GET_CLIENTS)
+    for error in answer["errors"]:
+        print_notice(f"not all processes are known: {error}")
+    clients = choose(answer)
+    if not clients:
+        print_notice(f"no processes use {' '.join(name)}")
+        return {"terminations": [], "total": 0}
+    for client in clients:
+        print_notice(_describe(client))
+    confirm(f"End {count(len(clients), 'process', 'processes')} of {' '.join(name)}?", yes)
+    kind, found = name
+    if kind == "lease":
+        return call(TERMINATE_LEASE, lease=found, signals=_signals(force))
+    return call(TERMINATE_DEVICE, id=found, signals=_signals(force))
+
+
+def _signals(force: bool) -> str:
+    return SIGNAL_KILL if force else SIGNAL_TERM
+
+
+def _find(target: str) -> tuple[tuple[str, str], Callable[[ClientList], list[AnyClient]]]:
+    """Return `("lease", ID)` or `("device", ADDRESS)`, and what chooses its processes."""
+    try:
+        lease = call(GET_LEASE, lease=target)
+        return ("lease", lease["id"]), partial(clients_of_lease, lease)
+    except NotFoundError as error:
+        no_lease = error
+    try:
+        address = call(GET_DEVICE, id=target)["addr"]
+    except NotFoundError as error:
+        what = f"{no_lease.message}, and {error.message}"
+        raise NotFoundError(
+            what, "list leases and devices: yunion-mps who; list processes: yunion-mps who --clients"
+        ) from None
+    return ("device", address), partial(clients_of_device, address)
+
+
+def _describe(process: AnyClient | Termination) -> str:
+    who = cell(process["user"] or "an unknown user")
+    return f"PID {process['pid']} ({cell(process['command'] or 'unknown')}) of {who}"
+
+
+def _line(one: Termination) -> str:
+    return wrapped(f"{_describe(one)}: {one['how']}")
+
+
+def _error(target: str, running: Sequence[Termination], *, force: bool) -> YunionError:
+    """The error for the processes that are still running."""
+    message = "\n".join(f"{_describe(one)}: {one['how']}" for one in running)
+    if all(one["reason_code"] == NOT_ALLOWED for one in running):
+        return NotAllowedError(message, "retry as root")
+    hint = "check whether it has ended: yunion-mps who --clients"
+    return YunionError(message, hint if force else f"kill it: yunion-mps terminate {target} --force")

@@ -1,0 +1,267 @@
+"""Ends the newest process of a lease whose processes together use too much memory for too long.
+
+MPS limits the memory of each process, so the processes of a lease may together use a multiple of its budget.
+With `over_budget: terminate` they are polled; a poll is no limit, and other jobs can run out of memory before
+it notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections import Counter
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.errors import YunionError
+from yunion_mps.host.proc import is_exiting
+from yunion_mps.host.stderr import write_to_stderr
+from yunion_mps.models import Config
+from yunion_mps.reasons import OVER_BUDGET_TERMINATED
+from yunion_mps.service.holdings import ID_LENGTH
+from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.observer import Observer
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.terminate import TERM, Terminator
+from yunion_mps.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, LeaseRecord, MpsClient
+
+log = logging.getLogger(__name__)
+
+#: Between samples further apart than this, the budget may have been kept.
+MAX_GAP_S = 5.0
+#: Once its server has disconnected it, a process that ignores SIGTERM is safe to kill.
+_KILL = (signal.SIGKILL,)
+
+
+class JobBudget(NamedTuple):
+    """What the processes of one user share of a GPU by a lease.
+
+    Users are counted separately: a user who names another user's lease in a process's environment endangers
+    only that process.
+    """
+
+    lease: str
+    gpu: str
+    uid: int
+    memory_mib: int
+
+
+class Excess(NamedTuple):
+    """Processes that together use more memory than their budget; `devices` are those of the GPU."""
+
+    budget: JobBudget
+    devices: tuple[str, ...]
+    used_mib: int
+    processes: tuple[MpsClient, ...]
+
+    @property
+    def text(self) -> str:
+        return (
+            f"the processes of lease {self.budget.lease[:ID_LENGTH]} together use {self.used_mib} of "
+            f"{self.budget.memory_mib} MiB ({', '.join(self.devices)})"
+        )
+
+    @property
+    def newest(self) -> MpsClient:
+        return max(self.processes, key=lambda client: (client["started"] or "", client["pid"]))
+
+
+def find_excesses(
+    leases: Iterable[LeaseRecord], clients: Iterable[MpsClient], gpus: AbstractSet[str]
+) -> dict[JobBudget, Excess]:
+    """Return the budgets on these GPUs (addresses) that are exceeded; pure.
+
+    A lease's processes are its holder, those with its id in their environment, and those in its container. A
+    process that only names a device does not count: it may be left over from an earlier lease. Neither does a
+    process outside MPS, or one that has ended.
+    """
+    counted = [client for client in clients if client["mps"] is not False and client["started"]]
+    found: dict[JobBudget, Excess] = {}
+    for lease in leases:
+        own = [client for client in counted if _belongs(client, lease)]
+        users = {client["uid"] for client in own if client["uid"] is not None}
+        for gpu, uid in product(gpus & set(lease["gpus"]), users):
+            shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
+            budget = JobBudget(lease["id"], gpu, uid, sum(share["memory_mib"] for share in shares))
+            processes = tuple(client for client in own if client["uid"] == uid and _mib(client, gpu))
+            used_mib = sum(_mib(client, gpu) for client in processes)
+            if used_mib > budget.memory_mib:
+                devices = tuple(share["addr"] for share in shares)
+                found[budget] = Excess(budget, devices, used_mib, processes)
+    return found
+
+
+def _belongs(client: MpsClient, lease: LeaseRecord) -> bool:
+    if client["lease"]:
+        return client["lease"] == lease["id"]
+    is_inside = client["container_id"] is not None and client["container_id"] == lease["container_id"]
+    return is_inside or client["pid"] == lease["pid"]
+
+
+def _mib(client: MpsClient, gpu: str) -> int:
+    return dict(zip(client["gpus"], client["memory_by_gpu_mib"])).get(gpu) or 0
+
+
+class _Span(NamedTuple):
+    first_s: float
+    last_s: float
+
+
+class ExcessClock:
+    """For how long budgets have been exceeded without interruption."""
+
+    def __init__(self) -> None:
+        self._spans: dict[JobBudget, _Span] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def note(self, exceeded: Iterable[JobBudget], unknown: Collection[str], now_s: float) -> None:
+        """Note a sample; budgets on the `unknown` GPUs (addresses) that are not in it stay as they are."""
+        before = self._spans
+        self._spans = {budget: span for budget, span in before.items() if budget.gpu in unknown}
+        for budget in exceeded:
+            span = before.get(budget)
+            is_continued = span and now_s - span.last_s <= MAX_GAP_S
+            self._spans[budget] = _Span(span.first_s if span and is_continued else now_s, now_s)
+
+    def longest(self, grace_s: float, now_s: float) -> JobBudget | None:
+        """Return the budget that has been exceeded for the longest time, of those in the sample of `now_s`.
+
+        None if none has been exceeded for `grace_s`.
+        """
+        due = [
+            (span.first_s, budget)
+            for budget, span in self._spans.items()
+            if span.last_s == now_s and now_s - span.first_s >= grace_s
+        ]
+        return min(due)[1] if due else None
+
+    def restart(self, lease: str | None = None) -> None:
+        """Forget what was noted of a lease, or of all."""
+        self._spans = {
+            budget: span for budget, span in self._spans.items() if lease not in (None, budget.lease)
+        }
+
+
+class BudgetEnforcer:
+    """Only this process's samples count, so nothing is ended because of what an earlier daemon saw."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        queries: Queries,
+        leases: LeaseService,
+        observer: Observer,
+        terminator: Terminator,
+    ) -> None:
+        self._supervisor = supervisor
+        self._queries = queries
+        self._leases = leases
+        self._observer = observer
+        self._terminator = terminator
+        self._clock = ExcessClock()
+        self._config: Config | None = None
+        self._taken_s = 0.0
+        self._is_ending = False
+        #: The processes that did not end, by PID and start.
+        self._survivors: set[tuple[int, str | None]] = set()
+        #: How many processes were ended, by the GPU's address.
+        self.terminations: Counter[str] = Counter()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a budget is exceeded, so that the next sample should be taken soon."""
+        return bool(self._clock)
+
+    async def sample(self) -> Excess | None:
+        """Take a sample; return what has lasted too long, to be ended by `end`.
+
+        If the driver does not answer, nothing changes.
+        """
+        config = self._supervisor.config
+        if config != self._config:
+            self._config = config
+            self._clock.restart()
+        gpus = self._queries.terminating_gpus()
+        leases = self._leases.leases() if gpus else []
+        if not leases:
+            self._clock.restart()
+            return None
+        clients, use = await self._observer.observe()
+        if clients["errors"] or use is None or use.taken_s == self._taken_s:
+            return None
+        self._taken_s, now_s = use.taken_s, asyncio.get_running_loop().time()
+        running = _running(clients)
+        excesses = find_excesses(leases, running, gpus.keys())
+        unknown = {address for address, uuid in gpus.items() if uuid not in use.gpus}
+        for client in running:
+            amounts = zip(client["gpus"], client["memory_by_gpu_mib"])
+            unknown.update(gpu for gpu, mib in amounts if mib is None)
+        self._clock.note(excesses, unknown, now_s)
+        longest = None if self._is_ending else self._clock.longest(config.over_budget_grace_s, now_s)
+        return excesses[longest] if longest else None
+
+    async def end(self, excess: Excess) -> None:
+        """End the newest process if the control daemons confirm that it is a client; then start again."""
+        self._is_ending = True
+        try:
+            await self._end(excess, self._supervisor.config)
+        except YunionError as error:  # it is tried again, unless the daemon is stopping
+            log.warning("%s, but no process was ended: %s", excess.text, error.message)
+        finally:
+            self._is_ending = False
+            self._clock.restart(excess.budget.lease)
+
+    async def _end(self, excess: Excess, config: Config) -> None:
+        budget = excess.budget
+        victims: list[MpsClient] = []
+        cause = f"{excess.text} for at least {config.over_budget_grace_s} s"
+
+        def choose(listed: ClientList) -> list[MpsClient]:
+            if self._supervisor.config == config:  # no reload has begun meanwhile
+                victims.extend(self._confirm(budget, listed))
+            for client in victims:
+                what = f"terminating PID {client['pid']} because {cause}"
+                log.warning("%s", what)
+                write_to_stderr(client["pid"], budget.uid, f"yunion-mps: {what} [{OVER_BUDGET_TERMINATED}]\n")
+            return victims
+
+        def choose_again(listed: ClientList) -> list[MpsClient]:
+            return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
+
+        end_all = self._terminator.end_all
+        ended = await end_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
+        if any(not one["ended"] and not one["reason_code"] for one in ended):
+            ended = await end_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
+            if not all(one["ended"] for one in ended):
+                self._survivors.update(map(_identity, victims))
+        self.terminations[budget.gpu] += sum(one["ended"] for one in ended)
+
+    def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
+        """The newest process if the budget is still exceeded by processes that are certainly MPS clients.
+
+        None if one that was to end before still runs: then its memory may be that which is too much.
+        """
+        gpus = self._queries.terminating_gpus()
+        clients = [client for client in _running(listed) if client["mps"] and client["server"]]
+        excess = find_excesses(self._leases.leases(), clients, gpus.keys()).get(budget)
+        if listed["errors"] or excess is None:
+            return []
+        self._survivors &= set(map(_identity, clients))
+        return [] if self._survivors.intersection(map(_identity, excess.processes)) else [excess.newest]
+
+
+def _running(listed: ClientList) -> list[MpsClient]:
+    """The clients without those whose memory the kernel is freeing."""
+    return [client for client in listed["clients"] if not is_exiting(client["pid"])]
+
+
+def _identity(client: MpsClient) -> tuple[int, str | None]:
+    return client["pid"], client["started"]

@@ -1,0 +1,262 @@
+"""Terminate MPS clients without harming their neighbours.
+
+A client that is killed while it uses the GPU can take its MPS server and all of that server's clients with
+it. So its server disconnects it first (`terminate_client`), and only then is it signalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from yunion_mps import reasons
+from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
+from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
+from yunion_mps.host.processes import Process
+from yunion_mps.host.threads import on_thread
+from yunion_mps.models import Event
+from yunion_mps.mps.clients import terminate
+from yunion_mps.mps.conversation import OccupiedError
+from yunion_mps.mps.processes import find_control_program, running_servers
+from yunion_mps.service.clients import ClientService
+from yunion_mps.service.holdings import clients_of_lease
+from yunion_mps.service.permissions import is_privileged
+from yunion_mps.supervisor import Supervisor
+from yunion_mps.units import rfc3339
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+    from yunion_mps.mps.domain import Domain
+    from yunion_mps.service.holdings import AnyClient
+
+log = logging.getLogger(__name__)
+
+SignalSequence = tuple[signal.Signals, ...]
+
+#: What a client is sent, one after the other, until it has ended.
+TERM: SignalSequence = (signal.SIGTERM,)
+KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
+SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
+#: How long a client has to end after each signal.
+_GRACE_S = 5.0
+#: How long to wait for another front-end of the control daemon, also for the list of clients, in s.
+_OCCUPIED_S, _LIST_S, _RETRY_S = 5.0, 1.0, 0.1
+_LIST_JOBS = "list the clients: yunion-mps who --clients"
+
+
+class Terminator:
+    def __init__(self, supervisor: Supervisor, clients: ClientService) -> None:
+        self._supervisor = supervisor
+        self._clients = clients
+
+    async def end_process(
+        self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
+    ) -> answers.Termination:
+        """Terminate a client for the user `uid` because of `cause`, by default the user's request.
+
+        Its server disconnects it, then it gets each of `signals`, and 5 s to end. A process outside MPS only
+        gets the signals. Raises BusyError during a stop, NotFoundError if it is not a client, NotAllowedError
+        if it is another user's or not a job, and, if it is not to be killed, ControlError if its server does
+        not disconnect it.
+        """
+        self._refuse_while_stopping()
+        return await self._end(find_client(await self._list(), pid), uid, cause, signals)
+
+    async def end_lease(
+        self,
+        lease: answers.LeaseRecord,
+        uid: int,
+        cause: str = "",
+        *,
+        signals: SignalSequence = TERM,
+    ) -> list[answers.Termination]:
+        """Terminate all clients of a lease, as `end_all` does.
+
+        The lease's owner may also end those that run in its container as other users.
+        """
+        choose, container = partial(clients_of_lease, lease), lease["container_id"] or ""
+        return await self.end_all(choose, uid, cause, signals=signals, container_id=container)
+
+    async def end_all(
+        self,
+        choose: Callable[[answers.ClientList], Iterable[AnyClient]],
+        uid: int,
+        cause: str = "",
+        *,
+        signals: SignalSequence = TERM,
+        container_id: str = "",
+        code: str = reasons.CLIENT_TERMINATED,
+    ) -> list[answers.Termination]:
+        """Terminate the chosen clients at the same time, each as `end_process` does.
+
+        An error of one client is in its termination. The user also owns the container with this id. `code` is
+        that of the events. Raises only BusyError, during a stop.
+        """
+        self._refuse_while_stopping()
+        chosen = choose(await self._list())
+        inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
+        users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
+        cause = cause or _requested_by(uid)
+        ends = (self._try(client, users[client["pid"]], cause, signals, code) for client in chosen)
+        return list(await asyncio.gather(*ends))
+
+    async def _list(self) -> answers.ClientList:
+        """The clients; asked again for a moment if some are unknown: another front-end may be connected."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _LIST_S
+        while True:
+            listed = await self._clients.clients()
+            if not listed["errors"] or loop.time() > end_s:
+                return listed
+            await asyncio.sleep(_RETRY_S)
+
+    def _refuse_while_stopping(self) -> None:
+        if self._supervisor.stopping:
+            what = "the daemon is stopping and waiting for running jobs to end"
+            raise BusyError(what, "end processes directly: kill PID")
+
+    async def _try(
+        self, client: AnyClient, uid: int, cause: str, signals: SignalSequence, code: str
+    ) -> answers.Termination:
+        try:
+            return await self._end(client, uid, cause, signals, code)
+        except NotFoundError:
+            return _termination(client, "it has ended by itself", ended=True)
+        except YunionError as error:
+            log.warning("PID %d was not terminated: %s", client["pid"], error.message)
+            return _termination(client, error.message, ended=False, code=error.code)
+
+    async def _end(
+        self,
+        client: AnyClient,
+        uid: int,
+        cause: str,
+        signals: SignalSequence,
+        code: str = reasons.CLIENT_TERMINATED,
+    ) -> answers.Termination:
+        pid = client["pid"]
+        if uid != client["uid"] and not is_privileged(uid):
+            what = f"PID {pid} is a job of {client['user']}"
+            raise NotAllowedError(what, "only root and its owner may end it")
+        _refuse_unless_job(pid, self._supervisor.domains)
+        process = Process.adopt(pid)
+        if process is None:
+            raise _ended_error(pid)
+        try:
+            began_s = started_s(pid)
+            if began_s is None or rfc3339(began_s) != client["started"]:  # it has ended; its PID was reused
+                raise _ended_error(pid)
+            how, ended = await self._disconnect_and_signal(process, client, signals)
+        finally:
+            process.close()
+        what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
+        cause = cause or _requested_by(uid)
+        log.warning("%s (%s)", what, cause)
+        event = Event("warning", "client", client["domain"], what, cause, code=code)
+        self._supervisor.event_log.record(event)
+        return _termination(client, how, ended=ended)
+
+    async def _disconnect_and_signal(
+        self, process: Process, client: AnyClient, signals: SignalSequence
+    ) -> tuple[str, bool]:
+        """Return the steps that were taken, as text, and whether it has ended."""
+        steps = []
+        server = None if "since" in client else client["server"]  # a process that waits has none yet
+        if server:
+            try:
+                disconnected = await self._disconnect(process.pid, server, client["domain"])
+                steps.append("its MPS server disconnected it" if disconnected else "it had no MPS server")
+            except YunionError as error:
+                if process.status() is not None:  # its server knows it no longer
+                    return "it has ended by itself", True
+                if signal.SIGKILL not in signals:
+                    raise
+                steps.append(f"its MPS server did not disconnect it ({error.message})")
+        for number in signals:
+            process.signal(number)
+            if await _has_ended(process):
+                return "; ".join([*steps, f"ended by {number.name}"]), True
+        if process.status() is not None:
+            return "; ".join([*steps, "it has ended"]), True
+        if signals:
+            steps.append(f"it is still running after {_GRACE_S:g} s")
+        return "; ".join(steps) or "it is not a client of MPS", False
+
+    async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
+        """Have the server disconnect the client; returns False if it has none, and raises YunionError."""
+        loop = asyncio.get_running_loop()
+        plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
+        program = find_control_program()
+        end_s = loop.time() + _OCCUPIED_S
+        while True:
+            try:
+                async with self._clients.conversation:
+                    return await on_thread(lambda: terminate(program, plan, server, pid))
+            except OccupiedError:
+                if loop.time() > end_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+
+def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
+    """Find a client by its PID; raises NotFoundError."""
+    clients: list[AnyClient] = [*listed["clients"], *listed["waiting"]]
+    for client in clients:
+        if client["pid"] == pid:
+            return client
+    raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
+
+
+def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.Termination:
+    return {
+        "pid": client["pid"],
+        "user": client["user"],
+        "command": client["command"],
+        "ended": ended,
+        "how": how,
+        "reason_code": code,
+    }
+
+
+def _requested_by(uid: int) -> str:
+    return f"requested by {user_name(uid)}"
+
+
+def _ended_error(pid: int) -> NotFoundError:
+    return NotFoundError(f"PID {pid} has just ended", "")
+
+
+def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:
+    """Raise NotAllowedError for a process that is no job, although the driver may list it on a GPU."""
+    if pid == 1:
+        what = "is the init process"
+    elif is_kernel_thread(pid):
+        what = "is a kernel thread"
+    elif pid == os.getpid():
+        what = "is this daemon"
+    elif any(pid == domain.status().pid for domain in domains):
+        what = "is a control daemon"
+    elif any(pid in domain.server_pids() for domain in domains) or running_servers([pid]):
+        what = "is an MPS server"
+    else:
+        return
+    raise NotAllowedError(f"PID {pid} {what}, not a job", _LIST_JOBS)
+
+
+async def _has_ended(process: Process) -> bool:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process.fileno(), ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), _GRACE_S)
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(process.fileno())
+    return True
