@@ -9,10 +9,11 @@ import subprocess
 import pytest
 from yunion_mps.host.proc import parent_of
 
-from integration.conftest import AtWork
+from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, job_in_container, started
+from integration.podman_host import Podman, spec_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -170,3 +171,32 @@ def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     assert job.stdout.read() == ""
     job.communicate("end\n")
     assert job.returncode == 0
+
+
+@pytest.fixture
+def podman_at_work(
+    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
+) -> tuple[AtWork, Podman]:
+    make_podman(make_host())  # which makes the image without stand-ins
+    at_work = make_at_work()
+    eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
+    return at_work, make_podman(at_work.daemon.host)
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
+def test_a_container_s_clients_are_disconnected_before_it_is_killed(
+    podman_at_work: tuple[AtWork, Podman], is_dead: bool
+) -> None:
+    (daemon, *_), podman = podman_at_work
+    run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
+    with started(daemon.host, *run) as job:
+        if is_dead:
+            daemon.kill()
+        job.terminate()
+        status, said, err = ended(job)
+    assert (status, said) == (KILLED, [] if is_dead else ["terminated"]), err
+    state = podman.good("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "trainer")
+    assert state == f"exited {KILLED}"
+    if not is_dead:
+        assert ends_of(daemon) == [DISCONNECTED]
+        eventually(lambda: given(daemon) == [], "the end of the lease")
