@@ -40,7 +40,7 @@ def ends(leases: LeaseHost) -> tuple[LeaseEnds, FakeTerminator]:
 async def expiry(terminator: FakeTerminator) -> None:
     """Wait until the processes of a lease have been ended, and what follows from that."""
     await terminator.done_once.wait()
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
