@@ -23,7 +23,7 @@ from yunion_mps.cli.calls import call
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import HostError, NotFoundError, ShortageError, UnreachableError, YunionError
-from yunion_mps.host.proc import descendants_of, dies_of
+from yunion_mps.host.proc import descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
 
@@ -94,6 +94,7 @@ class _Parent:
         self._due_s: float | None = None  # when to kill
         self._killed_s: float | None = None  # when that was first done
         self._is_stopping = False
+        self._has_outlived = False  # COMMAND, which needs to be handled once
         self._is_alone = False  # without the daemon
 
     def wait(self) -> int:
@@ -116,9 +117,8 @@ class _Parent:
             return
         # COMMAND gets signals of the terminal as we do, and what its own processes send is not for it.
         is_for_us = received.si_code != _SI_KERNEL and received.si_pid not in self._descendants()
-        if is_for_us and number == signal.SIGTERM and not self._is_stopping:
-            self._is_stopping = True
-            self._due_s = time.monotonic() + self._grace_s
+        if is_for_us and number == signal.SIGTERM:
+            self._begin_stop()
         if is_for_us and self._status is None:
             self._send(number, [self._child])
         if number == signal.SIGTSTP:  # stop as COMMAND does, for the shell's job control
@@ -126,8 +126,16 @@ class _Parent:
             os.kill(os.getpid(), number)
             signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 
+    def _begin_stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._due_s = time.monotonic() + self._grace_s
+
     def _reap(self) -> None:
-        """Reap COMMAND and orphans that have ended. During a stop, what outlives COMMAND gets SIGTERM."""
+        """Reap COMMAND and orphans that have ended.
+
+        What outlives COMMAND gets SIGTERM during a stop and in a job unit, where systemd would kill it.
+        """
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, raw = os.waitpid(-1, os.WNOHANG)
@@ -136,8 +144,12 @@ class _Parent:
                 if pid == self._child:
                     status = os.waitstatus_to_exitcode(raw)
                     self._status = status if status >= 0 else 128 - status
-                    if self._is_stopping:
-                        self._send(signal.SIGTERM, self._descendants())
+        if self._status is not None and not self._has_outlived:
+            self._has_outlived = True
+            if job_unit_of(os.getpid()):
+                self._begin_stop()
+            if self._is_stopping:
+                self._send(signal.SIGTERM, self._descendants())
 
     def _descendants(self) -> list[int]:
         """COMMAND and the processes that it has started; of an engine, only itself."""
