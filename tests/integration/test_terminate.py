@@ -86,7 +86,7 @@ def test_a_client_that_ignores_everything_is_killed_only_by_force(jobs: Jobs) ->
     assert is_running(job.pid)
 
 
-def test_a_released_lease_leaves_nothing_behind_if_wanted(jobs: Jobs) -> None:
+def test_a_released_lease_leaves_nothing_behind_if_requested(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17"), *STUBBORN_JOB)
     jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
     assert ended(job)[:2] == (-signal.SIGKILL, ["terminated"])

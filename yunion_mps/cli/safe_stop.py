@@ -32,6 +32,8 @@ _DAEMON_S, _RETRY_S = 5.0, 0.2
 #: How soon processes are killed again that have been started meanwhile, and when those that cannot be killed
 #: are left behind.
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
+#: How long an engine has to end after its container.
+_ENGINE_S = 10.0
 
 _FORWARDED = {
     signal.SIGINT,
@@ -166,6 +168,7 @@ class _Parent:
             if self._engine and (lease_id := self._lease_id()):
                 self._try(partial(self._disconnect_container, lease_id))
                 if self._kill_container(lease_id):
+                    self._due_s = time.monotonic() + _ENGINE_S
                     return
         self._send(signal.SIGKILL, self._descendants())
 
