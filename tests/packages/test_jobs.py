@@ -63,7 +63,7 @@ class TestJobs:
         assert disconnected(host, lease["pid"]), "before it died of SIGTERM"
 
     def test_leftover_processes_end_with_the_job_unit(self, host: Operator) -> None:
-        """They are disconnected from MPS first, although nobody has stopped the job."""
+        """They are disconnected from MPS first, although the job has ended by itself."""
         machine = host.machine
         client = f"python3 -IS {CLIENT} stubborn"
         machine.write("/srv/leaves.sh", f"#!/bin/sh\nsetsid {client} & echo $!\nsleep 1; sleep 4711 &\n")

@@ -79,6 +79,16 @@ def test_a_lease_that_is_released_meanwhile_has_ended(host: LeaseHost) -> None:
     run(work())
 
 
+def test_a_lease_that_ends_with_its_process_was_released(host: LeaseHost) -> None:
+    async def work() -> None:
+        end, terminator = ends(host)
+        lease = await host.take("job")
+        terminator.meanwhile = lambda: host.leases.end(lease["id"], "its process ended")
+        assert (await end.release("job", Owner(ROOT)))["id"] == lease["id"]
+
+    run(work())
+
+
 def test_a_lease_ends_even_if_its_processes_cannot_be_ended(host: LeaseHost) -> None:
     async def work() -> None:
         end, terminator = ends(host)
