@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
-from integration.daemon_host import PATIENCE_S, is_running
+from integration.daemon_host import PATIENCE_S, Daemon, is_running
+from integration.image import IMAGE
 from simhost import SimHost
 from simhost.mps import CLIENT
 
@@ -38,3 +41,16 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     out, err = job.communicate(timeout=PATIENCE_S)
     assert not is_running(job.pid)
     return job.returncode, out.split("\n")[:-1], err
+
+
+def ends_of(daemon: Daemon) -> list[str]:
+    """What was done to clients that were terminated, as the event log has it."""
+    events = daemon.get("/v1/events?kind=client")[1]["events"]
+    return [one["what"].rpartition(": ")[2] for one in events if one["code"] == "client_terminated"]
+
+
+def job_in_container(*words: str) -> list[str]:
+    """What follows `podman run`: options, image and command of a stubborn client, with our own Python."""
+    folders = {"/usr", "/lib", "/lib64", sys.base_prefix, str(CLIENT.parent)}
+    mounts = [f"--volume={folder}:{folder}:ro" for folder in sorted(folders) if Path(folder).exists()]
+    return [*words, *mounts, IMAGE, os.path.realpath(sys.executable), *STUBBORN_JOB[1:]]

@@ -9,10 +9,11 @@ import subprocess
 import pytest
 from yunion_mps.host.proc import parent_of
 
-from integration.conftest import AtWork
+from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, ends_of, job_in_container, started
+from integration.podman_host import Podman, spec_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -23,25 +24,28 @@ KILLED, TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 DISCONNECTED = "its MPS server disconnected it"
 
 
-def ends_of(daemon: Daemon) -> list[str]:
-    """What was done to clients, as the event log has it."""
-    return [one["what"].partition(": ")[2] for one in daemon.get("/v1/events?kind=client")[1]["events"]]
-
-
 def test_a_stubborn_client_is_disconnected_before_it_is_killed(at_work: AtWork) -> None:
     daemon, servers = at_work.daemon, at_work.jobs.servers()
     with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         job.terminate()
-        assert ended(job) == (KILLED, ["terminated"], "")
+        assert ended(job)[::2] == (KILLED, "")
     assert ends_of(daemon) == [DISCONNECTED]
     assert (at_work.jobs.servers(), is_running(at_work.job.pid)) == (servers, True)
     eventually(lambda: given(daemon) == [], "the end of the lease")
 
 
-def test_a_client_that_ends_in_time_is_left_alone(at_work: AtWork) -> None:
-    with started(at_work.daemon.host, *RUN, *JOB) as job:
+def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: AtWork) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.terminate()
-        assert ended(job) == (TERMINATED, [], "")
+        assert ended(job)[2] == ""
+    (how,) = ends_of(at_work.daemon)
+    assert how.startswith(DISCONNECTED)
+
+
+def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB, "careful") as job:
+        job.terminate()
+        assert ended(job) == (0, ["saved"], "")
     assert ends_of(at_work.daemon) == []
 
 
@@ -49,7 +53,7 @@ def test_what_outlives_the_command_ends_with_it(at_work: AtWork) -> None:
     script = f"{shlex.join(STUBBORN_JOB)} & exec sleep 600"
     with started(at_work.daemon.host, *AT_ONCE, "sh", "-c", script) as job:
         job.terminate()
-        assert ended(job)[1:] == (["terminated"], "")
+        assert ended(job)[::2] == (TERMINATED, "")
     assert ends_of(at_work.daemon) == [DISCONNECTED]
 
 
@@ -64,7 +68,7 @@ def test_without_the_daemon_the_command_is_killed_all_the_same(
         status, said, err = ended(job)
         daemon.signal(signal.SIGCONT)
     assert (status, said, err.count("\n")) == (KILLED, [], 1)
-    assert err.startswith("yunion-mps: COMMAND is killed without being disconnected from MPS: the daemon ")
+    assert err.startswith("yunion-mps: COMMAND ends without being disconnected from MPS: the daemon ")
 
 
 def test_the_daemon_may_restart_just_then(at_work: AtWork) -> None:
@@ -73,7 +77,8 @@ def test_the_daemon_may_restart_just_then(at_work: AtWork) -> None:
         daemon.kill()
         job.terminate()
         daemon.start()
-        assert ended(job) == (KILLED, ["terminated"], "")
+        assert ended(job)[::2] == (KILLED, "")
+    assert ends_of(daemon) == [DISCONNECTED]
 
 
 def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daemon) -> None:
@@ -170,3 +175,32 @@ def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     assert job.stdout.read() == ""
     job.communicate("end\n")
     assert job.returncode == 0
+
+
+@pytest.fixture
+def podman_at_work(
+    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
+) -> tuple[AtWork, Podman]:
+    make_podman(make_host())  # which makes the image without stand-ins
+    at_work = make_at_work()
+    eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
+    return at_work, make_podman(at_work.daemon.host)
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
+def test_a_container_s_clients_are_disconnected_before_it_is_killed(
+    podman_at_work: tuple[AtWork, Podman], is_dead: bool
+) -> None:
+    (daemon, *_), podman = podman_at_work
+    run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
+    with started(daemon.host, *run) as job:
+        if is_dead:
+            daemon.kill()
+        job.terminate()
+        status, _, err = ended(job)
+    assert status == KILLED, err
+    state = podman.good("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "trainer")
+    assert state == f"exited {KILLED}"
+    if not is_dead:
+        assert ends_of(daemon) == [DISCONNECTED]
+        eventually(lambda: given(daemon) == [], "the end of the lease")

@@ -123,6 +123,24 @@ def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, doc
     docker.remove("trainer")
 
 
+def test_a_container_that_ignores_sigterm_is_killed_by_a_safe_stop(
+    operator: Operator, docker: Docker
+) -> None:
+    stop_safely(operator, docker, "stopped-cdi")
+
+
+def stop_safely(operator: Operator, docker: Docker, unit: str) -> None:
+    machine = operator.machine
+    run = ("systemd-run", f"--unit={unit}", "--property=KillMode=mixed", *RUN[:-1], "--safe-stop=0s", "--")
+    machine.run(*run, "--network", "none", "--name", "trainer", IMAGE, "sleep", "300")
+    bound(operator)
+    machine.run("systemctl", "stop", unit)
+    assert docker.told("trainer", "{{.State.Status}} {{.State.ExitCode}}") == "exited 137"
+    nothing_is_taken(operator)
+    machine.run("systemctl", "reset-failed", unit, check=False)
+    docker.remove("trainer")
+
+
 def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, docker: Docker) -> None:
     machine = operator.machine
     inside = f"echo $YUNION_MPS_DEVICE; {ASK}; exit 7"
@@ -184,3 +202,7 @@ def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operat
     refused = printed("00:06.0-99")
     assert (refused.returncode, refused.stdout) == (125, "")
     assert "no variable name on line '=no-device-available'" in refused.stderr
+
+
+def test_without_cdi_a_safe_stop_does_the_same(operator: Operator, plain: Docker) -> None:
+    stop_safely(operator, plain, "stopped-plain")

@@ -22,10 +22,17 @@ DYNAMIC = range(61184, 65520)
 
 
 def lease_of(operator: Operator, name: str) -> dict[str, Any]:
-    """The lease that the unit's main process holds."""
+    """The lease that the unit's command holds, whose parent is the unit's main process."""
     leases = operator.ask("leases")["leases"]
-    pid = int(operator.machine.show("MainPID", name))
-    return next(lease for lease in leases if lease["pid"] == pid)
+    pid = operator.machine.show("MainPID", name)
+    children = operator.machine.shell(f"cat /proc/{pid}/task/{pid}/children").split()
+    return next(lease for lease in leases if str(lease["pid"]) in children)
+
+
+def disconnected(operator: Operator, pid: int) -> bool:
+    """Whether the MPS server of this client has disconnected it."""
+    events = operator.ask("events?kind=client")["events"]
+    return any(f"(PID {pid})" in one["what"] and "disconnected it" in one["what"] for one in events)
 
 
 def begin(machine: Machine, command: str, options: str = OPTIONS) -> None:
@@ -53,14 +60,18 @@ class TestJobs:
         assert host.ask("devices?unused=true")["total"] == 3
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+        assert disconnected(host, lease["pid"]), "before it died of SIGTERM"
 
     def test_leftover_processes_end_with_the_job_unit(self, host: Operator) -> None:
+        """They are disconnected from MPS first, although the job has ended by itself."""
         machine = host.machine
-        machine.write("/srv/leaves.sh", "#!/bin/sh\nsetsid sleep 4711 &\n")
+        client = f"python3 -IS {CLIENT} stubborn"
+        machine.write("/srv/leaves.sh", f"#!/bin/sh\nsetsid {client} & echo $!\nsleep 1; sleep 4711 &\n")
         machine.run("chmod", "+x", "/srv/leaves.sh")
-        begin(machine, "/srv/leaves.sh")
+        begin(machine, "/srv/leaves.sh", f"{OPTIONS} --safe-stop=1s")
         machine.wait_until("it has ended", lambda: machine.show("ActiveState", JOB) == "inactive")
-        assert machine.shell("pgrep -f 'sleep 471[1]' || true") == ""
+        assert machine.shell("pgrep -f 'sleep 471[1]|stubbor[n]' || true") == ""
+        assert "killed" not in machine.journal(JOB), "systemd had nothing to kill"
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
     def test_a_killed_unit_releases_its_device(self, host: Operator) -> None:

@@ -1,10 +1,11 @@
 """A stand-in for a CUDA client of MPS: attaches through the real control daemon, stays, and tells of it.
 
-Usage: mps_client.py [UID | stubborn]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
+Usage: mps_client.py [UID | stubborn | careful]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
 
 It prints a line each time that something happens to it: `asking`, `attached`, and then at its end one of
 `refused` (the control daemon closed the connection), `terminated` (by `terminate_client`) or `server gone`.
 SIGTERM ends it as a job ends. A stubborn one ignores SIGTERM, and continues whatever happens to it.
+A careful one catches SIGTERM, and prints `saved` before it ends.
 """
 
 from __future__ import annotations
@@ -64,10 +65,17 @@ def say(word: str) -> None:
     os.write(1, f"{word}\n".encode())
 
 
+def save(*_: object) -> None:
+    say("saved")
+    os._exit(0)
+
+
 if __name__ == "__main__":
     is_stubborn = sys.argv[1:] == ["stubborn"]
     if is_stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif sys.argv[1:] == ["careful"]:
+        signal.signal(signal.SIGTERM, save)
     elif len(sys.argv) > 1:
         os.setuid(int(sys.argv[1]))
     say(live())

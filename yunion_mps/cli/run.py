@@ -120,6 +120,7 @@ def run(
       yunion-mps run --wait=10m --gpu 00:06.0 -- ./simulate --steps 100
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
       yunion-mps run --podman -- --rm IMAGE python train.py
+      yunion-mps run --safe-stop=2m python train.py
     """
     engine = _engine(ctx, podman=podman, docker=docker, inherit=inherit, print_env=print_env)
     if dry_run or print_env:

@@ -1,7 +1,7 @@
 """`yunion-mps run --safe-stop`: remain as the parent of COMMAND, and end it without harming other jobs.
 
-The parent passes signals on. After SIGTERM and the grace period, it has the daemon disconnect the MPS clients
-among its descendants from their server, and only then kills them.
+The parent passes signals on. After SIGTERM and the grace period, it kills COMMAND and what that has started.
+Before it sends a signal, it has the daemon disconnect the MPS clients that would die of it from their server.
 
 COMMAND stays in our process group, so the shell's job control and the terminal's signals work as without us,
 and it holds its own lease, so it continues if we are killed.
@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import click
@@ -23,7 +23,7 @@ from yunion_mps.cli.calls import call
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import HostError, NotFoundError, ShortageError, UnreachableError, YunionError
-from yunion_mps.host.proc import descendants_of
+from yunion_mps.host.proc import descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
 
@@ -32,6 +32,8 @@ _DAEMON_S, _RETRY_S = 5.0, 0.2
 #: How soon processes are killed again that have been started meanwhile, and when those that cannot be killed
 #: are left behind.
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
+#: How long an engine has to end after its container.
+_ENGINE_S = 10.0
 
 _FORWARDED = {
     signal.SIGINT,
@@ -44,6 +46,8 @@ _FORWARDED = {
     signal.SIGTSTP,
     signal.SIGCONT,
 }
+#: Those that are meant to end a process.
+_DEADLY = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL}
 _WATCHED = {*_FORWARDED, signal.SIGCHLD}
 #: The code of a signal from the kernel, such as Ctrl-C, which COMMAND gets as well (sigaction(2)).
 _SI_KERNEL = 0x80
@@ -92,6 +96,8 @@ class _Parent:
         self._due_s: float | None = None  # when to kill
         self._killed_s: float | None = None  # when that was first done
         self._is_stopping = False
+        self._has_outlived = False  # COMMAND, which needs to be handled once
+        self._is_alone = False  # without the daemon
 
     def wait(self) -> int:
         """Wait for the end of COMMAND and, during a stop, of its descendants; return the exit status."""
@@ -113,18 +119,25 @@ class _Parent:
             return
         # COMMAND gets signals of the terminal as we do, and what its own processes send is not for it.
         is_for_us = received.si_code != _SI_KERNEL and received.si_pid not in self._descendants()
+        if is_for_us and number == signal.SIGTERM:
+            self._begin_stop()
         if is_for_us and self._status is None:
-            os.kill(self._child, number)
-        if number == signal.SIGTERM and is_for_us and not self._is_stopping:
-            self._is_stopping = True
-            self._due_s = time.monotonic() + self._grace_s
-        elif number == signal.SIGTSTP:  # stop as COMMAND does, for the shell's job control
+            self._send(number, [self._child])
+        if number == signal.SIGTSTP:  # stop as COMMAND does, for the shell's job control
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             os.kill(os.getpid(), number)
             signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 
+    def _begin_stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._due_s = time.monotonic() + self._grace_s
+
     def _reap(self) -> None:
-        """Reap COMMAND and orphans that have ended. During a stop, what outlives COMMAND gets SIGTERM."""
+        """Reap COMMAND and orphans that have ended.
+
+        What outlives COMMAND gets SIGTERM during a stop and in a job unit, where systemd would kill it.
+        """
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, raw = os.waitpid(-1, os.WNOHANG)
@@ -133,8 +146,12 @@ class _Parent:
                 if pid == self._child:
                     status = os.waitstatus_to_exitcode(raw)
                     self._status = status if status >= 0 else 128 - status
-                    if self._is_stopping:
-                        _send(signal.SIGTERM, self._descendants())
+        if self._status is not None and not self._has_outlived:
+            self._has_outlived = True
+            if job_unit_of(os.getpid()):
+                self._begin_stop()
+            if self._is_stopping:
+                self._send(signal.SIGTERM, self._descendants())
 
     def _descendants(self) -> list[int]:
         """COMMAND and the processes that it has started; of an engine, only itself."""
@@ -144,46 +161,52 @@ class _Parent:
         return command
 
     def _kill(self) -> None:
-        """Disconnect the MPS clients among the processes, unless the daemon does not answer, and kill all."""
+        """Kill all processes; an engine is killed only if it has no container that it could end with."""
         self._due_s = time.monotonic() + _KILL_AGAIN_S
         if self._killed_s is None:
             self._killed_s = time.monotonic()
-            lease_id = self._lease_id()
-            try:
-                self._disconnect(lease_id)
-            except YunionError as error:
-                print_notice(f"COMMAND is killed without being disconnected from MPS: {error.message}")
-            self._due_s = time.monotonic() + _KILL_AGAIN_S
-            if lease_id and self._kill_container(lease_id):
-                return  # the engine ends after its container
-        _send(signal.SIGKILL, self._descendants())
+            if self._engine and (lease_id := self._lease_id()):
+                self._try(partial(self._disconnect_container, lease_id))
+                if self._kill_container(lease_id):
+                    self._due_s = time.monotonic() + _ENGINE_S
+                    return
+        self._send(signal.SIGKILL, self._descendants())
 
-    def _disconnect(self, lease_id: str) -> None:
-        """Disconnect the clients from their MPS server; raises YunionError."""
+    def _send(self, number: int, pids: Sequence[int]) -> None:
+        """Send a signal; the MPS clients that would die of it are disconnected from their server first."""
+        dying = [pid for pid in pids if dies_of(pid, number)] if number in _DEADLY else []
+        if dying and not self._engine:
+            self._try(partial(self._disconnect, dying))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # ended, or another user's
+                os.kill(pid, number)
+
+    def _try(self, disconnect: Callable[[float], None]) -> None:
+        """Call `disconnect` with a deadline; if the daemon does not answer by then, go on without it."""
         end_s = time.monotonic() + _DAEMON_S
-        while True:
+        while not self._is_alone:
             try:
-                if not self._engine:
-                    self._disconnect_descendants(end_s)
-                elif lease_id:
-                    with contextlib.suppress(NotFoundError):  # it ended with its container
-                        call(TERMINATE_LEASE, _left_s(end_s), lease=lease_id, signals=NO_SIGNAL)
-            except UnreachableError:
-                if time.monotonic() + _RETRY_S > end_s:
-                    raise
+                disconnect(end_s)
+            except YunionError as error:
+                if not isinstance(error, UnreachableError) or time.monotonic() + _RETRY_S > end_s:
+                    self._is_alone = True
+                    print_notice(f"COMMAND ends without being disconnected from MPS: {error.message}")
                 time.sleep(_RETRY_S)
             else:
                 return
 
-    def _disconnect_descendants(self, end_s: float) -> None:
+    def _disconnect(self, pids: Container[int], end_s: float) -> None:
         listed = call(GET_CLIENTS, _left_s(end_s))
-        ours = self._descendants()
         for client in listed["clients"]:
-            if client["pid"] in ours and client["server"]:
+            if client["pid"] in pids and client["server"]:
                 with contextlib.suppress(NotFoundError):  # it has ended
                     call(TERMINATE_CLIENT, _left_s(end_s), pid=client["pid"], signals=NO_SIGNAL)
         if listed["errors"]:
             raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
+
+    def _disconnect_container(self, lease_id: str, end_s: float) -> None:
+        with contextlib.suppress(NotFoundError):  # it ended with its container
+            call(TERMINATE_LEASE, _left_s(end_s), lease=lease_id, signals=NO_SIGNAL)
 
     def _lease_id(self) -> str:
         """The id of the container's lease; empty if there is none yet."""
@@ -212,9 +235,3 @@ def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:
 
 def _left_s(end_s: float) -> float:
     return max(0.1, end_s - time.monotonic())
-
-
-def _send(number: int, pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
-            os.kill(pid, number)

@@ -47,9 +47,9 @@ def terminate(target: str, force: bool, yes: bool, output: str) -> None:
     outside MPS is only sent SIGTERM. Killing an MPS client without disconnecting it first can take down the
     other clients of its server.
 
-    LEASE is a lease's name, its id, or a unique prefix of the id. A lease that is not bound to one of the
-    processes continues: yunion-mps lease release --terminate ends both. DEVICE is a device's address or id. A
-    number of up to 7 digits is a PID. Users can end their own processes, root can end all.
+    LEASE is a lease's name, its id, or a unique prefix of the id. A lease that was taken by name continues;
+    yunion-mps lease release --terminate ends both. DEVICE is a device's address or id. A number of up to 7
+    digits is a PID. Users can end their own processes, root can end all.
 
     If there is no such process, terminate exits with 0 for a lease or a device. If a process is still running
     in the end, it exits with 1, or with 4 if that is another user's.

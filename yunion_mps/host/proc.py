@@ -128,6 +128,13 @@ def is_stopped(pid: int) -> bool:
     return _stat_fields(pid)[:1] in (["T"], ["t"])
 
 
+def dies_of(pid: int, number: int) -> bool:
+    """Whether the signal would end the process by its default action: it neither catches nor ignores it."""
+    rows = (line.split() for line in _read(pid, "status").splitlines())
+    masks = [int(row[1], 16) for row in rows if row[:1] in ([b"SigCgt:"], [b"SigIgn:"])]
+    return not any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def name_of(pid: int) -> str:
     """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
     if _stat_fields(pid)[:1] in ([], ["Z"], ["X"]):

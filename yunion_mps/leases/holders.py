@@ -65,9 +65,8 @@ class HolderWatch:
         loop, holder = asyncio.get_running_loop(), lease.holder
         if holder.binding == "name":
             self.forget(lease.id)
-            cause = "it was not renewed in time"
             if lease.ends_s is not None:
-                self._timers[lease.id] = loop.call_at(lease.ends_s, self.expire, lease.id, cause)
+                self._timers[lease.id] = loop.call_at(lease.ends_s, self._end_expired, lease.id)
             return True
         if holder.is_awaited:
             self.forget(lease.id)
@@ -87,6 +86,9 @@ class HolderWatch:
         self._processes[lease.id] = process
         loop.add_reader(process.fileno(), self._end, lease.id, "its process ended")
         return True
+
+    def _end_expired(self, lease_id: str) -> None:
+        self.expire(lease_id, "it was not renewed in time")
 
     def forget(self, lease_id: str) -> None:
         timer = self._timers.pop(lease_id, None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
 
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.models import Owner
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.permissions import check_may_change
@@ -39,7 +40,9 @@ class LeaseEnds:
         """Kill the lease's processes safely, then end it; raises what `LeaseService.release` raises."""
         lease = self._own(name, caller)
         await self._kill(lease, caller.uid, f"its lease {lease['name'] or lease['id']} was released")
-        return self._leases.release(lease["id"], caller)
+        with contextlib.suppress(NotFoundError):  # it ended with its process
+            return self._leases.release(lease["id"], caller)
+        return lease
 
     def _own(self, name: str, caller: Owner) -> answers.LeaseRecord:
         lease = self._leases.lease(name, caller)

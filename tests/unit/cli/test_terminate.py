@@ -81,3 +81,32 @@ def test_terminate_reports_a_refusal(own: Cli, error: YunionError, code: int) ->
     own.host.clients.refusal = error
     told = f"yunion-mps: {error} [{error.code}]\nyunion-mps: hint\n"
     assert own("terminate", "4260", "--yes") == (code, "", told)
+
+
+def test_the_processes_of_a_lease_are_named_before_they_are_ended(own: Cli) -> None:
+    target = LEASE["id"][:8]
+    code, text = own.answered(b"n\n", "terminate", target)
+    assert code == 1
+    assert text.startswith(f"yunion-mps: {WHO}\n")
+    assert f"End 1 process of lease {LEASE['id']}? [y/N]: n" in text.replace("\n", " ").replace("  ", " ")
+    assert not any(done.startswith("terminate") for done in own.host.clients.done)
+    done = own("terminate", target, "--yes", "--force", "-o", "csv")
+    assert done.out.splitlines() == [
+        "pid,user,command,ended,how,reason_code",
+        "4260,alice,python train.py,true,its MPS server disconnected it; ended by SIGTERM,",
+    ]
+    assert own.host.clients.done[-1] == "terminate 4260 for 0 force"
+
+
+def test_the_processes_that_are_another_user_s_are_named(own: Cli) -> None:
+    own.host.clients.refusal = NotAllowedError("PID 4260 is a job of bob", "hint")
+    done = own("terminate", "job-17", "--yes")
+    told = f"yunion-mps: {WHO}: PID 4260 is a job of bob [not_allowed]\nyunion-mps: retry as root\n"
+    assert (done.code, done.out) == (4, "")
+    assert done.err.endswith(told)
+
+
+def test_without_processes_there_is_nothing_to_end(own: Cli) -> None:
+    own.host.clients.found = clients()
+    told = f"yunion-mps: no processes use lease {LEASE['id']}\n"
+    assert own("terminate", "job-17", "--yes") == (0, "", told)

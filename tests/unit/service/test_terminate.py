@@ -1,14 +1,26 @@
-"""Which processes are never ended as jobs."""
+"""Which processes are never ended as jobs, what happens at the same time, and how leases end by force."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from yunion_mps.errors import NotAllowedError
-from yunion_mps.host.proc import is_kernel_thread
+from yunion_mps.errors import ControlError, NotAllowedError
+from yunion_mps.host.proc import is_kernel_thread, started_s
+from yunion_mps.models import Event
+from yunion_mps.mps.conversation import OccupiedError
+from yunion_mps.service import terminate as module
 from yunion_mps.service.terminate import _refuse_unless_job
+from yunion_mps.units import rfc3339
+
+from unit.http.by_hand import CLIENT, clients
 
 
 def test_the_first_process_and_the_daemon_are_not_jobs() -> None:
@@ -23,3 +35,105 @@ def test_a_kernel_thread_is_recognised_by_its_flags(tmp_path: Path, flags: int, 
     (tmp_path / "2").mkdir()
     (tmp_path / "2/stat").write_text(f"2 (kthreadd) S 0 0 0 0 -1 {flags} 0 0 0\n")
     assert is_kernel_thread(2, str(tmp_path)) is is_thread
+
+
+class Bench:
+    """A Terminator of one client, whose server does what `serve` does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.job = subprocess.Popen(["sleep", "600"])
+        self.serve: Callable[[], bool] = lambda: True
+        began_s = started_s(self.job.pid)
+        assert began_s is not None
+        user = {"uid": os.getuid(), "user": "alice", "started": rfc3339(began_s)}
+        self.listed: Any = clients({**CLIENT, **user, "pid": self.job.pid})
+        status = SimpleNamespace(plan=SimpleNamespace(name=CLIENT["domain"]))
+        self.events: list[Event] = []
+        supervisor: Any = SimpleNamespace(
+            stopping=False,
+            domains=[],
+            snapshot=lambda: SimpleNamespace(domains=[status]),
+            event_log=SimpleNamespace(record=self.events.append),
+        )
+        monkeypatch.setattr(module, "find_control_program", str)
+        monkeypatch.setattr(module, "terminate", lambda *_: self.serve())
+        self._supervisor = supervisor
+
+    def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
+        async def work() -> Any:
+            clients = SimpleNamespace(conversation=asyncio.Lock(), clients=self._list)
+            terminator = module.Terminator(self._supervisor, clients)  # type: ignore[arg-type]
+            return (await terminator.end_all(lambda listed: listed["clients"], uid, signals=signals))[0]
+
+        return asyncio.run(asyncio.wait_for(work(), 60))
+
+    async def _list(self) -> Any:
+        return self.listed
+
+    def close(self) -> None:
+        self.job.kill()
+        self.job.wait()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with closing(Bench(monkeypatch)) as bench:
+        yield bench
+
+
+def test_a_client_may_end_by_itself_while_it_is_terminated(bench: Bench) -> None:
+    def fail() -> bool:
+        bench.close()
+        raise ControlError("the MPS server refused to disconnect it", "")
+
+    bench.serve = fail
+    one = bench.end()
+    assert (one["ended"], one["how"], one["reason_code"]) == (True, "it has ended by itself", "")
+
+
+def test_a_client_may_have_ended_before(bench: Bench) -> None:
+    bench.close()
+    assert bench.end()["how"] == "it has ended by itself"
+
+
+def test_a_reused_pid_is_not_signalled(bench: Bench) -> None:
+    bench.listed["clients"][0]["started"] = "2026-01-01T00:00:00.000Z"
+    assert bench.end()["how"] == "it has ended by itself"
+    assert bench.job.poll() is None
+
+
+def test_a_server_that_refuses_saves_a_client_from_anything_but_a_kill(bench: Bench) -> None:
+    def refuse() -> bool:
+        raise ControlError("the MPS server refused to disconnect it", "")
+
+    bench.serve = refuse
+    one = bench.end()
+    assert (one["ended"], one["how"]) == (False, "the MPS server refused to disconnect it")
+    one = bench.end(signals=module.KILL)
+    how = "its MPS server did not disconnect it (the MPS server refused to disconnect it); ended by SIGTERM"
+    assert (one["ended"], one["how"]) == (True, how)
+
+
+def test_a_busy_control_daemon_is_asked_again(bench: Bench) -> None:
+    answers = [OccupiedError("/pipe"), OccupiedError("/pipe")]
+
+    def serve() -> bool:
+        if answers:
+            raise answers.pop()
+        return True
+
+    bench.serve = serve
+    assert bench.end()["how"] == "its MPS server disconnected it; ended by SIGTERM"
+    assert [event.cause for event in bench.events] == ["requested by root"]
+
+
+def test_without_signals_a_client_is_only_disconnected(bench: Bench) -> None:
+    one = bench.end(signals=())
+    assert (one["ended"], one["how"]) == (False, "its MPS server disconnected it")
+    assert bench.job.poll() is None
+
+
+def test_only_root_and_its_owner_may_end_a_client(bench: Bench) -> None:
+    one = bench.end(uid=12345)
+    assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
+    assert bench.job.poll() is None
