@@ -1,14 +1,10 @@
-"""The allocator, which chooses devices for a request from those that can be leased now, and the queue.
+"""The allocator, which chooses devices for a request from those that can be leased now.
 
-If a GPU's memory is handed out in units, the allocator creates a device of the requested size. Queued
-requests are served first come, first served. One that does not fit yet reserves the free devices that it will
-need; later requests get the rest. So a request for four devices is not starved by many for one, and requests
-for other GPUs do not wait for it. No I/O, no waiting.
+If a GPU's memory is handed out in units, it creates a device of the requested size. No I/O, no waiting.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -17,8 +13,8 @@ from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate, QueuedRequest
-from yunion_mps.models import Device, Lease
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
+from yunion_mps.models import Device
 from yunion_mps.planning.division import units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
 from yunion_mps.text import count
@@ -325,75 +321,3 @@ def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
     which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
     return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"
-
-
-# -- the queue
-
-
-class Grant(NamedTuple):
-    """What a queued request gets: its new lease, which equal requests share."""
-
-    lease: Lease
-    is_new: bool
-    is_shared: bool
-
-
-class Queue:
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
-        self.requests: list[QueuedRequest] = []
-
-    def add(self, queued: QueuedRequest) -> None:
-        self.requests.append(queued)
-        self.requests.sort(key=lambda request: request.position)
-
-    def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
-        """The requests that this lease was granted for; they are queued no longer."""
-        answered = [request for request in self.requests if request.is_answered_by(lease)]
-        for request in answered:
-            self.requests.remove(request)
-        return answered
-
-    def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
-        """The first request that fits now, and its devices; None if none does.
-
-        It stays queued until it is removed; call this again once the ledger has its lease.
-        """
-        reserved = Reservation(set(), Counter())
-        for queued in self._in_turn(candidates, reserved):
-            with contextlib.suppress(NothingFreeError):
-                return queued, self._allocator.choose(queued.request, candidates, reserved)
-        return None
-
-    def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
-        """What is free, but reserved for the queued requests, not counting `excluding`."""
-        reserved = Reservation(set(), Counter())
-        for _ in self._in_turn(candidates, reserved, excluding):
-            pass
-        return reserved
-
-    def _in_turn(
-        self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
-    ) -> Iterator[QueuedRequest]:
-        """Yield each request that may fit, and then add to `reserved` what it needs.
-
-        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
-        without a free device, and of equal requests that cannot be satisfied only one is tried.
-        """
-        unsatisfiable = set[LeaseRequest]()
-        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
-        free = self._allocator.ledger.free_singly(served)
-        for queued in self.requests:
-            request = queued.request
-            if queued is excluding or request in unsatisfiable:
-                continue
-            if not request.memory_mib and not any(
-                request.matches(device) and device.id not in reserved.devices for device in free
-            ):
-                continue
-            yield queued
-            more = self._allocator.reserve(request, candidates, reserved)
-            if not any(more):
-                unsatisfiable.add(request)
-            reserved.devices.update(more.devices)
-            reserved.memory_mib.update(more.memory_mib)

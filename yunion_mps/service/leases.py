@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator, Grant, Queue, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
@@ -26,6 +26,7 @@ from yunion_mps.leases.holders import (
     restore,
 )
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Grant, Queue
 from yunion_mps.leases.request import (
     Candidates,
     LeaseRequest,
@@ -246,7 +247,7 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
-                raise self._why_not(queued)
+                raise self.queue.why_not(queued, self._candidates())
             return grant.result()
         except asyncio.CancelledError:
             is_granted = grant.done() and not grant.cancelled() and not grant.exception()
@@ -307,15 +308,6 @@ class LeaseService:
             if refusal := refusals[queued.request]:
                 self.queue.requests.remove(queued)
                 self._grants[queued.position].set_exception(refusal)
-
-    def _why_not(self, queued: QueuedRequest) -> YunionError:
-        candidates = self._candidates()
-        try:
-            reserved = self.queue.reservation(candidates, excluding=queued)
-            self._allocator.choose(queued.request, candidates, reserved)
-        except NothingFreeError as error:
-            return error
-        return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
     def _admit(self, queued: QueuedRequest) -> QueuedRequest:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""

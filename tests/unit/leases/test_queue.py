@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Queue, Reservation
+from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 
