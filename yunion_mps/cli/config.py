@@ -58,6 +58,7 @@ class _Division(TypedDict, total=False):
     memory_reserve: int
     virtual_number: int
     thread_overcommit: float
+    thread_percentage: int
 
 
 EntryFields = TypedDict("EntryFields", {"path": str, "from": str})
@@ -175,6 +176,8 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
     elif entry.memory_unit_mib:
         shown["memory_unit"] = entry.memory_unit_mib
         shown["memory_reserve"] = entry.memory_reserve_mib
+        if entry.thread_percentage:
+            shown["thread_percentage"] = entry.thread_percentage
     else:
         shown["virtual_number"] = entry.virtual_number
     if entry.thread_overcommit is not None:

@@ -19,13 +19,8 @@ from typing import NamedTuple, TypedDict
 from yunion_mps.kubernetes.api_objects import ApiObject, OwnerReference, Resource
 from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import ApiServerError
-from yunion_mps.kubernetes.dra_devices import (
-    API_VERSION,
-    DRIVER,
-    SINCE,
-    OfferedDevice,
-    SliceDevice,
-)
+from yunion_mps.kubernetes.dra_devices import DRIVER, OfferedDevice
+from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, SliceDevice
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import first_of
 

@@ -135,6 +135,7 @@ def lease_json(
                 "addr": device.addr,
                 "gpu": device.gpu_address,
                 "memory_mib": device.memory_limit_mib,
+                "thread_percentage": device.thread_percentage,
                 "memory_peak_mib": peak_of(device.addr),
                 "sm_utilization": sm_of(device.addr),
             }

@@ -8,12 +8,11 @@ I/O, no waiting.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import Allocator, Reservation
+from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 
@@ -47,7 +46,7 @@ class Queue:
 
         It stays queued until it is removed; call this again once the ledger has its lease.
         """
-        reserved = Reservation(set(), Counter())
+        reserved = no_reservation()
         for queued in self._in_turn(candidates, reserved):
             with contextlib.suppress(NothingFreeError):
                 return queued, self._allocator.choose(queued.request, candidates, reserved)
@@ -55,7 +54,7 @@ class Queue:
 
     def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
         """What is free, but reserved for the queued requests, not counting `excluding`."""
-        reserved = Reservation(set(), Counter())
+        reserved = no_reservation()
         for _ in self._in_turn(candidates, reserved, excluding):
             pass
         return reserved
@@ -93,3 +92,4 @@ class Queue:
                 unsatisfiable.add(request)
             reserved.devices.update(more.devices)
             reserved.memory_mib.update(more.memory_mib)
+            reserved.thread_tenths.update(more.thread_tenths)

@@ -16,7 +16,10 @@ EMPTY = (
     "or enable_cuda_mps: false in host.conf to divide none"
 )
 NUMBER = "write a whole number from 1 to 60"
-KEYS = "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_overcommit, reserved_for"
+KEYS = (
+    "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
+    "reserved_for"
+)
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
 
