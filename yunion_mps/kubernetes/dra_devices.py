@@ -22,7 +22,7 @@ from yunion_mps.kubernetes.dra_objects import (
     SliceDevice,
 )
 from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.resources import only_reserved, unhealthy_cause
+from yunion_mps.kubernetes.resources import KnownDevice, only_reserved, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -95,10 +95,18 @@ class OfferedDevice(NamedTuple):
         return made
 
 
+class HostDevice(KnownDevice):
+    """What is read of a `Device`."""
+
+    model: str | None
+    reason_code: str
+    budget_enforced: bool
+
+
 class HostFacts(NamedTuple):
     """What the daemon says about the host; `gpus`, `domains` and `pcie_roots` are by GPU UUID."""
 
-    devices: Sequence[answers.Device]
+    devices: Sequence[HostDevice]
     pools: Sequence[answers.Pool]
     gpus: Mapping[str, answers.Gpu]
     domains: Mapping[str, answers.Domain]
@@ -170,7 +178,7 @@ def _consumed(result: AllocatedDevice, offered: OfferedDevice) -> dict[str, str]
 # -- devices
 
 
-def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
+def _share(one: HostDevice, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
     cause = unhealthy_cause(one, facts.other_leases)
     taint = one["reason_code"] or one["state"] if cause else ""
     address = _copied(one["addr"])
@@ -189,7 +197,7 @@ def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> Offe
     )
 
 
-def _combinable(one: answers.Device, domain: answers.Domain | None) -> int:
+def _combinable(one: HostDevice, domain: answers.Domain | None) -> int:
     """How many such devices of its GPU can be one budget, by the limits of its control daemon."""
     if domain is None:
         return 1
