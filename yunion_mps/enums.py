@@ -21,6 +21,10 @@ BINDINGS = ("process", "connection", "name", "container")
 #: Which GPUs are preferred: those with the fewest free devices, or the most.
 BINPACK, SPREAD = "binpack", "spread"
 PLACEMENTS = (BINPACK, SPREAD)
+#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
+#: set_default_client_priority). They are hints to the CUDA driver.
+NORMAL = "normal"
+PRIORITIES = (NORMAL, "below_normal")
 RELOAD_MODES = ("drain", "now")
 #: What a client is sent after its MPS server has disconnected it: SIGTERM, or also SIGKILL.
 NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from yunion_mps.enums import NORMAL
 from yunion_mps.reasons import NO_REASON, Reason
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
@@ -25,12 +26,6 @@ LEASE_VARIABLE = "YUNION_MPS_LEASE"
 
 #: Stands for all devices of the host if one control daemon serves them.
 ALL = "all"
-
-#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY, which are hints to the CUDA
-#: driver (nvidia-cuda-mps-control(1), set_default_client_priority).
-NORMAL = "normal"
-BELOW_NORMAL = "below_normal"
-PRIORITIES = (NORMAL, BELOW_NORMAL)
 
 
 class Source(NamedTuple):
@@ -53,7 +48,9 @@ class DeviceEntry(NamedTuple):
 
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
-    `thread_overcommit` is None or `over_budget` empty, host.conf applies. `reserved_for` may be empty.
+    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies, and if `over_budget` is empty,
+    host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
+    proportion to memory.
     """
 
     path: str
@@ -66,6 +63,7 @@ class DeviceEntry(NamedTuple):
     thread_overcommit: float | None = None
     reserved_for: str = ""
     over_budget: str = ""
+    thread_percentage: int = 0
 
 
 class Config(NamedTuple):
@@ -188,7 +186,8 @@ class Pool(NamedTuple):
     `memory_mib`, a multiple of the unit, is the most that a single client can get. Each client takes
     `reserve_mib` in addition to its units, and all together take at most `memory_total_mib`; MPS allows
     `clients` of them. Threads are proportional to memory, times `thread_overcommit`; None does not limit
-    them.
+    them. If `thread_percentage` is not 0, each client has that or what its request names instead, and all
+    together have at most 100 times `thread_overcommit`.
     """
 
     gpu_uuid: str
@@ -199,6 +198,7 @@ class Pool(NamedTuple):
     reserve_mib: int
     clients: int
     thread_overcommit: float | None = 1.0
+    thread_percentage: int = 0
 
 
 class PlannedGpu(NamedTuple):

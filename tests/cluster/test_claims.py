@@ -81,6 +81,27 @@ def test_claims_consume_the_memory_of_a_pool(node: Node) -> None:
     assert_leased_to(node.daemon, containers[1], node.wait_running("third"))
 
 
+def test_claims_consume_the_threads_of_a_pool(node: Node) -> None:
+    node.daemon.host.divide(f"{IN_UNITS}\n  thread_percentage: 25")
+    assert node.daemon.ask("POST", "/v1/reload")[0] == 200
+    node.start_plugin(dra=True)
+    node.wait_published(1)
+    by_default = node.create_example("dra-memory")
+    named_threads = node.create_example("dra-memory-and-threads")
+    job = take(node.daemon, "holder.name=job&holder.ttl_s=0&memory_mib=1024&thread_percentage=30")["id"]
+    eventually(
+        lambda: node.devices()[0]["capacity"]["smPercentage"]["value"] == "70", "the threads that are left"
+    )
+    containers = [node.run(named(named_threads, "half"))]
+    node.create(named(by_default, "quarter"))
+    node.wait_pending("quarter", "cannot allocate all claims")
+    node.daemon.ask("DELETE", f"/v1/leases/{job}")
+    containers.append(node.wait_running("quarter"))
+    percentages = [one.environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for one in containers]
+    assert percentages == ["50", "25"]
+    assert_leased_to(node.daemon, *containers)
+
+
 def test_two_shares_are_scheduled_only_where_they_can_be_combined(node: Node, driver: KubeletPlugin) -> None:
     trainer = node.create_example("dra-two-shares")
     node.create(named(trainer, "trainer"))

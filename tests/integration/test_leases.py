@@ -21,6 +21,7 @@ from integration.lease_host import (
     start,
     stranger,
     take,
+    wait_until_wait,
     who_waits,
 )
 
@@ -208,3 +209,28 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     status, answer = daemon.ask("POST", "/v1/leases", "memory_units=1000")
     assert (status, answer["code"]) == (410, "infeasible")
     assert daemon.ask("POST", "/v1/leases", "memory_units=1")[1]["code"] == "nothing_free"
+
+
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_threads_of_a_pool_are_leased_and_waited_for(daemon: Daemon) -> None:
+    host = daemon.host
+    host.divide("memory_unit: 1GiB\n  thread_percentage: 40")
+    daemon.start().wait_ready()
+    assert daemon.control("get_default_active_thread_percentage") == ["100.0"]
+    first = take(daemon, "memory_mib=1024&holder.name=first&holder.ttl_s=600")
+    assert first["environment"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+    memory = ("--gpu-mem", "1GiB", "--thread-percentage")
+    assert run(host, *memory, "60", "printenv", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").stdout == "60\n"
+    (pool,) = daemon.get("/v1/pools")[1]["pools"]
+    counted = {name: value for name, value in pool.items() if name.startswith("thread_percentage")}
+    assert [*counted.values()] == [40, 100, 60]
+    refused = run(host, *memory, "61", "true")
+    left = "15360 MiB and 60 % of the threads free on GPU 00:06.0 [nothing_free]"
+    assert refused.returncode == 5
+    assert refused.stderr.startswith(
+        f"yunion-mps: 1024 MiB with 61 % of the threads cannot be allocated now: {left}\n"
+    )
+    with host.popen(["yunion-mps", "run", *memory, "61", "--wait=1h", "true"]) as waiting:
+        wait_until_wait(daemon, 1)
+        assert daemon.ask("DELETE", f"/v1/leases/{first['id']}")[0] == 200
+    assert waiting.returncode == 0

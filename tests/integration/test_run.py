@@ -152,6 +152,7 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
             (f"run --device 00:06.0-1 {option} true", "--device already selects the devices: omit --count,")
             for option in ("--count 2", "--gpu-mem 2GiB", "--gpu-mem-units 2")
         ),
+        ("run --thread-percentage 10 true", "--thread-percentage requires --gpu-mem or --gpu-mem-units"),
         (
             "run --podman --rm IMAGE true",
             "run has no option --rm; write podman's options after --: yunion-mps",

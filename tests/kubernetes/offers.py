@@ -45,6 +45,8 @@ def pool(gpu: int, **changed: object) -> answers.Pool:
         "memory_unit_mib": 128,
         "memory_reserve_mib": 0,
         "memory_mib": 16384,
+        "thread_percentage": None,
+        "thread_percentage_total": None,
         "state": "available",
         "reason": "",
         "reason_code": "",
@@ -55,9 +57,11 @@ def pool(gpu: int, **changed: object) -> answers.Pool:
     return cast("answers.Pool", made)
 
 
-def lease(gpu: int, memory_mib: int, name: str = "theirs") -> answers.LeaseRecord:
-    """A lease of so much memory of a GPU."""
-    budget = {"gpu": f"{gpu:02x}:00.0", "memory_mib": memory_mib}
+def lease(
+    gpu: int, memory_mib: int, name: str = "theirs", thread_percentage: float = 0.0
+) -> answers.LeaseRecord:
+    """A lease of so much memory and of the SM threads of a GPU."""
+    budget = {"gpu": f"{gpu:02x}:00.0", "memory_mib": memory_mib, "thread_percentage": thread_percentage}
     return cast("answers.LeaseRecord", {"id": name, "budgets": [budget]})
 
 

@@ -72,7 +72,8 @@ def check_policy(capacity: dict[str, Any], *, is_shared: bool) -> None:
     policy = capacity["requestPolicy"]
     value, default = size_of(capacity["value"]), size_of(policy["default"])
     least = size_of(policy["validRange"]["min"])
-    assert least <= default <= value, "default"
+    most = size_of(policy["validRange"].get("max", capacity["value"]))
+    assert least <= default <= most <= value, "default"
     if "step" not in policy["validRange"]:
         return
     step = size_of(policy["validRange"]["step"])

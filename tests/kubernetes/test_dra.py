@@ -49,6 +49,16 @@ def test_the_driver_registers_with_both_versions_and_publishes_devices(
     assert stored["metadata"]["ownerReferences"][0]["name"] == "node-1"
 
 
+@pytest.mark.gpus({"kind": "v100", "count": 6, "virtual_number": 48})
+def test_devices_that_are_read_in_pages_are_all_published(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    names = {device["name"] for device in dra_kubelet.wait_published(288)}
+    assert names == {f"00-{gpu:02x}-0-{slot}" for gpu in range(6, 12) for slot in range(48)}
+    take(ready_daemon, "devices=00:0b.0-47&holder.name=job&holder.ttl_s=600")
+    assert names - {device["name"] for device in dra_kubelet.wait_published(287)} == {"00-0b-0-47"}
+
+
 def test_a_claim_is_one_lease_from_prepare_to_unprepare(
     dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.dra_devices import (
-    AllocatedDevice,
     ClaimRequest,
     architecture_of,
     bus_id,
@@ -16,6 +15,7 @@ from yunion_mps.kubernetes.dra_devices import (
     requested_by,
     version_of,
 )
+from yunion_mps.kubernetes.dra_objects import AllocatedDevice
 from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
 
 from kubernetes.offers import V100, facts, lease, pool, share, uuid_of
@@ -130,6 +130,56 @@ def test_a_pool_lacks_the_memory_that_others_have_leased(leased_mib: int, left_m
     assert (one.taint, bool(one.reason), one.is_healthy) == (taint, bool(taint), True)
 
 
+@pytest.mark.parametrize(
+    ("total", "taken", "value", "amounts", "taint"),
+    [
+        (100.0, 0.0, "100", {"min": "1", "step": "1"}, ""),
+        (100.0, 33.3, "66", {"min": "1", "step": "1"}, ""),
+        (100.0, 95.0, "10", {"min": "1", "step": "1"}, "leased"),
+        (200.0, 0.0, "200", {"min": "1", "step": "1", "max": "100"}, ""),
+    ],
+)
+def test_a_pool_that_counts_threads_has_them_as_a_capacity(
+    total: float, taken: float, value: str, amounts: dict[str, str], taint: str
+) -> None:
+    leases = [lease(6, 1024, thread_percentage=taken)] if taken else []
+    counting = pool(6, thread_percentage=10, thread_percentage_total=total)
+    (one,) = offered_devices(facts(pools=[counting], other_leases=leases))
+    threads = one.device["capacity"]["smPercentage"]
+    assert threads == {"value": value, "requestPolicy": {"default": "10", "validRange": amounts}}
+    check_policy(dict(threads), is_shared=True)
+    assert (one.taint, bool(one.reason)) == (taint, bool(taint))
+
+
+def test_a_pool_with_a_single_percent_has_no_step() -> None:
+    counting = pool(6, thread_percentage=1, thread_percentage_total=100.0)
+    (one,) = offered_devices(facts(pools=[counting], other_leases=[lease(6, 1024, thread_percentage=99.0)]))
+    threads = one.device["capacity"]["smPercentage"]
+    assert threads == {"value": "1", "requestPolicy": {"default": "1", "validRange": {"min": "1"}}}
+    check_policy(dict(threads), is_shared=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "consumed", "memory_mib", "percentage"),
+    [
+        ("08-00-0", {"memory": "1Gi", "smPercentage": "25"}, 1024, 25),
+        ("08-00-0", {"mps.yunion.io/memory": "1Gi", "mps.yunion.io/smPercentage": "1"}, 1024, 1),
+        ("08-00-0", {"memory": "1Gi"}, 1024, 0),  # allocated before the pool counted threads
+        ("08-00-0", {}, 16384, 100),
+        ("09-00-0", {"memory": "1Gi", "smPercentage": "25"}, 1024, 0),  # it no longer counts them
+    ],
+)
+def test_a_claim_asks_for_the_threads_that_it_consumes(
+    device: str, consumed: dict[str, str], memory_mib: int, percentage: int
+) -> None:
+    pools = [pool(8, thread_percentage=10, thread_percentage_total=150.0), pool(9)]
+    offered = {one.name: one for one in offered_devices(facts(pools=pools))}
+    allocated = result(device)
+    allocated["consumedCapacity"] = consumed
+    made = requested_by([allocated], offered, "node")
+    assert (made.memory_mib, made.thread_percentage) == (memory_mib, percentage)
+
+
 def test_what_is_reserved_beside_the_leases_of_others_is_no_capacity() -> None:
     reserving = pool(6, memory_unit_mib=1024, memory_reserve_mib=1024, memory_mib=15360)
     for leases, left in (([], "16Gi"), ([lease(6, 2048)], "13Gi"), ([lease(6, 14336)], "2Gi")):
@@ -162,7 +212,12 @@ def result(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDev
 EXAMPLES = Path(__file__).parents[2].joinpath("etc/kubernetes/examples")
 OFFERED = {
     one.name: one
-    for one in offered_devices(facts([share(6, 0), share(6, 1), share(7, 0)], [pool(8), pool(9)]))
+    for one in offered_devices(
+        facts(
+            [share(6, 0), share(6, 1), share(7, 0)],
+            [pool(8), pool(9), pool(10, thread_percentage=10, thread_percentage_total=100)],
+        )
+    )
 }
 
 
@@ -253,7 +308,7 @@ def test_the_claims_of_the_examples_name_what_devices_have(path: Path) -> None:
     capacities = {name for device in devices for name in device["capacity"]}
     named = re.findall(r'attributes\["mps.yunion.io"\]\.(\w+)|Attribute: mps.yunion.io/(\w+)', text)
     assert {one or other for one, other in named} <= attributes
-    sizes = re.findall(r'capacity\["mps.yunion.io"\]\.(\w+)|capacity: {requests: {(\w+): ', text)
+    sizes = re.findall(r'capacity\["mps.yunion.io"\]\.(\w+)|(?:capacity: {requests: {|Gi, )(\w+): ', text)
     assert {one or other for one, other in sizes} <= capacities
     assert "deviceClassName: mps.yunion.io\n" in text
     assert len(named) + len(sizes) > 0

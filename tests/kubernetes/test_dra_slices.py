@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +34,7 @@ LOST = {"state": "unavailable", "reason_code": "gpu_lost", "reason": "the GPU is
 def stored(offered: list[OfferedDevice], generation: int = 1) -> dict[str, ResourceSlice]:
     """The slices of these devices, as an API server has them."""
     found: dict[str, ResourceSlice] = {}
-    for one in copy.deepcopy(list(plan_writes({}, slices_of(offered), NODE, None).stored)):
+    for one in (write.build() for write in plan_writes({}, slices_of(offered), NODE, None).stored):
         one["spec"]["pool"] = {**one["spec"]["pool"], "generation": generation}
         one["metadata"]["resourceVersion"], one["metadata"]["uid"] = "7", one["metadata"]["name"]
         for device in one["spec"]["devices"]:
@@ -75,7 +74,8 @@ def test_every_slice_obeys_the_api_s_rules() -> None:
     )
     for offered in (shares(64, 48, **LOST), pools):
         writes = plan_writes({}, slices_of(offered), NODE, None)
-        assert [wrong_with(cast("dict[str, Any]", one)) for one in writes.stored] == [""] * len(writes.stored)
+        wrong = [wrong_with(cast("dict[str, Any]", one.build())) for one in writes.stored]
+        assert wrong == [""] * len(writes.stored)
 
 
 def test_slices_that_are_up_to_date_are_not_written() -> None:
@@ -86,7 +86,8 @@ def test_slices_that_are_up_to_date_are_not_written() -> None:
 def test_a_change_of_one_slice_keeps_the_generation() -> None:
     existing = stored(shares(20, 8), generation=5)
     writes = plan_writes(existing, slices_of(shares(20, 8, **LOST)), NODE, None)
-    (one,) = writes.stored
+    one = writes.stored[0].build()
+    assert len(writes.stored) == 1
     assert one["metadata"] == {"name": slice_name(NODE, 0), "resourceVersion": "7"}
     assert one["spec"]["pool"] == {"name": NODE, "generation": 5, "resourceSliceCount": 3}
     assert one["spec"]["devices"][0]["taints"] == [{"key": "mps.yunion.io/gpu_lost", "effect": "NoSchedule"}]
@@ -97,7 +98,7 @@ def test_a_change_of_several_slices_is_a_new_generation_of_all() -> None:
     for gpus, number, deleted in ((30, 4, 0), (10, 2, 1)):
         writes = plan_writes(existing, slices_of(shares(gpus, 8)), NODE, None)
         assert len(writes.stored) == number
-        assert {one["spec"]["pool"]["generation"] for one in writes.stored} == {6}
+        assert {one.pool["generation"] for one in writes.stored} == {6}
         assert len(writes.deleted) == deleted
 
 
@@ -106,7 +107,7 @@ def test_a_half_written_generation_is_replaced_by_the_next() -> None:
     existing = stored(offered, generation=5)
     existing[slice_name(NODE, 1)]["spec"]["pool"]["generation"] = 6
     writes = plan_writes(existing, slices_of(offered), NODE, None)
-    assert [one["spec"]["pool"]["generation"] for one in writes.stored] == [7, 7, 7]
+    assert [one.pool["generation"] for one in writes.stored] == [7, 7, 7]
 
 
 def test_without_taints_unusable_devices_are_left_out() -> None:

@@ -118,6 +118,16 @@ def test_memory_reserved_beside_leases_is_not_offered(node: Node) -> None:
     assert len(kubelet.wait_healthy(14)) == 14, "of 16384 MiB, 4 x 512 MiB are reserved"
 
 
+def test_pods_have_the_thread_percentage_of_the_pool(node: Node, start_container: StartContainer) -> None:
+    kubelet = node.start(f"{IN_UNITS}\n  thread_percentage: 40")
+    kubelet.wait_healthy(16)
+    pods = [kubelet.run_pod(name, units) for name, units in (("small", 1), ("large", 4))]
+    for pod in pods:
+        assert pod.answer.envs["YUNION_MPS_SM_PERCENT"] == "40"
+        assert start_container(pod).environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+    assert len(kubelet.wait_healthy(5)) == 5, "without threads, no more memory is of use"
+
+
 def test_the_health_of_memory_follows_its_gpu(node: Node) -> None:
     kubelet = node.start(IN_UNITS)
     kubelet.wait_healthy(16)
@@ -243,6 +253,7 @@ def test_the_units_of_64_large_gpus_fit_into_one_message(daemon: Daemon) -> None
     pool = {
         "numa_node": 1, "memory_unit_mib": 128, "memory_reserve_mib": 0,
         "memory_mib": 143_744, "memory_free_mib": 143_744,
+        "thread_percentage": None, "thread_percentage_free": None,
         "state": "available", "reason": "", "reserved_for": None,
     }  # fmt: skip
     gpus = (f"{number:02x}:00.0" for number in range(64))

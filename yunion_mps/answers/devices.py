@@ -151,6 +151,18 @@ class Pool(TypedDict):
         float | None,
         Field("A lease has its share of the memory times this of the SM threads; null: all.", minimum=1),
     ]
+    thread_percentage: Annotated[
+        int | None,
+        Field("What a lease has of the SM threads if its request names nothing else; null: its share of the "
+              "memory decides.", minimum=1, maximum=100),
+    ]  # fmt: skip
+    thread_percentage_total: Annotated[
+        float | None,
+        Field("What all leases together may have of the SM threads; null: not counted.", minimum=0),
+    ]
+    thread_percentage_free: Annotated[
+        float | None, Field("What of that more leases can get now; null: not counted.", minimum=0)
+    ]
     state: Annotated[str, Field("Whether it serves leases.", enum=[enums.AVAILABLE, enums.UNAVAILABLE])]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode
@@ -264,6 +276,7 @@ class DeviceBudget(TypedDict):
     addr: Annotated[str, Field("The device's address.")]
     gpu: Annotated[str, Field("Its GPU's address.")]
     memory_mib: Mib
+    thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]
     memory_peak_mib: Annotated[Mib | None, Field("Its highest use since the lease began.")]
     sm_utilization: Annotated[
         Utilization | None, Field("Null: the driver has no sample, or does not report it.")

@@ -58,6 +58,7 @@ class _Division(TypedDict, total=False):
     memory_reserve: int
     virtual_number: int
     thread_overcommit: float
+    thread_percentage: int
     over_budget: str
 
 
@@ -176,6 +177,8 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
     elif entry.memory_unit_mib:
         shown["memory_unit"] = entry.memory_unit_mib
         shown["memory_reserve"] = entry.memory_reserve_mib
+        if entry.thread_percentage:
+            shown["thread_percentage"] = entry.thread_percentage
     else:
         shown["virtual_number"] = entry.virtual_number
     if entry.thread_overcommit is not None:

@@ -175,7 +175,8 @@ BUDGET_VARIABLES = (
 #: Formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
 _REQUEST_OPTIONS = (
-    "devices", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "allow_unlimited"
+    "devices", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units", "thread_percentage",
+    "allow_unlimited",
 )  # fmt: skip
 #: Looks like a duration, not like a command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
@@ -233,6 +234,11 @@ def request_options(function: F) -> F:
             "--gpu-mem-units", type=Number(1, MAX_MIB), metavar="N",
             help="Like --gpu-mem, in units of gpu_memory_unit (1024 MiB by default).",
         ),
+        click.option(
+            "--thread-percentage", type=Number(1, 100), metavar="N",
+            help="With --gpu-mem: use N percent of the SM threads, "
+            "on a GPU whose entry has thread_percentage.",
+        ),
         click.option("--across", is_flag=True, help="With --count: use devices of different GPUs."),
         click.option(
             "--spread", is_flag=True,
@@ -289,7 +295,7 @@ class RequestCommand(click.Command):
 
 def _request(
     devices: tuple[str, ...], gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, allow_unlimited: bool,
+    gpu_mem: str | None, gpu_mem_units: int | None, thread_percentage: int | None, allow_unlimited: bool,
 ) -> RequestMembers:  # fmt: skip
     """Return the lease request as members of the API's body; raises UsageError."""
     if "" in devices or gpu == "":
@@ -300,6 +306,8 @@ def _request(
         raise click.UsageError(
             "--device already selects the devices: omit --count, --gpu-mem and --gpu-mem-units."
         )
+    if thread_percentage is not None and gpu_mem is None and gpu_mem_units is None:
+        raise click.UsageError("--thread-percentage requires --gpu-mem or --gpu-mem-units.")
     if devices and gpu:
         raise click.UsageError("--device already selects the GPU: omit --gpu.")
     if across and count < 2:
@@ -312,6 +320,7 @@ def _request(
         "count": count if count > 1 else None,
         "memory_mib": None if gpu_mem is None else _memory(gpu_mem),
         "memory_units": gpu_mem_units,
+        "thread_percentage": thread_percentage,
         "across": across or None,
         "placement": "spread" if spread else None,
         "allow_unlimited": allow_unlimited or None,

@@ -68,6 +68,7 @@ class LeaseMethod(Generic[TakenT]):
         self,
         *,
         memory: str | None = None,
+        thread_percentage: int | None = None,
         count: int = 1,
         across: bool = False,
         devices: Sequence[str] = (),
@@ -80,12 +81,12 @@ class LeaseMethod(Generic[TakenT]):
     ) -> TakenT:
         """Lease devices; they are released at the end of a `with` block, or when this process exits.
 
-        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units. The
-        `count` devices are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and
-        `gpu` (UUID or address) restrict the choice. The `placement` "spread" prefers the GPU with the most
-        free devices, "binpack" the one with the fewest. GPUs that do not enforce budgets (older than Volta)
-        are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no
-        limit.
+        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units, and
+        `thread_percentage` its part of the SM threads if the GPU's entry has that key. The `count` devices
+        are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and `gpu` (UUID or
+        address) restrict the choice. The `placement` "spread" prefers the GPU with the most free devices,
+        "binpack" the one with the fewest. GPUs that do not enforce budgets (older than Volta) are used only
+        with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no limit.
 
         A lease with a `name` is bound to the name instead of this process: it is renewed while this process
         runs, and expires `ttl_s` (60) seconds after that.
@@ -103,11 +104,13 @@ class LeaseMethod(Generic[TakenT]):
                 f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
             )
         given = {"count": count, "gpu": gpu, "placement": placement, "name": name, "ttl_s": ttl_s}
+        given["thread_percentage"] = thread_percentage
         for argument, value in given.items():
             if value is not None:
                 _refuse_out_of_bounds(argument, value)
         members: RequestMembers = {
             "memory_mib": None if memory is None else _memory(memory),
+            "thread_percentage": thread_percentage,
             "count": count if count != 1 else None,
             "across": across or None,
             "devices": list(devices) or None,

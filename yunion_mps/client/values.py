@@ -161,6 +161,9 @@ class Pool(AnswerValue["answers.Pool"]):
     memory_free_mib: int
     gpu_memory_mib: int
     thread_overcommit: Optional[float]
+    thread_percentage: Optional[int]
+    thread_percentage_total: Optional[float]
+    thread_percentage_free: Optional[float]
     state: str
     reason: str
     reason_code: str
@@ -295,6 +298,7 @@ class DeviceBudget(AnswerValue["answers.DeviceBudget"]):
     addr: str
     gpu: str
     memory_mib: int
+    thread_percentage: float
     memory_peak_mib: Optional[int]
     sm_utilization: Optional[int]
 

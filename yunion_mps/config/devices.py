@@ -31,9 +31,9 @@ from yunion_mps.config.values import (
     text,
     whole_number,
 )
-from yunion_mps.enums import REPORT, RESERVATIONS, TERMINATE
+from yunion_mps.enums import PRIORITIES, REPORT, RESERVATIONS, TERMINATE
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE, PRIORITIES, Config, DeviceEntry, SliceEntry, Source
+from yunion_mps.models import DEV_TYPE, Config, DeviceEntry, SliceEntry, Source
 from yunion_mps.paths import Paths
 
 #: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
@@ -43,12 +43,20 @@ _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_numb
 #: The keys that divide a GPU; an entry has one of them.
 _DIVIDING = ("virtual_number", "slices", "memory_unit")
 #: Keys that only our entries have; beside `devices`, too, they can only be meant for one of them.
-_OUR_KEYS = (*_DIVIDING, "memory_reserve", "thread_overcommit", "reserved_for", "over_budget")
+_OUR_KEYS = (
+    *_DIVIDING,
+    "memory_reserve",
+    "thread_percentage",
+    "thread_overcommit",
+    "reserved_for",
+    "over_budget",
+)
 _KEYS = ("path", "type", *_OUR_KEYS)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
     "memory_reserve": ("memory_unit",),
+    "thread_percentage": ("memory_unit",),
     "thread_overcommit": ("slices", "memory_unit"),
 }
 
@@ -197,6 +205,7 @@ class _Reader:
             return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
         unit = self._read_optional(division, one_of(*MEMORY_UNITS), nodes)
         reserve = self._read_optional("memory_reserve", memory(0), nodes)
+        percentage = self._read_optional("thread_percentage", whole_number(1, 100), nodes)
         if unit is None:
             return entry
         return entry._replace(
@@ -204,6 +213,7 @@ class _Reader:
             memory_unit_mib=MEMORY_UNITS[unit],
             memory_reserve_mib=reserve or 0,
             thread_overcommit=overcommit,
+            thread_percentage=percentage or 0,
         )
 
     def _check_division(self, division: str, nodes: Nodes) -> None:
@@ -212,6 +222,8 @@ class _Reader:
             if name in nodes and division not in required:
                 what = f"{name} is not allowed with {division}, only with {' or '.join(required)}"
                 hint = "remove it"
+                if name == "thread_percentage" and division == "slices":
+                    hint = "write it in each slice"
                 if name == "thread_overcommit":
                     hint += ", or set cuda_mps_thread_percentage in host.conf"
                 self._report(nodes[name][0], what, hint)

@@ -174,6 +174,14 @@ class AsyncDaemonClient:
         exchange = Exchange(operation.method, operation.encode(arguments))
         return conditional_result_of(await self._send(exchange, default_timeout_s(operation, arguments)))
 
+    async def etag_once_changed(self, operation: Operation[Any], **arguments: Value) -> str:
+        """The answer's ETag. The answer is not decoded, which takes much memory if it is large."""
+        exchange = Exchange(operation.method, operation.encode(arguments))
+        response = await self._send(exchange, default_timeout_s(operation, arguments))
+        if response.status not in (*_DONE, 304):
+            result_of(response)
+        return dict(response.headers).get("ETag", "")
+
     async def _send(self, exchange: Exchange, timeout_s: float) -> Response:
         from yunion_mps.tasks import within  # asyncio, which a blocking client need not import
 

@@ -163,6 +163,7 @@ class Handlers:
         across: bool,
         memory_mib: int | None,
         memory_units: int | None,
+        thread_percentage: int | None,
         devices: Sequence[str] | None,
         gpu: str | None,
         placement: str,
@@ -178,13 +179,18 @@ class Handlers:
             raise BadRequestError("memory_mib and memory_units are mutually exclusive", "use one of them")
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
             raise BadRequestError("devices cannot be combined with count or memory", "omit one of them")
+        if thread_percentage is not None and memory_mib is None and memory_units is None:
+            what = "thread_percentage only applies to requests for memory"
+            raise BadRequestError(what, "request an amount of memory, too, or omit it")
         if across and count == 1:
             raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
         mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib
         if reserved_for:
             refuse_unprivileged(request.uid, f"request devices that are reserved for {reserved_for}")
         names, use = tuple(devices or ()), reserved_for or ""
-        requested = LeaseRequest(count, names, gpu or "", across, placement, mib, allow_unlimited, use)
+        requested = LeaseRequest(
+            count, names, gpu or "", across, placement, mib, allow_unlimited, use, thread_percentage or 0
+        )
         queued = QueuedRequest(requested, _holder(request, holder), idempotency_key or "", cdi)
         if dry_run:
             return self._services.leases.preview(queued)

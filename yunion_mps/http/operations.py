@@ -325,6 +325,8 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     _number("memory_mib", "The memory of each device, on a GPU that is divided by `memory_unit` or `slices`.",
             1, MAX_MIB),
     _number("memory_units", "Like `memory_mib`, in units of `gpu_memory_unit`.", 1, MAX_MIB),
+    _number("thread_percentage", "With an amount of memory: the percentage of the SM threads of each device, "
+            "on a GPU whose entry has `thread_percentage`; of a slice, at least this.", 1, 100),
     Parameter("devices", "Exactly these devices: ids, addresses, or unique prefixes of either; `all`: all "
               "devices of the host.", "array", minimum=1, maximum=MAX_DEVICES_PER_LEASE, pattern="^.+$",
               hint=_GIVE_ONE, example=("00:06.0-1",)),

@@ -109,6 +109,7 @@ class RequestMembers(TypedDict, total=False):
     across: bool | None
     memory_mib: int | None
     memory_units: int | None
+    thread_percentage: int | None
     devices: list[str] | None
     gpu: str | None
     placement: str | None

@@ -21,14 +21,8 @@ from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
-from yunion_mps.kubernetes.dra_devices import (
-    API_VERSION,
-    DRIVER,
-    SINCE,
-    AllocatedDevice,
-    ClaimRequest,
-    ResourceClaim,
-)
+from yunion_mps.kubernetes.dra_devices import DRIVER, ClaimRequest
+from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
 from yunion_mps.kubernetes.leases import call_patiently, list_containers
 from yunion_mps.paths import Paths
 
@@ -116,6 +110,8 @@ class ClaimLeases:
             members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
             if request.memory_mib:
                 members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
+            if request.thread_percentage:
+                members["thread_percentage"] = request.thread_percentage
             # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
             holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
             return await call_patiently(
@@ -205,5 +201,7 @@ def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
     """Whether it is a lease of what is requested."""
     if request.devices:
         return set(lease["devices"]) == set(request.devices)
+    if request.thread_percentage not in (0, lease["thread_percentage"]):
+        return False
     memory_mib = sum(budget["memory_mib"] for budget in lease["budgets"])
     return lease["gpus"] == [request.gpu] and memory_mib >= request.memory_mib

@@ -1,30 +1,34 @@
 """What the host offers as devices of ResourceSlices, and which lease an allocation of them requires.
 
-All names, members and limits are those of the API group resource.k8s.io/v1 (k8s.io/api/resource/v1/types.go).
-Nothing here does I/O.
+All names and limits are those of the API group resource.k8s.io/v1 (k8s.io/api/resource/v1/types.go). Nothing
+here does I/O.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import AVAILABLE, LEASED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
-from yunion_mps.kubernetes.api_objects import ApiObject
+from yunion_mps.kubernetes.dra_objects import (
+    AllocatedDevice,
+    DeviceAttribute,
+    DeviceCapacity,
+    RequestPolicy,
+    RequestRange,
+    SliceDevice,
+)
 from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.resources import only_reserved, unhealthy_cause
+from yunion_mps.kubernetes.resources import KnownDevice, only_reserved, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
 #: The driver's name, to which unqualified names of attributes and capacities belong.
 DRIVER = "mps.yunion.io"
-API_VERSION = "resource.k8s.io/v1"
-#: The first Kubernetes that serves it.
-SINCE = "1.34"
 NO_SCHEDULE = "NoSchedule"
 #: The capacities.
 MEMORY, SM_PERCENTAGE = "memory", "smPercentage"
@@ -45,98 +49,6 @@ _ARCHITECTURES = (
     ((5, 0), "Maxwell"),
     ((3, 0), "Kepler"),
 )
-
-
-class DeviceAttribute(TypedDict, total=False):
-    """Exactly one of these."""
-
-    string: str
-    int: int
-    bool: bool
-    version: str
-
-
-class RequestRange(TypedDict, total=False):
-    min: str
-    max: str
-    step: str
-
-
-class RequestPolicy(TypedDict, total=False):
-    default: str
-    validRange: RequestRange
-
-
-class DeviceCapacity(TypedDict, total=False):
-    value: str
-    requestPolicy: RequestPolicy
-
-
-class DeviceTaint(TypedDict, total=False):
-    key: str
-    value: str
-    effect: str
-    timeAdded: str
-
-
-class SliceDevice(TypedDict, total=False):
-    """The API's `Device`."""
-
-    name: str
-    attributes: dict[str, DeviceAttribute]
-    capacity: dict[str, DeviceCapacity]
-    allowMultipleAllocations: bool
-    taints: list[DeviceTaint]
-
-
-class DeviceIdentity(TypedDict):
-    request: str
-    driver: str
-    pool: str
-    device: str
-
-
-class AllocatedDevice(DeviceIdentity, total=False):
-    """The API's `DeviceRequestAllocationResult`."""
-
-    shareID: str
-    consumedCapacity: dict[str, str]
-    adminAccess: bool
-
-
-class OpaqueParameters(TypedDict, total=False):
-    driver: str
-
-
-class DeviceParameters(TypedDict, total=False):
-    """The API's `DeviceAllocationConfiguration`."""
-
-    opaque: OpaqueParameters
-
-
-class AllocatedDevices(TypedDict, total=False):
-    results: list[AllocatedDevice]
-    config: list[DeviceParameters]
-
-
-class ClaimAllocation(TypedDict, total=False):
-    devices: AllocatedDevices
-
-
-class ClaimConsumer(TypedDict, total=False):
-    resource: str
-    name: str
-    uid: str
-
-
-class ClaimStatus(TypedDict, total=False):
-    allocation: ClaimAllocation
-    reservedFor: list[ClaimConsumer]
-
-
-class ResourceClaim(ApiObject, total=False):
-    status: ClaimStatus
-
 
 #: The attributes that all devices of a GPU have, by its UUID.
 GpuAttributes = dict[str, dict[str, DeviceAttribute]]
@@ -183,10 +95,18 @@ class OfferedDevice(NamedTuple):
         return made
 
 
+class HostDevice(KnownDevice):
+    """What is read of a `Device`."""
+
+    model: str | None
+    reason_code: str
+    budget_enforced: bool
+
+
 class HostFacts(NamedTuple):
     """What the daemon says about the host; `gpus`, `domains` and `pcie_roots` are by GPU UUID."""
 
-    devices: Sequence[answers.Device]
+    devices: Sequence[HostDevice]
     pools: Sequence[answers.Pool]
     gpus: Mapping[str, answers.Gpu]
     domains: Mapping[str, answers.Domain]
@@ -196,11 +116,15 @@ class HostFacts(NamedTuple):
 
 
 class ClaimRequest(NamedTuple):
-    """What to lease for a claim: these devices, or this much memory of one GPU."""
+    """What to lease for a claim: these devices, or this much memory of one GPU.
+
+    A `thread_percentage` of 0 leaves it to the daemon.
+    """
 
     devices: tuple[str, ...] = ()
     gpu: str = ""
     memory_mib: int = 0
+    thread_percentage: int = 0
 
 
 def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
@@ -234,21 +158,27 @@ def requested_by(
     if len(pools) > 1 or not all(one.is_pool for one in found):
         what = "a claim can have memory of only one GPU, or whole devices, but not both"
         raise InfeasibleError(what, "request each in a separate claim, for a separate container")
-    mib = sum(_consumed_mib(result, one) for result, one in zip(results, found)) - found[0].reserve_mib
-    return ClaimRequest((), found[0].address, max(1, mib))
+    consumed = [_consumed(result, one) for result, one in zip(results, found)]
+    mib = sum(round(quantity(one[MEMORY])) >> 20 for one in consumed) - found[0].reserve_mib
+    percentage = sum(round(quantity(one[SM_PERCENTAGE])) for one in consumed if SM_PERCENTAGE in one)
+    return ClaimRequest((), found[0].address, max(1, mib), min(100, percentage))
 
 
-def _consumed_mib(result: AllocatedDevice, offered: OfferedDevice) -> int:
-    """The memory of a pool that is allocated; all of it if the cluster does not share devices."""
-    consumed = {name.rpartition("/")[2]: value for name, value in result.get("consumedCapacity", {}).items()}
-    text = consumed.get(MEMORY) or offered.capacity[MEMORY]["value"]
-    return round(quantity(text)) >> 20
+def _consumed(result: AllocatedDevice, offered: OfferedDevice) -> dict[str, str]:
+    """The capacities of a pool that are allocated; all of them if the cluster does not share devices.
+
+    Those that the pool had when it was allocated, and no longer has, are left out.
+    """
+    found = {name.rpartition("/")[2]: value for name, value in result.get("consumedCapacity", {}).items()}
+    if MEMORY not in found:
+        found = {name: capacity["value"] for name, capacity in offered.capacity.items()}
+    return {name: value for name, value in found.items() if name in offered.capacity}
 
 
 # -- devices
 
 
-def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
+def _share(one: HostDevice, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
     cause = unhealthy_cause(one, facts.other_leases)
     taint = one["reason_code"] or one["state"] if cause else ""
     address = _copied(one["addr"])
@@ -267,7 +197,7 @@ def _share(one: answers.Device, facts: HostFacts, common: GpuAttributes) -> Offe
     )
 
 
-def _combinable(one: answers.Device, domain: answers.Domain | None) -> int:
+def _combinable(one: HostDevice, domain: answers.Domain | None) -> int:
     """How many such devices of its GPU can be one budget, by the limits of its control daemon."""
     if domain is None:
         return 1
@@ -292,28 +222,31 @@ def _copied(text: str) -> str:
 
 
 def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
-    """A GPU whose memory can be allocated many times; the share of its SM threads is in proportion.
+    """A GPU whose memory can be allocated many times, and its SM threads if they are not in proportion.
 
-    The capacity is what claims can have together, so it lacks what other programs have leased. What is
+    The capacities are what claims can have together, so they lack what other programs have leased. What is
     consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
     unit_mib = one["memory_unit_mib"]
     reserve_mib = _in_units(one["memory_reserve_mib"], unit_mib)
     least_mib = unit_mib + reserve_mib
-    taken_mib = _taken_mib(one, facts.other_leases.values())
+    taken_mib, taken_percentage = _taken(one, facts.other_leases.values())
     left_mib = (one["memory_mib"] + one["memory_reserve_mib"] - taken_mib) // unit_mib * unit_mib
-    whole_mib = max(least_mib, left_mib)  # the API server refuses a capacity of less than the default
-    amounts: RequestRange = {"min": memory_quantity(least_mib)}
-    if least_mib < whole_mib:  # the API server refuses a min + step that exceeds the value
-        amounts["step"] = memory_quantity(unit_mib)
-    policy: RequestPolicy = {"default": memory_quantity(least_mib), "validRange": amounts}
+    capacity = {MEMORY: _consumable(least_mib, least_mib, unit_mib, left_mib, memory_quantity)}
+    percentage, lacks_threads = one["thread_percentage"], False
+    if percentage is not None:
+        left = int((one["thread_percentage_total"] or 0) - taken_percentage)
+        capacity[SM_PERCENTAGE] = _consumable(percentage, 1, 1, left, percentage_quantity, most=100)
+        lacks_threads = left < percentage
     is_healthy = one["state"] == AVAILABLE
     taint, reason = "", ""
     if not is_healthy:
         taint, reason = one["reason_code"] or one["state"], one["reason"]
     elif taken_mib and left_mib < least_mib:
         taint, reason = LEASED, "its memory is leased to other programs"
+    elif lacks_threads:
+        taint, reason = LEASED, "its SM threads are leased to other programs"
     return OfferedDevice(
         name=device_name(one["addr"]),
         address=one["addr"],
@@ -321,7 +254,7 @@ def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> Offered
         is_pool=True,
         gpu_attributes=common[one["gpu_uuid"]],
         budget_enforced=one["budget_enforced"],
-        capacity={MEMORY: {"value": memory_quantity(whole_mib), "requestPolicy": policy}},
+        capacity=capacity,
         taint=taint.replace(" ", "_"),
         reason=reason,
         is_healthy=is_healthy,
@@ -329,14 +262,27 @@ def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> Offered
     )
 
 
-def _taken_mib(pool: answers.Pool, other_leases: Iterable[answers.LeaseRecord]) -> int:
-    """The memory of the pool that no claim can have, because other holders have leased it."""
-    return sum(
-        budget["memory_mib"] + pool["memory_reserve_mib"]
-        for lease in other_leases
-        for budget in lease["budgets"]
-        if budget["gpu"] == pool["addr"]
-    )
+def _consumable(
+    default: int, least: int, step: int, left: int, quantity_of: Callable[[int], str], most: int | None = None
+) -> DeviceCapacity:
+    """A capacity that claims consume in steps; the API server has rules for the values of a policy."""
+    value = max(default, left)  # not less than the default
+    amounts: RequestRange = {"min": quantity_of(least)}
+    if least + step <= value:
+        amounts["step"] = quantity_of(step)
+    if most is not None and most < value:
+        amounts["max"] = quantity_of(most)
+    policy: RequestPolicy = {"default": quantity_of(default), "validRange": amounts}
+    return {"value": quantity_of(value), "requestPolicy": policy}
+
+
+def _taken(pool: answers.Pool, other_leases: Iterable[answers.LeaseRecord]) -> tuple[int, float]:
+    """The memory and percentage of the pool that no claim can have, because other holders have them."""
+    budgets = [
+        budget for lease in other_leases for budget in lease["budgets"] if budget["gpu"] == pool["addr"]
+    ]
+    memory_mib = sum(budget["memory_mib"] + pool["memory_reserve_mib"] for budget in budgets)
+    return memory_mib, sum(budget["thread_percentage"] for budget in budgets)
 
 
 def _in_units(mib: int, unit_mib: int) -> int:

@@ -22,8 +22,9 @@ from yunion_mps.kubernetes.dra_api import (
     PreparedDevice,
 )
 from yunion_mps.kubernetes.dra_claims import GONE_S, ClaimLeases, ClaimName
-from yunion_mps.kubernetes.dra_devices import DRIVER, AllocatedDevice, requested_by
+from yunion_mps.kubernetes.dra_devices import DRIVER, requested_by
 from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
 from yunion_mps.kubernetes.features import labels_of
 from yunion_mps.kubernetes.grpc import Method, RpcServer

@@ -7,21 +7,24 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
-from yunion_mps.kubernetes.dra_devices import DRIVER, HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.metrics import DAEMON, Counts
 from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ _PAUSE_S = 0.2
 OUTAGE_S = 5.0
 #: How long a claim waits for the daemon's first answer, in s.
 _KNOWN_S = 10.0
+#: How many devices are read at once: all of a large host would take 10 MiB for a moment.
+_PAGE = 256
+_MEMBERS = tuple(HostDevice.__annotations__)
 #: The root of the PCI hierarchy in a device's sysfs path.
 _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 
@@ -96,8 +102,8 @@ class DraHost:
             await asyncio.sleep(_PAUSE_S)
 
     async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
-        """Wait for a change, and return its ETag; an answer kept until the next one takes much memory."""
-        _, etag = await self._daemon.call_if_changed(operation, **arguments)
+        """Wait for a change, and return its ETag."""
+        etag = await self._daemon.etag_once_changed(operation, **arguments)
         self._stale.set()  # also after a wait without a change: the control daemons' limits may have changed
         return etag
 
@@ -109,10 +115,24 @@ class DraHost:
         domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
         driver_version = status["driver"]["version"] or ""
         pools = (await call(GET_POOLS))["pools"]
-        devices = (await call(GET_DEVICES, limit=0))["isolated_devices"]
+        devices = await self._devices()
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
         others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
+
+    async def _devices(self) -> list[HostDevice]:
+        """All devices; if their number has changed between two pages, they are read again."""
+        while True:
+            devices: list[HostDevice] = []
+            total = 1
+            while len(devices) < total:
+                page = await self._daemon.call(GET_DEVICES, limit=_PAGE, offset=len(devices))
+                devices += map(_host_device, page["isolated_devices"])
+                total = page["total"]
+                if not page["isolated_devices"]:
+                    break
+            if len({device["addr"] for device in devices}) == total:
+                return devices
 
     def _pcie_root(self, address: str) -> str:
         """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""
@@ -152,6 +172,11 @@ class DraHost:
     def _wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def _host_device(device: Device) -> HostDevice:
+    every: Mapping[str, object] = device
+    return cast("HostDevice", {name: every[name] for name in _MEMBERS})
 
 
 def _health(offered: Sequence[OfferedDevice]) -> dict[str, str]:

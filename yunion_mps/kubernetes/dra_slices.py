@@ -16,16 +16,11 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import NamedTuple, TypedDict
 
-from yunion_mps.kubernetes.api_objects import ApiObject, OwnerReference, Resource
+from yunion_mps.kubernetes.api_objects import ApiObject, ObjectMeta, OwnerReference, Resource
 from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff
 from yunion_mps.kubernetes.credentials import ApiServerError
-from yunion_mps.kubernetes.dra_devices import (
-    API_VERSION,
-    DRIVER,
-    SINCE,
-    OfferedDevice,
-    SliceDevice,
-)
+from yunion_mps.kubernetes.dra_devices import DRIVER, OfferedDevice
+from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, SliceDevice
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import first_of
 
@@ -82,10 +77,29 @@ def _summarized(one: ResourceSlice) -> ResourceSlice:
 SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE, page=8, keep=_summarized)
 
 
-class Writes(NamedTuple):
-    """The writes that make the stored slices the desired ones; one with a resource version is replaced."""
+class SliceWrite(NamedTuple):
+    """A slice to write; one with a resource version is replaced."""
 
-    stored: Sequence[ResourceSlice]
+    metadata: ObjectMeta
+    pool: SlicePool
+    devices: Sequence[OfferedDevice]
+
+    def build(self) -> ResourceSlice:
+        """The slice. All slices of several thousand devices at once would take much memory."""
+        spec: SliceSpec = {"driver": DRIVER, "nodeName": self.pool["name"], "pool": self.pool}
+        spec["devices"] = [one.device for one in self.devices]
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "ResourceSlice",
+            "metadata": self.metadata,
+            "spec": spec,
+        }
+
+
+class Writes(NamedTuple):
+    """The writes that make the stored slices the desired ones."""
+
+    stored: Sequence[SliceWrite]
     deleted: Sequence[str]
 
 
@@ -141,18 +155,15 @@ def plan_writes(
     deleted = [name for name in existing if name not in names]
     if len(changed) + len(deleted) > 1 or (changed and changed[0] not in existing):
         pool, changed = {**pool, "generation": generation + 1}, names
-    stored: list[ResourceSlice] = []
+    stored: list[SliceWrite] = []
     for name, devices in zip(names, desired):
         if name in changed:
-            spec: SliceSpec = {"driver": DRIVER, "nodeName": node, "pool": pool}
-            spec["devices"] = [one.device for one in devices]
-            made: ResourceSlice = {"apiVersion": API_VERSION, "kind": "ResourceSlice", "spec": spec}
-            made["metadata"] = {"name": name}
+            metadata: ObjectMeta = {"name": name}
             if owner:
-                made["metadata"]["ownerReferences"] = [owner]
+                metadata["ownerReferences"] = [owner]
             if name in existing:
-                made["metadata"]["resourceVersion"] = existing[name]["metadata"]["resourceVersion"]
-            stored.append(made)
+                metadata["resourceVersion"] = existing[name]["metadata"]["resourceVersion"]
+            stored.append(SliceWrite(metadata, pool, devices))
     return Writes(stored, deleted)
 
 
@@ -255,7 +266,7 @@ class SlicePublisher:
         writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         seen = self._seen
         for one in writes.stored:
-            await self._store(one)
+            await self._store(one.build())
         for name in writes.deleted:
             await self._server.delete(SLICES, name)
             self._existing.pop(name, None)

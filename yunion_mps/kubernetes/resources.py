@@ -21,7 +21,7 @@ from yunion_mps.kubernetes.grpc import RpcError, Status
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
-from yunion_mps.planning.division import DEVICE_VARIABLE, share_percentage
+from yunion_mps.planning.division import DEVICE_VARIABLE, pool_percentage
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -266,7 +266,9 @@ class MemoryResource(ExtendedResource):
         offers: dict[str, Offer] = {}
         for pool in pools:
             number = pool["memory_mib"] // unit_mib
-            usable = (leased_mib[pool["addr"]] + pool["memory_free_mib"]) // unit_mib
+            has_threads = (pool["thread_percentage_free"] or 0) >= (pool["thread_percentage"] or 0)
+            free_mib = pool["memory_free_mib"] if has_threads else 0
+            usable = (leased_mib[pool["addr"]] + free_mib) // unit_mib
             cause = "" if pool["state"] == AVAILABLE else pool["reason"]
             if unit_mib % pool["memory_unit_mib"]:
                 cause = f"memoryUnit is not a multiple of the memory_unit of GPU {pool['addr']}"
@@ -287,7 +289,9 @@ class MemoryResource(ExtendedResource):
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
         gpu, unit_mib = self._source(ids)
         pool, memory_mib = self._pools[gpu], unit_mib * len(ids)
-        sm = share_percentage(memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"])
+        sm = pool_percentage(
+            pool["thread_percentage"] or 0, memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"]
+        )
         return budget_variables([(gpu, memory_mib, sm)])
 
     def _source(self, ids: Sequence[str]) -> tuple[str, int]:

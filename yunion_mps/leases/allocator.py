@@ -1,14 +1,10 @@
-"""The allocator, which chooses devices for a request from those that can be leased now, and the queue.
+"""The allocator, which chooses devices for a request from those that can be leased now.
 
-If a GPU's memory is handed out in units, the allocator creates a device of the requested size. Queued
-requests are served first come, first served. One that does not fit yet reserves the free devices that it will
-need; later requests get the rest. So a request for four devices is not starved by many for one, and requests
-for other GPUs do not wait for it. No I/O, no waiting.
+If a GPU's memory is handed out in units, it creates a device of the requested size. No I/O, no waiting.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -17,9 +13,9 @@ from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate, QueuedRequest
-from yunion_mps.models import Device, Lease
-from yunion_mps.planning.division import units_for
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
+from yunion_mps.models import Device
+from yunion_mps.planning.division import thread_tenths, units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
 from yunion_mps.text import count
 
@@ -28,13 +24,21 @@ _MAX_NAMED = 4
 
 
 class Reservation(NamedTuple):
-    """What is free, but reserved for earlier requests: ids of devices, and MiB by GPU UUID."""
+    """What is free, but reserved for earlier requests: ids of devices, and MiB by GPU UUID.
+
+    For pools that count them, also tenths of a percent of the SM threads, by GPU UUID.
+    """
 
     devices: set[str]
     memory_mib: Counter[str]
+    thread_tenths: Counter[str]
 
 
-NO_RESERVATION = Reservation(set(), Counter())
+def no_reservation() -> Reservation:
+    return Reservation(set(), Counter(), Counter())
+
+
+NO_RESERVATION = no_reservation()
 
 
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
@@ -96,15 +100,23 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if not by_gpu and candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
-        sizes = [f"at most {candidate.pool.memory_mib} MiB of GPU {candidate.gpu}" for candidate in pools]
+        sizes = [_describe_most(candidate) for candidate in pools]
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, has_pools=bool(pools))
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
 
+def _describe_most(candidate: PoolCandidate) -> str:
+    pool = candidate.pool
+    threads = f" and {thread_tenths(pool) / 10:g} % of the threads" if pool.thread_percentage else ""
+    return f"at most {pool.memory_mib} MiB{threads} of GPU {candidate.gpu}"
+
+
 def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools: bool) -> str:
     """Say what would satisfy an infeasible request for memory: equal devices, or another configuration."""
     divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
+    if request.thread_percentage and not has_pools and candidates.usable_pools(request):
+        return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
     fits = sorted(
         (not candidate.device.budget_enforced, candidate.device.memory_limit_mib, candidate.device.addr)
         for candidate in candidates.devices
@@ -113,7 +125,10 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
     if len(fits) >= request.number:
         _, mib, address = fits[0]
         return f"request a device without an amount of memory, such as {address} with {mib} MiB; or {divide}"
-    return "request less memory" if has_pools else divide
+    less = (
+        "request less memory, or a lower percentage" if request.thread_percentage else "request less memory"
+    )
+    return less if has_pools else divide
 
 
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
@@ -165,15 +180,7 @@ class Allocator:
     ) -> Reservation:
         """The free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
-            free = {
-                candidate.pool.gpu_uuid: self._left_mib(candidate, reserved)
-                for candidate in candidates.matching_pools(request)
-                if not candidate.reason
-            }
-            gpus = sorted(free, key=lambda gpu: free[gpu], reverse=True)
-            gpus = gpus[: request.number if request.across else 1]
-            mib = request.memory_mib * (1 if request.across else request.number)
-            return Reservation(set(), Counter({gpu: min(free[gpu], mib) for gpu in gpus if free[gpu] > 0}))
+            return self._reserve_memory(request, candidates, reserved)
         by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if request.devices:
@@ -182,7 +189,26 @@ class Allocator:
             devices = [some[0] for some in most_first[: request.number]]
         else:
             devices = most_first[0][: request.number] if most_first else []
-        return Reservation({device.id for device in devices}, Counter())
+        return no_reservation()._replace(devices={device.id for device in devices})
+
+    def _reserve_memory(
+        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation
+    ) -> Reservation:
+        """What the pools that come closest have of the memory and threads, as long as memory is left."""
+        gpus, each = (request.number, 1) if request.across else (1, request.number)
+        mib, closest = each * request.memory_mib, []
+        for candidate in candidates.matching_pools(request):
+            free_mib = 0 if candidate.reason else self._left_mib(candidate, reserved)
+            if free_mib > 0:
+                tenths = each * _needs_tenths(request, candidate)
+                free_tenths = min(tenths, self._left_tenths(candidate, reserved))
+                missing = max(0, 1 - free_mib / mib) + (1 - free_tenths / tenths if tenths else 0)
+                closest.append((missing, -free_mib, candidate.pool.gpu_uuid, free_tenths))
+        made = no_reservation()
+        for _, negative_mib, gpu, free_tenths in sorted(closest)[:gpus]:
+            made.memory_mib[gpu] = min(-negative_mib, mib)
+            made.thread_tenths[gpu] = free_tenths
+        return made
 
     def from_pools(
         self,
@@ -201,13 +227,19 @@ class Allocator:
             units = units_for(candidate.pool, request.memory_mib)
             mib = units * candidate.pool.unit_mib
             others_mib = (each - 1) * (mib + candidate.pool.reserve_mib)
-            if not candidate.reason and mib <= self._left_mib(candidate, reserved, others_mib, each - 1):
+            tenths = each * _needs_tenths(request, candidate)
+            if candidate.reason or tenths > self._left_tenths(candidate, reserved):
+                continue
+            if mib <= self._left_mib(candidate, reserved, others_mib, each - 1):
                 fits.append((self._left_mib(candidate, reserved), units, candidate))
         if len(fits) < gpus:
             return ()
         sign = -1 if request.placement == SPREAD else 1
         fits.sort(key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0]))
-        return tuple(device for _, units, pool in fits[:gpus] for device in self._make(pool, units, each))
+        made = (device for _, units, pool in fits[:gpus] for device in self._make(pool, units, each))
+        if not request.thread_percentage:
+            return tuple(made)
+        return tuple(device._replace(thread_percentage=float(request.thread_percentage)) for device in made)
 
     def _make(self, candidate: PoolCandidate, units: int, number: int) -> list[Device]:
         """Create `number` devices of the pool, in slots that no lease has."""
@@ -226,9 +258,19 @@ class Allocator:
         reserved_mib = reserved.memory_mib[candidate.pool.gpu_uuid] + others_mib
         return self.ledger.free_mib(candidate.pool, reserved_mib, others)
 
+    def _left_tenths(self, candidate: PoolCandidate, reserved: Reservation) -> int:
+        pool = candidate.pool
+        return self.ledger.free_tenths(pool, reserved.thread_tenths[pool.gpu_uuid])
+
     def _free_by_gpu(self, matching: Iterable[Candidate], reserved: Reservation) -> dict[str, list[Device]]:
         served = (candidate.device for candidate in matching if not candidate.reason)
         return self.ledger.free_by_gpu(served, reserved.devices)
+
+    def _describe_left(self, candidate: PoolCandidate, reserved: Reservation) -> str:
+        text = f"{self._left_mib(candidate, reserved)} MiB"
+        if candidate.pool.thread_percentage:
+            text += f" and {self._left_tenths(candidate, reserved) / 10:g} % of the threads"
+        return f"{text} free on GPU {candidate.gpu}"
 
     def _why_not(
         self,
@@ -251,11 +293,7 @@ class Allocator:
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
         used = len(able & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
         free = sum(map(len, by_gpu.values()))
-        parts = [
-            f"{self._left_mib(pool, reserved)} MiB free on GPU {pool.gpu}"
-            for pool in pools
-            if not pool.reason
-        ]
+        parts = [self._describe_left(pool, reserved) for pool in pools if not pool.reason]
         parts += [f"{used} of {len(ids)} leased"] if used else []
         parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MAX_NAMED]]
         if reserved.devices & ids:
@@ -274,6 +312,12 @@ class Allocator:
                 (code,) = codes
                 hint = hint_of(code, gpu=unavailable[0][1])
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint, code
+
+
+def _needs_tenths(request: LeaseRequest, candidate: PoolCandidate) -> int:
+    """What a device of the pool takes of its threads; 0 if they follow the memory and are not counted."""
+    default = candidate.pool.thread_percentage
+    return 10 * (request.thread_percentage or default) if default else 0
 
 
 def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
@@ -325,75 +369,3 @@ def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
     which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
     return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"
-
-
-# -- the queue
-
-
-class Grant(NamedTuple):
-    """What a queued request gets: its new lease, which equal requests share."""
-
-    lease: Lease
-    is_new: bool
-    is_shared: bool
-
-
-class Queue:
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
-        self.requests: list[QueuedRequest] = []
-
-    def add(self, queued: QueuedRequest) -> None:
-        self.requests.append(queued)
-        self.requests.sort(key=lambda request: request.position)
-
-    def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
-        """The requests that this lease was granted for; they are queued no longer."""
-        answered = [request for request in self.requests if request.is_answered_by(lease)]
-        for request in answered:
-            self.requests.remove(request)
-        return answered
-
-    def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
-        """The first request that fits now, and its devices; None if none does.
-
-        It stays queued until it is removed; call this again once the ledger has its lease.
-        """
-        reserved = Reservation(set(), Counter())
-        for queued in self._in_turn(candidates, reserved):
-            with contextlib.suppress(NothingFreeError):
-                return queued, self._allocator.choose(queued.request, candidates, reserved)
-        return None
-
-    def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
-        """What is free, but reserved for the queued requests, not counting `excluding`."""
-        reserved = Reservation(set(), Counter())
-        for _ in self._in_turn(candidates, reserved, excluding):
-            pass
-        return reserved
-
-    def _in_turn(
-        self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
-    ) -> Iterator[QueuedRequest]:
-        """Yield each request that may fit, and then add to `reserved` what it needs.
-
-        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
-        without a free device, and of equal requests that cannot be satisfied only one is tried.
-        """
-        unsatisfiable = set[LeaseRequest]()
-        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
-        free = self._allocator.ledger.free_singly(served)
-        for queued in self.requests:
-            request = queued.request
-            if queued is excluding or request in unsatisfiable:
-                continue
-            if not request.memory_mib and not any(
-                request.matches(device) and device.id not in reserved.devices for device in free
-            ):
-                continue
-            yield queued
-            more = self._allocator.reserve(request, candidates, reserved)
-            if not any(more):
-                unsatisfiable.add(request)
-            reserved.devices.update(more.devices)
-            reserved.memory_mib.update(more.memory_mib)

@@ -13,7 +13,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
-from yunion_mps.planning.division import free_units
+from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.reasons import LEASE_EXISTS
 from yunion_mps.supervisor.changes import LeaseWait
 
@@ -34,6 +34,7 @@ class Ledger:
         self.changed: Callable[[], None] = lambda: None
         self._memory_mib: Counter[str] = Counter()
         self._clients: Counter[str] = Counter()
+        self._thread_tenths: Counter[str] = Counter()
         for lease in leases:
             self.add(lease)
 
@@ -48,6 +49,7 @@ class Ledger:
             self.lease_of[device.id] = lease.id
             self._memory_mib[device.gpu_uuid] += needs_mib(device)
             self._clients[device.gpu_uuid] += 1
+            self._thread_tenths[device.gpu_uuid] += round(device.thread_percentage * 10)
         self._note_change()
 
     def _note_change(self) -> None:
@@ -60,6 +62,7 @@ class Ledger:
             del self.lease_of[device.id]
             self._memory_mib[device.gpu_uuid] -= needs_mib(device)
             self._clients[device.gpu_uuid] -= 1
+            self._thread_tenths[device.gpu_uuid] -= round(device.thread_percentage * 10)
         self._note_change()
         return lease
 
@@ -125,6 +128,10 @@ class Ledger:
         """How much memory one more client can get, beside `others` that have `reserved_mib`."""
         taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
         return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
+
+    def free_tenths(self, pool: Pool, reserved: int = 0) -> int:
+        """How many tenths of a percent of the threads more clients can get, beside what is `reserved`."""
+        return max(0, thread_tenths(pool) - self._thread_tenths[pool.gpu_uuid] - reserved)
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
         """The GPUs, by UUID, with leases from another division than the one into `devices`.

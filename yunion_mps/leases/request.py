@@ -32,7 +32,7 @@ class LeaseRequest(NamedTuple):
 
     `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
     it is not empty. Without `allow_unlimited`, only GPUs that enforce budgets are used. Devices that are
-    reserved are used only if that is for `reserved_for`.
+    reserved are used only if that is for `reserved_for`. A `thread_percentage` of 0 leaves it to the GPU.
     """
 
     number: int = 1
@@ -43,10 +43,13 @@ class LeaseRequest(NamedTuple):
     memory_mib: int = 0
     allow_unlimited: bool = False
     reserved_for: str = ""
+    thread_percentage: int = 0
 
     def matches(self, device: Device) -> bool:
         """Whether the device matches the request, free or not."""
         if device.memory_limit_mib < self.memory_mib or not (self.allow_unlimited or device.budget_enforced):
+            return False
+        if device.thread_percentage < self.thread_percentage:
             return False
         if self.devices and not {ALL, device.id, device.addr}.intersection(self.devices):
             return False
@@ -60,6 +63,8 @@ class LeaseRequest(NamedTuple):
         what = count(self.number, "device")
         if self.memory_mib:
             what = f"{what} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
+        if self.thread_percentage:
+            what += f" with {self.thread_percentage} % of the threads"
         together = " on different GPUs" if self.across else " on one GPU"
         return what + where + (together if self.number > 1 and not self.gpu else "")
 
@@ -80,8 +85,9 @@ class QueuedRequest(NamedTuple):
 
     @property
     def as_text(self) -> str:
-        *request, reserved_for = self.request
-        added = [reserved_for] if reserved_for else []  # stored requests of earlier versions have none
+        *request, reserved_for, percentage = self.request
+        # Stored requests of earlier versions have neither.
+        added = [reserved_for, percentage] if percentage else [reserved_for] if reserved_for else []
         return json.dumps([*request, self.cdi, self.holder.ttl_s, *added], separators=(",", ":"))
 
     @property
@@ -146,7 +152,8 @@ class Candidates(NamedTuple):
 
     def matching_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         """The pools that could satisfy a request for memory; none for other requests."""
-        return self.usable_pools(request) if request.memory_mib else []
+        pools = self.usable_pools(request) if request.memory_mib else []
+        return [one for one in pools if one.pool.thread_percentage or not request.thread_percentage]
 
     def suitable(self, request: LeaseRequest) -> list[Candidate]:
         """The devices that could satisfy the request, as far as each by itself decides."""

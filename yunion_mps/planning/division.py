@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from yunion_mps import reasons
+from yunion_mps.enums import NORMAL, PRIORITIES
 from yunion_mps.errors import InfeasibleError, NotFoundError
 from yunion_mps.identity import uuid5
 from yunion_mps.models import (
-    NORMAL,
-    PRIORITIES,
     PROHIBITED,
     Config,
     Device,
@@ -114,8 +113,12 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
         reserve_mib = entry.memory_reserve_mib
         unit_mib = entry.memory_unit_mib
         most_mib = max(0, total_mib - reserve_mib) // unit_mib * unit_mib
-        pool = Pool(uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
-        return PlannedGpu(uuid, most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
+        pool = Pool(
+            uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit,
+            entry.thread_percentage,
+        )  # fmt: skip
+        most = 100.0 if pool.thread_percentage else share_percentage(most_mib, total_mib, overcommit)
+        return PlannedGpu(uuid, most_mib, 0, most, pool=pool)
     number = entry.virtual_number
     percentage, share_mib = share_percentage(1, number, overcommit), total_mib // number
     together = min(config.cuda_mps_combine, number)
@@ -214,6 +217,18 @@ def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
     return max(0, pool.memory_total_mib - taken_mib - pool.reserve_mib) // pool.unit_mib
 
 
+def thread_tenths(pool: Pool) -> int:
+    """Return how many tenths of a percent of the threads all clients of the pool may have together."""
+    return round(_ALL_TENTHS * (pool.clients if pool.thread_overcommit is None else pool.thread_overcommit))
+
+
+def pool_percentage(
+    default: int, memory_mib: int, memory_total_mib: int, thread_overcommit: float | None
+) -> float:
+    """Return the percentage of a pool's client that requests none: the default, or if 0, in proportion."""
+    return float(default) or share_percentage(memory_mib, memory_total_mib, thread_overcommit)
+
+
 def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[Gpu]) -> Device:
     """Return the device of a number of units; the same slot always has the same id and address.
 
@@ -232,7 +247,9 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
         slot=slot,
         memory_limit_mib=memory_mib,
         memory_total_mib=pool.memory_total_mib,
-        thread_percentage=share_percentage(memory_mib, pool.memory_total_mib, pool.thread_overcommit),
+        thread_percentage=pool_percentage(
+            pool.thread_percentage, memory_mib, pool.memory_total_mib, pool.thread_overcommit
+        ),
         budget_enforced=enforces_budgets(gpu),
         domain=pool.domain,
         reserve_mib=pool.reserve_mib,
@@ -257,11 +274,13 @@ def _describe_pool(pool: Pool) -> str:
     text = f"{pool.memory_mib // pool.unit_mib} units of {pool.unit_mib} MiB"
     if pool.reserve_mib:
         text += f", {pool.reserve_mib} MiB reserved for each client"
-    if pool.thread_overcommit is None:
+    if pool.thread_percentage:
+        text += f", {pool.thread_percentage} % of the threads for each client"
+    elif pool.thread_overcommit is None:
         return text + ", unlimited threads"
-    return (
-        text if pool.thread_overcommit == 1 else f"{text}, threads overcommitted {pool.thread_overcommit:g}x"
-    )
+    if pool.thread_overcommit in (1, None):
+        return text
+    return f"{text}, threads overcommitted {pool.thread_overcommit:g}x"
 
 
 # -- the environment of a process that uses devices

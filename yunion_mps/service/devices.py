@@ -31,7 +31,7 @@ from yunion_mps.models import (
     Pool,
     Snapshot,
 )
-from yunion_mps.planning.division import enforces_budgets
+from yunion_mps.planning.division import enforces_budgets, thread_tenths
 from yunion_mps.reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
@@ -212,8 +212,9 @@ def gpu_json(
 
 
 def pool_json(
-    pool: Pool, gpu: Gpu, reason: Reason, memory_free_mib: int, reserved_for: str | None
+    pool: Pool, gpu: Gpu, reason: Reason, memory_free_mib: int, free_tenths: int, reserved_for: str | None
 ) -> answers.Pool:
+    is_counted = bool(pool.thread_percentage)
     return {
         "gpu_uuid": pool.gpu_uuid,
         "addr": gpu.address,
@@ -225,6 +226,9 @@ def pool_json(
         "memory_free_mib": memory_free_mib,
         "gpu_memory_mib": pool.memory_total_mib,
         "thread_overcommit": pool.thread_overcommit,
+        "thread_percentage": pool.thread_percentage or None,
+        "thread_percentage_total": _plain(thread_tenths(pool) / 10) if is_counted else None,
+        "thread_percentage_free": _plain(free_tenths / 10) if is_counted else None,
         "state": UNAVAILABLE if reason else AVAILABLE,
         "reason": reason,
         "reason_code": reason.code,

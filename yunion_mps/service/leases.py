@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.errors import HostError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator, Grant, Queue, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
@@ -24,8 +24,10 @@ from yunion_mps.leases.holders import (
     queued_json,
     renew,
     restore,
+    with_container,
 )
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Grant, Queue
 from yunion_mps.leases.request import (
     Candidates,
     LeaseRequest,
@@ -94,7 +96,7 @@ class LeaseService:
                 log.error("lease %s is ignored: %s", lease.id, error)
                 continue
             if lease != stored:
-                self._store_expiry(lease)
+                self._store(lease)
             if lease.addresses in lost:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self.holders.watch(lease):
@@ -213,7 +215,11 @@ class LeaseService:
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
-            return self._json(lease)
+            used = with_container(lease, holder)
+            if used != lease:
+                self.ledger.replace(used)
+                self._store(used)
+            return self._json(used)
         if lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
@@ -246,7 +252,7 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
-                raise self._why_not(queued)
+                raise self.queue.why_not(queued, self._candidates())
             return grant.result()
         except asyncio.CancelledError:
             is_granted = grant.done() and not grant.cancelled() and not grant.exception()
@@ -308,15 +314,6 @@ class LeaseService:
                 self.queue.requests.remove(queued)
                 self._grants[queued.position].set_exception(refusal)
 
-    def _why_not(self, queued: QueuedRequest) -> YunionError:
-        candidates = self._candidates()
-        try:
-            reserved = self.queue.reservation(candidates, excluding=queued)
-            self._allocator.choose(queued.request, candidates, reserved)
-        except NothingFreeError as error:
-            return error
-        return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
-
     def _admit(self, queued: QueuedRequest) -> QueuedRequest:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
@@ -355,11 +352,11 @@ class LeaseService:
         lease = renew(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
         self.holders.watch(lease)
         self.ledger.replace(lease)
-        self._store_expiry(lease)
+        self._store(lease)
         return lease
 
-    def _store_expiry(self, lease: Lease) -> None:
-        """Store the lease's expiry; if that fails, its holder can still renew it after a restart."""
+    def _store(self, lease: Lease) -> None:
+        """Store its expiry and container; if that fails, its holder can still renew it after a restart."""
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 

@@ -145,6 +145,7 @@ class Queries:
                 gpus[pool.gpu_uuid],
                 why[pool.gpu_uuid],
                 0 if why[pool.gpu_uuid] else self._free_mib(pool),
+                0 if why[pool.gpu_uuid] else self.ledger.free_tenths(pool),
                 snapshot.plan.reserved.get(pool.gpu_uuid),
             )
             for pool in snapshot.plan.pools

@@ -69,6 +69,7 @@ def test_a_value_that_a_format_cannot_hold_fails_its_reader(own: Cli, style: str
 @pytest.mark.parametrize("command", ["run --print-env", "lease take job-17 --ttl 1h"])
 @pytest.mark.parametrize("memory", ["--gpu-mem 3GiB", "--gpu-mem-units 3"])
 def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str, memory: str) -> None:
-    own.good(*command.split(), "--count", "2", "--across", *memory.split())
+    own.good(*command.split(), "--count", "2", "--across", *memory.split(), "--thread-percentage", "12")
     ((request, _, _),) = own.host.leases.requested
     assert (request.number, request.across, request.memory_mib) == (2, True, 3072)
+    assert request.thread_percentage == 12

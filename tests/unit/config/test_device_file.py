@@ -17,8 +17,8 @@ EMPTY = (
 )
 NUMBER = "write a whole number from 1 to 60"
 KEYS = (
-    "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_overcommit, reserved_for, "
-    "over_budget"
+    "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
+    "reserved_for, over_budget"
 )
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 

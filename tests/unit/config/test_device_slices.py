@@ -54,7 +54,8 @@ def test_a_memory_unit_needs_no_virtual_number_or_0(files: Files, unit: str, mib
 
 def test_the_reserve_and_the_overcommit_are_read(files: Files) -> None:
     entry = entry_of(files, "  memory_unit: 1GiB\n  memory_reserve: 64MiB\n  thread_overcommit: 1.5\n")
-    assert (entry.memory_reserve_mib, entry.thread_overcommit) == (64, 1.5)
+    assert (entry.memory_reserve_mib, entry.thread_overcommit, entry.thread_percentage) == (64, 1.5, 0)
+    assert entry_of(files, "  memory_unit: 1GiB\n  thread_percentage: 10\n").thread_percentage == 10
     entry = entry_of(files, "  slices: [{memory: 1GiB}]\n  thread_overcommit: 2\n")
     assert entry.thread_overcommit == 2.0
 
@@ -161,6 +162,13 @@ devices:
 ! memory_reserve is 64, not an amount of memory: $AMOUNT
   thread_overcommit: 0.5
 ! thread_overcommit is 0.5, out of range: $OVERCOMMIT
+  thread_percentage: 12.5
+! thread_percentage is 12.5, not a whole number: write a whole number from 1 to 100
+- type: NVIDIA_MPS
+  path: a
+  slices: [{memory: 1GiB}]
+  thread_percentage: 10
+! thread_percentage is not allowed with slices, only with memory_unit: write it in each slice
 - type: NVIDIA_MPS
   path: a
   virtual_number: 4

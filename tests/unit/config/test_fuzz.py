@@ -63,7 +63,16 @@ keys = st.one_of(
     # The device file stays where it is, so that every problem's file is one of the two.
     st.sampled_from([key for key in KEYS if key != "container_device_config_file"]),
     st.sampled_from(["devices", "path", "type", "virtual_number", "paht", "cuda_mps_", "enable_cuda_mpss"]),
-    st.sampled_from(["slices", "memory_unit", "memory_reserve", "thread_overcommit", "gpu_memory_unit"]),
+    st.sampled_from(
+        [
+            "slices",
+            "memory_unit",
+            "memory_reserve",
+            "thread_percentage",
+            "thread_overcommit",
+            "gpu_memory_unit",
+        ]
+    ),
     st.sampled_from(["memory", "thread_percentage", "priority"]),
     scalars,
 )

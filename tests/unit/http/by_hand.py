@@ -97,6 +97,7 @@ def lease_of(memory_mib: Mapping[str, int], use: Sequence[tuple[int | None, int 
     budgets: Json = []
     for address, (peak_mib, sm) in zip(memory_mib, use or [(None, None)] * len(memory_mib)):
         own = {"addr": address, "gpu": address.rpartition("-")[0], "memory_mib": memory_mib[address]}
+        own["thread_percentage"] = 25
         budgets.append({**own, "memory_peak_mib": peak_mib, "sm_utilization": sm})
     gpus = list(dict.fromkeys(one["gpu"] for one in budgets))
     return {"devices": list(memory_mib), "gpus": gpus, "budgets": budgets}

@@ -187,10 +187,13 @@ def test_a_body_may_have_just_the_members_that_the_document_says(path: str, cont
     for name, member in schema["properties"].items():
         for values, is_refused in zip(allowed(member), (False, True)):
             for value in values:
-                several = {"count": 2} if name == "across" else {}  # one device cannot be on several GPUs
-                body = json.dumps({**several, name: value}).encode()
+                body = json.dumps({**_REQUIRED.get(name, {}), name: value}).encode()
                 status, answer = ask(snapshots.reference(), path, "POST", body)
                 assert (status == 400) is is_refused, (body, answer)
+
+
+#: Without these, others are refused: one device cannot be on several GPUs.
+_REQUIRED = {"across": {"count": 2}, "thread_percentage": {"memory_mib": 1}}
 
 
 def allowed(member: Any) -> tuple[list[Any], list[Any]]:

@@ -161,7 +161,7 @@ AN_OBJECT = 'write a JSON object such as {"count": 2}'
 BRACES = "write a JSON object: {…}"
 MEMBERS = (
     "use one of these members: across, allow_unlimited, cdi, count, devices, dry_run, gpu, holder, "
-    "memory_mib, memory_units, placement, reserved_for, wait_s"
+    "memory_mib, memory_units, placement, reserved_for, thread_percentage, wait_s"
 )
 OF_HOLDER = "use one of these members: command, kind, name, pid, ttl_s"
 INVALID = "the body is not valid JSON"
@@ -260,6 +260,11 @@ CDI_NAME = "write lower-case letters, digits and - inside, at most 32"
         ("count=2&devices=00:06.0-1", NAMED, LEAVE_OUT),
         ("memory_mib=9&devices=00:06.0-1", NAMED, LEAVE_OUT),
         ("memory_mib=1&memory_units=1", TOGETHER, "use one of them"),
+        (
+            "thread_percentage=10",
+            "thread_percentage only applies to requests for memory",
+            "request an amount of memory, too, or omit it",
+        ),
         ("across=true", "across requires several devices, but count is 1", "set count to 2 or more"),
         ("holder.name=job", NEEDS, SO),
         ("holder.ttl_s=1&holder.kind=name", NEEDS, SO),

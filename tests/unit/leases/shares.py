@@ -37,14 +37,24 @@ def candidates(gpus: int, number: int = 4, reason: Reason = NO_REASON, **most_mi
     )
 
 
-def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48) -> PoolCandidate:
+def pool(
+    gpu: int,
+    unit_mib: int = 100,
+    reserve_mib: int = 0,
+    clients: int = 48,
+    thread_percentage: int = 0,
+    overcommit: float | None = 1.0,
+) -> PoolCandidate:
     """A GPU's memory in units."""
-    made = Pool(f"GPU-{gpu}", "host", unit_mib, GPU_MIB, GPU_MIB, reserve_mib, clients)
+    made = Pool(
+        f"GPU-{gpu}", "host", unit_mib, GPU_MIB, GPU_MIB, reserve_mib, clients, overcommit, thread_percentage
+    )
 
     def make(units: int, slot: int) -> Device:
         name = f"0{gpu}:00.0-m{slot}"
         share = device(gpu, slot)._replace(id=f"id-{gpu}-m{slot}", addr=name, reserve_mib=reserve_mib)
-        return share._replace(memory_limit_mib=units * unit_mib)
+        threads = float(thread_percentage) or share.thread_percentage
+        return share._replace(memory_limit_mib=units * unit_mib, thread_percentage=threads)
 
     return PoolCandidate(made, f"0{gpu}:00.0", make)
 

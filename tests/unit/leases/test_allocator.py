@@ -233,10 +233,60 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
         refuse_infeasible(LeaseRequest(memory_mib=1300), one)
 
 
+def test_a_pool_with_a_thread_percentage_counts_the_threads() -> None:
+    one = Candidates(pools=[pool(0, thread_percentage=40)])
+    ledger = Ledger()
+    (default,) = Allocator(ledger).choose(LeaseRequest(memory_mib=100), one)
+    ledger.add(lease("a", default))
+    (named,) = Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=35), one)
+    ledger.add(lease("b", named))
+    assert (default.thread_percentage, named.thread_percentage) == (40, 35)
+    with pytest.raises(NothingFreeError, match=r"now: 1000 MiB and 25 % of the threads free on GPU 00:00\.0"):
+        Allocator(ledger).choose(LeaseRequest(memory_mib=100), one)
+    (last,) = Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=25), one)
+    assert last.thread_percentage == 25
+
+
+@pytest.mark.parametrize(("overcommit", "leases"), [(1.0, 2), (2.0, 4), (1.25, 2), (None, 5)])
+def test_threads_are_leased_as_often_as_they_may_be(overcommit: float | None, leases: int) -> None:
+    """Without a limit for them, as many clients as MPS serves may have all."""
+    one = Candidates(pools=[pool(0, clients=5, thread_percentage=50, overcommit=overcommit)])
+    ledger = Ledger()
+    for number in range(leases):
+        ledger.add(lease(str(number), *Allocator(ledger).choose(LeaseRequest(memory_mib=100), one)))
+    with pytest.raises(NothingFreeError):
+        Allocator(ledger).choose(LeaseRequest(memory_mib=100), one)
+
+
+def test_several_devices_of_a_pool_each_take_the_thread_percentage() -> None:
+    one = Candidates(pools=[pool(0, thread_percentage=10), pool(1)])
+    requested = LeaseRequest(number=2, memory_mib=100, thread_percentage=50)
+    made = Allocator(Ledger()).choose(requested, one)
+    assert [share.thread_percentage for share in made] == [50, 50]
+    with pytest.raises(NothingFreeError, match="2 devices of 100 MiB with 50 % of the threads"):
+        Allocator(Ledger([lease("a", pool(0, thread_percentage=1).make(1, 0))])).choose(requested, one)
+
+
+def test_a_thread_percentage_is_reserved_where_least_of_it_is_missing() -> None:
+    """The GPU with more memory left has fewer threads left."""
+    one = Candidates(pools=[pool(0, thread_percentage=90), pool(1, thread_percentage=60)])
+    ledger = Ledger([lease("a", pool(0, thread_percentage=90).make(1, 0))])
+    ledger.add(lease("b", pool(1, thread_percentage=60).make(6, 0)))
+    kept = Allocator(ledger).reserve(LeaseRequest(memory_mib=100, thread_percentage=50), one)
+    assert (kept.memory_mib, kept.thread_tenths) == ({"GPU-1": 100}, {"GPU-1": 400})
+    with pytest.raises(NothingFreeError):
+        Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=20, gpu="GPU-1"), one, kept)
+    assert Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=10), one, kept)
+
+
 GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])
 REQUESTS = requests(number=st.integers(1, 5), across=st.booleans(), gpu=GPU_NAMES)
 MEMORY = requests(
-    memory_mib=st.integers(1, 1300), gpu=GPU_NAMES, number=st.integers(1, 3), across=st.booleans()
+    memory_mib=st.integers(1, 1300),
+    gpu=GPU_NAMES,
+    number=st.integers(1, 3),
+    across=st.booleans(),
+    thread_percentage=st.sampled_from([0, 0, 1, 45]),
 )
 
 
@@ -266,7 +316,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def take_memory(self, request: LeaseRequest) -> None:
         try:
             made = Allocator(self.ledger).choose(
-                request, Candidates(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)])
+                request, Candidates(pools=[pool(0, 100, 7), pool(1, 64, thread_percentage=30), pool(2, 100)])
             )
         except NothingFreeError:
             return
@@ -276,6 +326,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(one.memory_limit_mib >= request.memory_mib for one in made)
         self.count += 1
         self.ledger.add(lease(str(self.count), *made))
+        if "GPU-1" in gpus:
+            devices = [one for one_lease in self.ledger.leases.values() for one in one_lease.devices]
+            assert sum(one.thread_percentage for one in devices if one.gpu_uuid == "GPU-1") <= 100
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:

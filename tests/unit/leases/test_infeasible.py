@@ -7,7 +7,7 @@ from yunion_mps.errors import InfeasibleError, NothingFreeError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.reasons import GPU_LOST, INFEASIBLE, Reason
 
 from unit.leases.shares import candidates, device, lease, pool
 
@@ -43,6 +43,43 @@ def test_the_hint_for_infeasible_memory_names_what_is_feasible(
     with pytest.raises(InfeasibleError) as caught:
         refuse_infeasible(LeaseRequest(memory_mib=mib), there)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("pools", "number", "message", "hint"),
+    [
+        (
+            [pool(0)],
+            1,
+            "300 MiB with 60 % of the threads can never be allocated: the host has neither",
+            "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit",
+        ),
+        (
+            [pool(0, thread_percentage=10)],
+            2,
+            "the host has at most 1200 MiB and 100 % of the threads of GPU 00:00.0",
+            "request less memory, or a lower percentage",
+        ),
+        ([], 1, "the host has neither", "divide a GPU by memory_unit or slices"),
+    ],
+)
+def test_more_threads_than_any_gpu_leases_are_infeasible(
+    pools: list[PoolCandidate], number: int, message: str, hint: str
+) -> None:
+    there = candidates(1)._replace(devices=[], pools=pools)
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(LeaseRequest(number, memory_mib=300, thread_percentage=60), there)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert caught.value.code == INFEASIBLE
+
+
+def test_a_slice_satisfies_a_request_for_at_most_its_threads() -> None:
+    found = candidates(1)
+    there = found._replace(devices=[one._replace(is_slice=True) for one in found.devices])
+    refuse_infeasible(LeaseRequest(memory_mib=300, thread_percentage=25), there)
+    with pytest.raises(InfeasibleError):
+        refuse_infeasible(LeaseRequest(memory_mib=300, thread_percentage=26), there)
 
 
 def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Queue, Reservation
+from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation, no_reservation
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 
@@ -68,6 +67,21 @@ def test_devices_reserved_for_the_queue_are_not_leased_to_others() -> None:
     kept = "3 of 4 leased; 1 reserved for earlier requests"
     with pytest.raises(NothingFreeError, match=f"cannot be allocated now: {kept}"):
         Allocator(ledger).choose(LeaseRequest(), candidates(1), waiting.reservation(candidates(1)))
+
+
+def test_a_request_for_many_threads_is_not_starved_by_others() -> None:
+    there = Candidates(pools=[pool(0, thread_percentage=20)])
+    ledger = Ledger([lease("a", pool(0, thread_percentage=50).make(1, 0))])
+    waiting = queue(
+        ledger,
+        LeaseRequest(memory_mib=100, thread_percentage=80),
+        LeaseRequest(memory_mib=100),
+    )
+    assert waiting.next(there) is None
+    ledger.remove("a")
+    found = waiting.next(there)
+    assert found
+    assert (found[0].position, found[1][0].thread_percentage) == (0, 80)
 
 
 REQUESTS = requests(number=st.integers(1, 4), across=st.booleans())
@@ -138,7 +152,7 @@ def test_the_queue_serves_the_request_that_an_exhaustive_search_finds(
     held = [lease(f"{gpu}-{slot}", device(gpu, slot)) for gpu, slot in sorted(taken)]
     ledger = Ledger([*held, *([] if taken or whole else [lease("before", device(0, 0, 2))])])
     waiting, allocator, expected = queue(ledger, *queued), Allocator(ledger), None
-    reserved = Reservation(set(), Counter())
+    reserved = no_reservation()
     for one in waiting.requests:
         try:
             expected = (one, allocator.choose(one.request, candidates(2), reserved))

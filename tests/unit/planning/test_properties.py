@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
+from yunion_mps.enums import PRIORITIES
 from yunion_mps.models import (
-    PRIORITIES,
     Config,
     DeviceEntry,
     Driver,
@@ -67,6 +67,7 @@ def entries(draw: st.DrawFn, one: Gpu, line: int) -> DeviceEntry:
         return entry._replace(
             memory_unit_mib=draw(st.sampled_from([128, 1024])),
             memory_reserve_mib=draw(st.one_of(st.just(0), st.integers(0, 600), st.integers(0, 200_000))),
+            thread_percentage=draw(st.sampled_from([0, 0, 1, 30, 100])),
         )
     number = draw(st.integers(1, 20))
     largest = draw(st.sampled_from([1, 2]) if number > 1 else st.just(1)) * (one.memory_mib or 2048) // number
@@ -128,7 +129,7 @@ def test_a_division_is_right_or_refused_with_file_line_and_hint(case: Case) -> N
     for problem in make_plan(*case, MACHINE_ID)[1]:
         assert (problem.file, problem.line in lines) == (DEVICES, True)
         assert "GPU " in problem.what
-        assert problem.hint.startswith(("write ", "take ", "lower "))
+        assert problem.hint.startswith(("write ", "take ", "lower ", "reduce "))
         assert "\n" not in str(problem)
 
 

@@ -234,6 +234,17 @@ def test_threads_of_a_pool_s_device_are_proportional_to_its_memory(
     assert pool_device("", pool, 2, 0, (V100,)).thread_percentage == percentage
 
 
+def test_a_client_of_a_pool_with_a_thread_percentage_may_have_all_threads() -> None:
+    given = units(memory_reserve_mib=64, thread_percentage=10)
+    plan = planned(config(given), inventory(V100))
+    assert [pool_device("", plan.pools[0], mib, 0, (V100,)).thread_percentage for mib in (1, 15)] == [10, 10]
+    assert plan.domains[0].thread_percentage == 100
+    assert (
+        planned(config(given._replace(thread_percentage=0)), inventory(V100)).domains[0].thread_percentage
+        < 100
+    )
+
+
 @pytest.mark.parametrize("wrong", [-1, 0, 17])
 def test_a_device_larger_than_its_pool_is_not_created(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"{wrong} units of 1024 MiB out of a pool of 16384 MiB"):
@@ -276,6 +287,16 @@ def test_each_gpu_s_pool_is_served_by_its_own_domain_in_scope_gpu() -> None:
             "127 units of 128 MiB, 64 MiB reserved for each client, threads overcommitted 1.5x",
         ),
         (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, unlimited threads"),
+        (
+            units(thread_percentage=10, thread_overcommit=2.0),
+            {},
+            "16 units of 1024 MiB, 10 % of the threads for each client, threads overcommitted 2x",
+        ),
+        (
+            units(thread_percentage=10),
+            {"cuda_mps_thread_percentage": "none"},
+            "16 units of 1024 MiB, 10 % of the threads for each client",
+        ),
     ],
 )
 def test_a_division_in_words(given: DeviceEntry, keys: dict[str, Any], words: str) -> None:
