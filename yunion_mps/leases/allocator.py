@@ -249,7 +249,7 @@ class Allocator:
         waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
         able = {device.id for device, reason, _ in matching if not reason}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
-        used = len(able & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
+        used = len(able.intersection(self.ledger.lease_of).difference(*(names for _, names in pending)))
         free = sum(map(len, by_gpu.values()))
         parts = [
             f"{self._left_mib(pool, reserved)} MiB free on GPU {pool.gpu}"
