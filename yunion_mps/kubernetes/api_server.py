@@ -138,8 +138,8 @@ class ApiServer:
         objects: dict[str, ObjectT] = {}
         while True:
             try:
-                found, version = await self.list(resource, fields)
-                listed = {item["metadata"]["uid"]: item for item in found}
+                items, version = await self.list(resource, fields)
+                listed = {item["metadata"]["uid"]: item for item in items}
                 missing = [item for uid, item in objects.items() if confirm and uid not in listed]
                 kept = [item for item in missing if not await self._is_gone(resource, item)]
                 objects = {**{item["metadata"]["uid"]: item for item in kept}, **listed}
@@ -170,18 +170,18 @@ class ApiServer:
                     on_failure(error)
                 await backoff.wait()
 
-    async def _is_gone(self, resource: Resource[ObjectT], one: ObjectT) -> bool:
+    async def _is_gone(self, resource: Resource[ObjectT], item: ObjectT) -> bool:
         """Whether the object has been deleted; if we may not ask, it counts as there."""
-        metadata = one["metadata"]
+        metadata = item["metadata"]
         try:
-            found = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
+            stored = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
         except MissingObjectError:
             return True
         except ApiServerError as error:
             if error.status != HTTPStatus.FORBIDDEN:
                 raise
             return False
-        return found["metadata"]["uid"] != metadata["uid"]
+        return stored["metadata"]["uid"] != metadata["uid"]
 
     async def _events(
         self, resource: Resource[Any], query: Mapping[str, str]
