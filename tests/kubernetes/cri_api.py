@@ -7,15 +7,7 @@ The field numbers are those of k8s.io/cri-api, pkg/apis/runtime/v1/api.proto. Th
 from collections.abc import Mapping
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import (
-    CdiDevice,
-    DeviceSpec,
-    Empty,
-    Message,
-    MountSpec,
-    Rpc,
-    number,
-)
+from yunion_mps.kubernetes.kubelet_api import CdiDevice, DeviceSpec, Empty, Message, MountSpec, Rpc, number
 
 #: A NamespaceMode: the pod's namespace, which is the default, the container's, or the node's.
 CONTAINER, NODE = 1, 2

@@ -62,11 +62,7 @@ def lease(gpu: int, memory_mib: int, name: str = "theirs") -> answers.LeaseRecor
 
 
 def gpu_of(gpu: int) -> answers.Gpu:
-    made = {
-        "uuid": uuid_of(gpu),
-        "pci_address": f"00000000:{gpu:02x}:00.0",
-        "compute_capability": "8.6",
-    }
+    made = {"uuid": uuid_of(gpu), "pci_address": f"00000000:{gpu:02x}:00.0", "compute_capability": "8.6"}
     return cast("answers.Gpu", made)
 
 
