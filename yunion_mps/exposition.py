@@ -77,7 +77,7 @@ def wants_openmetrics(accept: str) -> bool:
 def exposition_of(families: Iterable[Family], program: str, *, openmetrics: bool) -> bytes:
     """The families that have samples, and the usual metrics of a process, as `PROGRAM_process_...`."""
     library = _load()
-    made = (_family(library, one) for one in families)
+    made = (_family(library, family) for family in families)
     process = library.process(namespace=program, registry=None)
     parts = [
         _format(library, family, openmetrics=openmetrics)
@@ -91,11 +91,11 @@ def _family(library: _Library, metric: Family) -> Any:
     suffix = _SUFFIXES.get(metric.kind, "")
     name = metric.name[: -len(suffix)] if suffix else metric.name
     family = library.families[metric.kind](name, metric.help, labels=metric.labels)
-    known = set()
+    seen = set()
     for labels, *value in metric.samples:
         # Two domains may have the same name for a while, during a replacement.
-        if value[0] is not None and labels not in known:
-            known.add(labels)
+        if value[0] is not None and labels not in seen:
+            seen.add(labels)
             if metric.kind == INFO:  # the only text from elsewhere: driver versions, GPU names
                 value = [{key: printable(text) for key, text in value[0].items()}]
             family.add_metric(labels, *value)

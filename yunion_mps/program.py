@@ -73,9 +73,9 @@ def wrong_usage(error: click.ClickException, program: str) -> YunionError:
         words = words.removesuffix(".")
     if not words[:2].isupper():  # unlike DEVICE
         words = words[:1].lower() + words[1:]
-    found = YunionError(words, f"see: {path} --help")
-    found.exit_code = error.exit_code
-    return found
+    usage_error = YunionError(words, f"see: {path} --help")
+    usage_error.exit_code = error.exit_code
+    return usage_error
 
 
 def suggestion(word: str, words: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
     """
     pending = set(tasks)
     while pending:
-        for one in pending:
-            one.cancel()
+        for task in pending:
+            task.cancel()
         done, pending = await asyncio.wait(pending, timeout=retry_s)
         await asyncio.gather(*done, return_exceptions=True)
 
@@ -44,7 +44,7 @@ async def within(timeout_s: float, work: Awaitable[T], error: Exception) -> T:
 
 async def first_of(*work: Awaitable[object]) -> None:
     """Run all of them until one ends, then cancel the others; raises what that one raises."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

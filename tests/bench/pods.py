@@ -55,10 +55,7 @@ def _call_lines(settings: Settings, daemon: Daemon, kubelet: Kubelet) -> Iterato
         daemon.ask("DELETE", f"/v1/leases/{lease['id']}")
         return taken_ms
 
-    steps = {
-        "Allocate": lambda: _ms(lambda: kubelet.admit("pod", devices)),
-        "PreStartContainer": lease_ms,
-    }
+    steps = {"Allocate": lambda: _ms(lambda: kubelet.admit("pod", devices)), "PreStartContainer": lease_ms}
     for name, step in steps.items():  # one after the other, because a lease is followed by other work
 
         def floor_ms() -> float:

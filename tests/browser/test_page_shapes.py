@@ -192,10 +192,7 @@ def test_visual_states_have_text_for_screen_readers(busy: Scene, browser: Chromi
     assert host == page.ask("document.querySelector('#host').textContent")
     assert headings[:3] == ["Problems", "Usage", "GPUs"]
     assert headings[3:5] == ["Holders", "Events"]
-    assert headings[5:] == [
-        "00:06.0 Tesla V100-SXM2-16GB",
-        "00:07.0 Tesla V100-SXM2-16GB",
-    ]
+    assert headings[5:] == ["00:06.0 Tesla V100-SXM2-16GB", "00:07.0 Tesla V100-SXM2-16GB"]
     assert {"Problems", "Usage", "GPUs", "Holders", "Events"} <= set(named["region"])
     assert named["table"] == ["Holders"]
     assert named["columnheader"] == [

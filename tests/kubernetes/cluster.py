@@ -126,12 +126,10 @@ class Cluster(Closes):
                 raise RefusalError(409, "the object has been modified")
             return self._store("MODIFIED", collection, key, {**changed, "metadata": {**old, **metadata}})
 
-    def remove(self, collection: str, name: str, namespace: str = "", uid: str = "") -> dict[str, Any]:
+    def remove(self, collection: str, name: str, namespace: str = "") -> dict[str, Any]:
         with self.changed:
             key = _key(collection, namespace, name)
             removed = self._find(key)
-            if uid not in ("", removed["metadata"]["uid"]):
-                raise RefusalError(409, "the UID in the precondition differs")
             del self.objects[key]
             self._note("DELETED", collection, removed)
             return removed
@@ -253,8 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command == "PUT":
             self._send(200, cluster.replace(collection, body))
         elif self.command == "DELETE":
-            uid = body.get("preconditions", {}).get("uid", "")
-            self._send(200, cluster.remove(collection, name, namespace, uid))
+            self._send(200, cluster.remove(collection, name, namespace))
         elif name:
             self._send(200, cluster.get(collection, name, namespace))
         elif query.get("watch") == "true":

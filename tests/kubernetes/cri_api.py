@@ -5,20 +5,9 @@ The field numbers are those of k8s.io/cri-api, pkg/apis/runtime/v1/api.proto. Th
 # Without `from __future__ import annotations`, like yunion_mps/kubernetes/kubelet_api.
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import (
-    CdiDevice,
-    DeviceSpec,
-    Empty,
-    Message,
-    MountSpec,
-    Rpc,
-    _many,
-    _map,
-    _one,
-)
+from yunion_mps.kubernetes.kubelet_api import CdiDevice, DeviceSpec, Empty, Message, MountSpec, Rpc, number
 
 #: A NamespaceMode: the pod's namespace, which is the default, the container's, or the node's.
 CONTAINER, NODE = 1, 2
@@ -26,166 +15,142 @@ CONTAINER, NODE = 1, 2
 CREATED, RUNNING, EXITED = 0, 1, 2
 
 
-@dataclass(frozen=True)
 class VersionResponse(Message):
-    version: str = _one(1, str)
-    runtime_name: str = _one(2, str)
-    runtime_version: str = _one(3, str)
-    runtime_api_version: str = _one(4, str)
+    version: str = number(1)
+    runtime_name: str = number(2)
+    runtime_version: str = number(3)
+    runtime_api_version: str = number(4)
 
 
-@dataclass(frozen=True)
 class RuntimeCondition(Message):
-    type: str = _one(1, str)
-    status: bool = _one(2, bool)
-    reason: str = _one(3, str)
-    message: str = _one(4, str)
+    type: str = number(1)
+    status: bool = number(2)
+    reason: str = number(3)
+    message: str = number(4)
 
 
-@dataclass(frozen=True)
 class RuntimeStatus(Message):
-    conditions: tuple[RuntimeCondition, ...] = _many(1, RuntimeCondition)
+    conditions: tuple[RuntimeCondition, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class StatusResponse(Message):
-    status: Optional[RuntimeStatus] = _one(1, RuntimeStatus)
+    status: Optional[RuntimeStatus] = number(1)
 
 
-@dataclass(frozen=True)
 class NamespaceOption(Message):
-    network: int = _one(1, int)
-    pid: int = _one(2, int)
-    ipc: int = _one(3, int)
+    network: int = number(1)
+    pid: int = number(2)
+    ipc: int = number(3)
 
 
-@dataclass(frozen=True)
 class LinuxSandboxSecurityContext(Message):
-    namespace_options: Optional[NamespaceOption] = _one(1, NamespaceOption)
+    namespace_options: Optional[NamespaceOption] = number(1)
 
 
-@dataclass(frozen=True)
 class LinuxPodSandboxConfig(Message):
-    cgroup_parent: str = _one(1, str)
-    security_context: Optional[LinuxSandboxSecurityContext] = _one(2, LinuxSandboxSecurityContext)
+    cgroup_parent: str = number(1)
+    security_context: Optional[LinuxSandboxSecurityContext] = number(2)
 
 
-@dataclass(frozen=True)
 class PodSandboxMetadata(Message):
-    name: str = _one(1, str)
-    uid: str = _one(2, str)
-    namespace: str = _one(3, str)
-    attempt: int = _one(4, int)
+    name: str = number(1)
+    uid: str = number(2)
+    namespace: str = number(3)
+    attempt: int = number(4)
 
 
-@dataclass(frozen=True)
 class PodSandboxConfig(Message):
-    metadata: Optional[PodSandboxMetadata] = _one(1, PodSandboxMetadata)
-    linux: Optional[LinuxPodSandboxConfig] = _one(8, LinuxPodSandboxConfig)
+    metadata: Optional[PodSandboxMetadata] = number(1)
+    linux: Optional[LinuxPodSandboxConfig] = number(8)
 
 
-@dataclass(frozen=True)
 class RunPodSandboxRequest(Message):
-    config: Optional[PodSandboxConfig] = _one(1, PodSandboxConfig)
+    config: Optional[PodSandboxConfig] = number(1)
 
 
-@dataclass(frozen=True)
 class PodSandboxId(Message):
     """A request or answer that has nothing but the sandbox's id."""
 
-    pod_sandbox_id: str = _one(1, str)
+    pod_sandbox_id: str = number(1)
 
 
-@dataclass(frozen=True)
 class ImageSpec(Message):
-    image: str = _one(1, str)
+    image: str = number(1)
 
 
-@dataclass(frozen=True)
 class KeyValue(Message):
-    key: str = _one(1, str)
-    value: str = _one(2, str)
+    key: str = number(1)
+    value: str = number(2)
 
 
-@dataclass(frozen=True)
 class LinuxContainerSecurityContext(Message):
-    namespace_options: Optional[NamespaceOption] = _one(3, NamespaceOption)
+    namespace_options: Optional[NamespaceOption] = number(3)
 
 
-@dataclass(frozen=True)
 class LinuxContainerConfig(Message):
-    security_context: Optional[LinuxContainerSecurityContext] = _one(2, LinuxContainerSecurityContext)
+    security_context: Optional[LinuxContainerSecurityContext] = number(2)
 
 
-@dataclass(frozen=True)
 class ContainerMetadata(Message):
-    name: str = _one(1, str)
-    attempt: int = _one(2, int)
+    name: str = number(1)
+    attempt: int = number(2)
 
 
-@dataclass(frozen=True)
 class ContainerConfig(Message):
-    metadata: Optional[ContainerMetadata] = _one(1, ContainerMetadata)
-    image: Optional[ImageSpec] = _one(2, ImageSpec)
-    command: tuple[str, ...] = _many(3, str)
-    envs: tuple[KeyValue, ...] = _many(6, KeyValue)
-    mounts: tuple[MountSpec, ...] = _many(7, MountSpec)
-    devices: tuple[DeviceSpec, ...] = _many(8, DeviceSpec)
-    linux: Optional[LinuxContainerConfig] = _one(15, LinuxContainerConfig)
-    cdi_devices: tuple[CdiDevice, ...] = _many(17, CdiDevice)
+    metadata: Optional[ContainerMetadata] = number(1)
+    image: Optional[ImageSpec] = number(2)
+    command: tuple[str, ...] = number(3)
+    envs: tuple[KeyValue, ...] = number(6)
+    mounts: tuple[MountSpec, ...] = number(7)
+    devices: tuple[DeviceSpec, ...] = number(8)
+    linux: Optional[LinuxContainerConfig] = number(15)
+    cdi_devices: tuple[CdiDevice, ...] = number(17)
 
 
-@dataclass(frozen=True)
 class CreateContainerRequest(Message):
-    pod_sandbox_id: str = _one(1, str)
-    config: Optional[ContainerConfig] = _one(2, ContainerConfig)
-    sandbox_config: Optional[PodSandboxConfig] = _one(3, PodSandboxConfig)
+    pod_sandbox_id: str = number(1)
+    config: Optional[ContainerConfig] = number(2)
+    sandbox_config: Optional[PodSandboxConfig] = number(3)
 
 
-@dataclass(frozen=True)
 class ContainerId(Message):
     """A request or answer that has nothing but the container's id."""
 
-    container_id: str = _one(1, str)
+    container_id: str = number(1)
 
 
-@dataclass(frozen=True)
 class ContainerStatusRequest(Message):
-    container_id: str = _one(1, str)
-    verbose: bool = _one(2, bool)
+    container_id: str = number(1)
+    verbose: bool = number(2)
 
 
-@dataclass(frozen=True)
 class ContainerStatus(Message):
-    id: str = _one(1, str)
-    state: int = _one(3, int)
-    exit_code: int = _one(7, int)
-    reason: str = _one(10, str)
-    message: str = _one(11, str)
+    id: str = number(1)
+    state: int = number(3)
+    exit_code: int = number(7)
+    reason: str = number(10)
+    message: str = number(11)
 
 
-@dataclass(frozen=True)
 class ContainerStatusResponse(Message):
     """`info` is JSON, and only there if the request is verbose."""
 
-    status: Optional[ContainerStatus] = _one(1, ContainerStatus)
-    info: Mapping[str, str] = _map(2)
+    status: Optional[ContainerStatus] = number(1)
+    info: Mapping[str, str] = number(2)
 
 
-@dataclass(frozen=True)
 class ExecSyncRequest(Message):
-    container_id: str = _one(1, str)
-    cmd: tuple[str, ...] = _many(2, str)
-    timeout: int = _one(3, int)
+    container_id: str = number(1)
+    cmd: tuple[str, ...] = number(2)
+    timeout: int = number(3)
 
 
-@dataclass(frozen=True)
 class ExecSyncResponse(Message):
     """Its texts are bytes in the API."""
 
-    stdout: str = _one(1, str)
-    stderr: str = _one(2, str)
-    exit_code: int = _one(3, int)
+    stdout: str = number(1)
+    stderr: str = number(2)
+    exit_code: int = number(3)
 
 
 _RUNTIME = "/runtime.v1.RuntimeService"

@@ -66,11 +66,7 @@ def lease(
 
 
 def gpu_of(gpu: int) -> answers.Gpu:
-    made = {
-        "uuid": uuid_of(gpu),
-        "pci_address": f"00000000:{gpu:02x}:00.0",
-        "compute_capability": "8.6",
-    }
+    made = {"uuid": uuid_of(gpu), "pci_address": f"00000000:{gpu:02x}:00.0", "compute_capability": "8.6"}
     return cast("answers.Gpu", made)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.kubernetes.api_objects import ApiObject, Resource
-from yunion_mps.kubernetes.api_server import ApiServer, Backoff, MissingObjectError
+from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff, MissingObjectError
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
 from yunion_mps.kubernetes.dra_slices import SLICES
 from yunion_mps.paths import Paths
@@ -71,21 +71,18 @@ def watcher(loop: Loop, server: ApiServer) -> Iterator[Watcher]:
 
 
 def test_objects_are_created_replaced_and_deleted(cluster: Cluster, server: ApiServer, loop: Loop) -> None:
-    made = loop.run(server.create(PODS, {"metadata": {"name": "a"}}, "default"))
-    assert loop.run(server.get(PODS, "a", "default")) == made
+    made = loop.run(server.create(NODES, {"metadata": {"name": "a"}}))
+    assert loop.run(server.get(NODES, "a")) == made
     made["metadata"]["labels"] = {"x": "1"}
-    changed = loop.run(server.replace(PODS, made))
+    changed = loop.run(server.replace(NODES, made))
     assert changed["metadata"]["labels"] == {"x": "1"}
     with pytest.raises(ApiServerError, match="has been modified") as caught:
-        loop.run(server.replace(PODS, made))
-    assert caught.value.status == 409
-    with pytest.raises(ApiServerError) as caught:
-        loop.run(server.delete(PODS, "a", "default", uid="another"))
+        loop.run(server.replace(NODES, made))
     assert caught.value.status == 409
     for _ in range(2):
-        loop.run(server.delete(PODS, "a", "default", uid=made["metadata"]["uid"]))
+        loop.run(server.delete(NODES, "a"))
     with pytest.raises(ApiServerError, match="not found") as caught:
-        loop.run(server.get(PODS, "a", "default"))
+        loop.run(server.get(NODES, "a"))
     assert caught.value.status == 404
 
 

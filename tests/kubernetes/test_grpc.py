@@ -15,7 +15,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, RpcServer, Status, call
+from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, RpcServer, StatusCode, call
 
 from kubernetes.peers import PATIENCE_S, Loop, channel, our_server, their_server
 
@@ -47,7 +47,7 @@ class Methods:
         yield request
 
     async def _refuse(self, _: bytes) -> AsyncIterator[bytes]:
-        raise RpcError(Status.FAILED_PRECONDITION, REASON)
+        raise RpcError(StatusCode.FAILED_PRECONDITION, REASON)
         yield b""
 
     async def _break(self, _: bytes) -> AsyncIterator[bytes]:
@@ -145,7 +145,7 @@ def test_an_internal_error_is_answered_and_logged(
 
 def test_a_call_ends_at_its_deadline(loop: Loop, path: Path, methods: Methods) -> None:
     request = _request(1, "Wait", {"grpc-timeout": "50m"})
-    assert _status(path, request) == Status.DEADLINE_EXCEEDED
+    assert _status(path, request) == StatusCode.DEADLINE_EXCEEDED
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
 
 
@@ -248,22 +248,22 @@ def test_what_is_not_http_2_is_disconnected(client: grpc.Channel, path: Path, da
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (b"", Status.INTERNAL),
-        (b"\0\0\0\0\x05four", Status.INTERNAL),
-        (b"\0\0\0\0\x03four", Status.INTERNAL),
-        (b"\x01\0\0\0\x04zzzz", Status.UNIMPLEMENTED),
-        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED),
+        (b"", StatusCode.INTERNAL),
+        (b"\0\0\0\0\x05four", StatusCode.INTERNAL),
+        (b"\0\0\0\0\x03four", StatusCode.INTERNAL),
+        (b"\x01\0\0\0\x04zzzz", StatusCode.UNIMPLEMENTED),
+        (b"\0\xff\xff\xff\xff", StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
 def test_a_request_that_is_not_one_message_is_refused(
-    loop: Loop, path: Path, message: bytes, expected: Status
+    loop: Loop, path: Path, message: bytes, expected: StatusCode
 ) -> None:
     assert _status(path, _request(1, "Echo", framed=message)) == expected
 
 
 def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:
     request = _request(1, "Echo", {"content-type": "application/json"})
-    assert _status(path, request) == Status.UNIMPLEMENTED
+    assert _status(path, request) == StatusCode.UNIMPLEMENTED
 
 
 def _request(
@@ -342,21 +342,21 @@ def test_our_calls_are_answered(theirs: None, path: Path) -> None:
 
 def test_our_calls_raise_the_server_s_refusal(theirs: None, path: Path) -> None:
     refused = failure(path, "Refuse")
-    assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
-    assert failure(path, "Nothing").status == Status.UNIMPLEMENTED
+    assert (refused.status, refused.message) == (StatusCode.FAILED_PRECONDITION, REASON)
+    assert failure(path, "Nothing").status == StatusCode.UNIMPLEMENTED
 
 
 def test_an_answer_that_is_too_long_is_refused(theirs: None, path: Path) -> None:
-    assert failure(path, "Large", b"%d" % (MAX_MESSAGE_BYTES + 1)).status == Status.RESOURCE_EXHAUSTED
+    assert failure(path, "Large", b"%d" % (MAX_MESSAGE_BYTES + 1)).status == StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_our_calls_end_at_their_deadline(theirs: None, path: Path) -> None:
-    assert failure(path, "Wait", timeout_s=0.1).status == Status.DEADLINE_EXCEEDED
+    assert failure(path, "Wait", timeout_s=0.1).status == StatusCode.DEADLINE_EXCEEDED
 
 
 def test_a_socket_without_a_server_is_unavailable(path: Path) -> None:
     missing = failure(path, "Echo")
-    assert (missing.status, missing.message) == (Status.UNAVAILABLE, f"{path}: No such file or directory")
+    assert (missing.status, missing.message) == (StatusCode.UNAVAILABLE, f"{path}: No such file or directory")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 1000])
@@ -375,5 +375,5 @@ def test_a_server_that_does_not_speak_grpc_is_unavailable(path: Path, answer: by
 
         server = threading.Thread(target=serve)
         server.start()
-        assert failure(path, "Echo").status == Status.UNAVAILABLE
+        assert failure(path, "Echo").status == StatusCode.UNAVAILABLE
         server.join()

@@ -188,11 +188,7 @@ def plugin(ready_daemon: Daemon, cluster: Cluster) -> Iterator[KubeletPlugin]:
 
 def api_pod(name: str, container: str) -> dict[str, Any]:
     status = {"phase": "Running", "containerStatuses": [{"containerID": f"containerd://{container}"}]}
-    return {
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"nodeName": NODE},
-        "status": status,
-    }
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": {"nodeName": NODE}, "status": status}
 
 
 def delete(cluster: Cluster, name: str, grace_s: int) -> None:

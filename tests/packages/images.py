@@ -70,13 +70,7 @@ def _make(release: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sources = _sources(release, Path(folder) / "apt")
         new = target.with_name(f"{target.name}.new")
-        command = [
-            "mmdebstrap",
-            *_recipe(release),
-            release,
-            str(new),
-            *map(str, sources),
-        ]
+        command = ["mmdebstrap", *_recipe(release), release, str(new), *map(str, sources)]
         # A session of its own: Ctrl-C in the middle of it would leave mounts behind.
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, start_new_session=True

@@ -170,10 +170,7 @@ def test_run_docker_gives_the_same_environment_and_a_lease(operator: Operator, p
     nothing_is_taken(operator)
     machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
     lease = bound(operator)
-    assert (lease["pid"], lease["container"]) == (
-        int(plain.told("trainer", "{{.State.Pid}}")),
-        "trainer",
-    )
+    assert (lease["pid"], lease["container"]) == (int(plain.told("trainer", "{{.State.Pid}}")), "trainer")
     plain.remove("trainer")
     nothing_is_taken(operator)
 

@@ -14,9 +14,7 @@ def journals() -> list[str]:
     return sorted(path.name for path in JOURNALS.glob("kept-*"))
 
 
-def test_the_journal_is_kept_only_if_the_machines_test_fails(
-    new_machine: NewMachine,
-) -> None:
+def test_the_journal_is_kept_only_if_the_machines_test_fails(new_machine: NewMachine) -> None:
     def fail() -> None:
         with new_machine("trixie", "kept") as machine:
             machine.boot()

@@ -297,12 +297,7 @@ class TestLife:
 
     @of_the_package
     def test_a_downgrade_and_an_upgrade_end_no_job(
-        self,
-        family: Family,
-        operator: Operator,
-        machine: Machine,
-        previous: Packages,
-        current: Packages,
+        self, family: Family, operator: Operator, machine: Machine, previous: Packages, current: Packages
     ) -> None:
         pid, control = operator.begin_job("steady"), operator.control_daemon()
         daemon = operator.daemon()

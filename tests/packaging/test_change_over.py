@@ -53,9 +53,7 @@ def test_our_daemon_is_enabled_and_started_if_cloudpods_was(cloudpods: Host) -> 
     assert "5 another's" in cloudpods.call("control_daemons").stdout
 
 
-def test_a_control_daemon_that_cannot_be_adopted_is_told_to_quit(
-    cloudpods: Host,
-) -> None:
+def test_a_control_daemon_that_cannot_be_adopted_is_told_to_quit(cloudpods: Host) -> None:
     refused = "<3>the control daemon (PID 5) cannot be adopted: cuda_mps_scope is gpu\n<3>it goes on"
     cloudpods.program("yunion-mps-daemon", f"[ $1 = --check ] || {{ echo '{refused}' >&2; exit 1; }}")
     assert cloudpods.good("go_on") == [

@@ -158,8 +158,8 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
     """Format a table, followed by what is wrong with devices, once for each GPU."""
-    found = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
-    return table(_DEVICES, devices, none=none, wide=wide) + notes(found)
+    gpu_notes = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
+    return table(_DEVICES, devices, none=none, wide=wide) + notes(gpu_notes)
 
 
 def _note(device: Device) -> str:
@@ -171,8 +171,8 @@ def _note(device: Device) -> str:
 
 def _power(gpu: Gpu) -> str | None:
     """Format `188 / 700`: power draw and limit."""
-    known = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
-    return " / ".join(known) if gpu["power_w"] is not None else None
+    texts = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
+    return " / ".join(texts) if gpu["power_w"] is not None else None
 
 
 def _numa(node: int | None) -> int | None:

@@ -73,10 +73,10 @@ def _summary(report: Report) -> str:
     others = [
         f"{report.counts[level]} {level}" for level in ("unknown", "skipped", "ok") if report.counts[level]
     ]
-    found = f"Found {' and '.join(bad)}" if bad else "No problems found"
+    summary = f"Found {' and '.join(bad)}" if bad else "No problems found"
     if report.state == "unknown":
-        found = "The state of this host is unknown"
-    return f"{found} ({', '.join(others)})" if others else found
+        summary = "The state of this host is unknown"
+    return f"{summary} ({', '.join(others)})" if others else summary
 
 
 def _report_text(report: Report) -> str:
@@ -92,12 +92,12 @@ def _report_text(report: Report) -> str:
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding, names in checks.items():
         alike.setdefault((finding.level, ", ".join(names)), []).append(finding)
-    for (level, names_of_checks), found in alike.items():
+    for (level, names_of_checks), findings in alike.items():
         begin = f"{level:<8} {names_of_checks}:"
-        for finding in found[:_MAX_ALIKE]:
+        for finding in findings[:_MAX_ALIKE]:
             text += wrapped(f"{begin} {finding.what}", _REPORT_INDENT)
             text += hint_text(finding.hint, f"{'':<8} Hint: ", _REPORT_INDENT)
-        left = len(found) - _MAX_ALIKE
+        left = len(findings) - _MAX_ALIKE
         text += (
             wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT) if left > 0 else ""
         )

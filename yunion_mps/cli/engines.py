@@ -92,9 +92,9 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     paths = Paths.from_environment()
     words = ["--ipc=host", *mount_words(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])]
     words += [word for name, value in lease["environment"].items() for word in ("--env", f"{name}={value}")]
-    known = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
-    gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in known]
-    nodes = [*driver_nodes(paths), *(node for found in gpu_nodes(paths, gpus).values() for node in found)]
+    leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
+    gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in leased]
+    nodes = [*driver_nodes(paths), *(node for of_gpu in gpu_nodes(paths, gpus).values() for node in of_gpu)]
     for node in nodes:
         words += ["--device", f"{node.host_path}:{node.path}"]
     return words

@@ -173,9 +173,9 @@ def show_lease(lease: str, output: str) -> None:
       yunion-mps lease show job-17
       yunion-mps lease show 7c1f0e7a
     """
-    found = call(GET_LEASE, lease=_one_lease(lease))
-    state = (found["state"] or "unknown") + (f" ({found['reason']})" if found["reason"] else "")
-    show_pairs(found, output, lambda: _lease_text(found, state))
+    details = call(GET_LEASE, lease=_one_lease(lease))
+    state = (details["state"] or "unknown") + (f" ({details['reason']})" if details["reason"] else "")
+    show_pairs(details, output, lambda: _lease_text(details, state))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")
@@ -284,8 +284,8 @@ def _memory_mib(lease: LeaseRecord) -> int:
 
 
 def _peak_mib(lease: LeaseRecord) -> int | None:
-    known = [peak for budget in lease["budgets"] if (peak := budget["memory_peak_mib"]) is not None]
-    return sum(known) if known else None
+    peaks = [peak for budget in lease["budgets"] if (peak := budget["memory_peak_mib"]) is not None]
+    return sum(peaks) if peaks else None
 
 
 def _utilization(lease: LeaseRecord) -> int | None:

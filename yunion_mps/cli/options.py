@@ -51,14 +51,14 @@ class Duration(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = duration_s(str(value))
-        if found is None:
+        seconds = duration_s(str(value))
+        if seconds is None:
             self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
-        if found < self._min_s:
+        if seconds < self._min_s:
             self.fail(f"{value} is too short: use at least {duration_text(self._min_s)}.", param, ctx)
-        if self._max_s is not None and found > self._max_s:
+        if self._max_s is not None and seconds > self._max_s:
             self.fail(f"{value} is too long: use at most {duration_text(self._max_s)}.", param, ctx)
-        return found
+        return seconds
 
 
 class TimeToLive(Duration):
@@ -80,11 +80,11 @@ class Number(click.ParamType):
         self._highest = highest
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = int(str(value)) if re.fullmatch("-?[0-9]{1,20}", str(value)) else None
-        if found is None or not self._lowest <= found <= self._highest:
+        number = int(str(value)) if re.fullmatch("-?[0-9]{1,20}", str(value)) else None
+        if number is None or not self._lowest <= number <= self._highest:
             bounds = f"from {self._lowest} to {self._highest}"
             self.fail(f"{value} is not a whole number {bounds}.", param, ctx)
-        return found
+        return number
 
 
 PID = Number(1, MAX_PID)
@@ -98,11 +98,11 @@ def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
         from click.shell_completion import CompletionItem
 
         try:
-            found = dict.fromkeys(words())
+            offered = dict.fromkeys(words())
         except YunionError:
             return []
         # Without a description: zsh would look for it after the address's first colon.
-        return [CompletionItem(word) for word in found if word.startswith(incomplete)]
+        return [CompletionItem(word) for word in offered if word.startswith(incomplete)]
 
     return complete
 
@@ -125,8 +125,8 @@ def _gpus() -> Iterator[str]:
 
 
 def _pids() -> Iterator[str]:
-    found = call(GET_CLIENTS, _COMPLETION_S, seen=True)
-    return (str(client["pid"]) for client in (*found["clients"], *found["waiting"]))
+    clients = call(GET_CLIENTS, _COMPLETION_S, seen=True)
+    return (str(client["pid"]) for client in (*clients["clients"], *clients["waiting"]))
 
 
 complete_device, complete_gpu = _completing(_devices), _completing(_gpus)

@@ -140,17 +140,17 @@ def cell(value: object) -> str:
 
 def pairs(value: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
     """Flatten a nested answer into (name, value) pairs, with the names joined by dots."""
-    found: list[tuple[str, object]] = []
+    flat: list[tuple[str, object]] = []
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, Mapping) and inner:
-            found += pairs(inner, f"{name}.")
+            flat += pairs(inner, f"{name}.")
         elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
             for index, item in enumerate(inner):
-                found += pairs(item, f"{name}.{index}.")
+                flat += pairs(item, f"{name}.{index}.")
         else:
-            found.append((name, inner))
-    return found
+            flat.append((name, inner))
+    return flat
 
 
 def table(
@@ -206,8 +206,8 @@ def hidden_columns(headers: Sequence[str], all_of_them: str, width: int) -> str:
 
 
 def _cell_text(value: ColumnValue, record: Any) -> str:
-    found = value(record) if callable(value) else record[value]
-    return ("yes" if found else "no") if isinstance(found, bool) else cell(found)
+    content = value(record) if callable(value) else record[value]
+    return ("yes" if content else "no") if isinstance(content, bool) else cell(content)
 
 
 def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
@@ -251,7 +251,7 @@ def wrapped(text: str, indent: int = 4, min_width: int = 0) -> str:
 
 def hint_text(hint: str, begin: str = "Hint: ", indent: int = 4) -> str:
     """Like `wrapped`, but keeps each command on one line, so that it can be copied; "" without a hint."""
-    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _KEPT_SPACE), cell(hint))
+    whole = _COMMAND.sub(lambda command: command[0].replace(" ", _KEPT_SPACE), cell(hint))
     return _wrapped(f"{begin}{whole}", indent).replace(_KEPT_SPACE, " ") if hint else ""
 
 

@@ -117,10 +117,10 @@ class LazyGroup(SuggestingGroup):
         """Write the commands of each task under a heading, aligned across tasks."""
         width = max(map(len, COMMANDS))
         for title, section in SECTIONS.items():
-            found = [(name, self.get_command(ctx, name)) for name in section]
+            commands = [(name, self.get_command(ctx, name)) for name in section]
             rows = [
                 (name.ljust(width), command.get_short_help_str(_LONGEST))
-                for name, command in found
+                for name, command in commands
                 if command
             ]
             with formatter.section(title):

@@ -144,8 +144,8 @@ def who(clients_only: bool, output: str) -> None:
     devices = listed_devices()
     leases = call(GET_LEASES)
     clients = call(GET_CLIENTS, seen=True)
-    found = [holding for holding in holdings(devices, leases["leases"], clients["clients"]) if holding.in_use]
-    uses = [use for holding in found for use in _uses(holding)]
+    in_use = [each for each in holdings(devices, leases["leases"], clients["clients"]) if each.in_use]
+    uses = [use for holding in in_use for use in _uses(holding)]
     answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
@@ -153,7 +153,7 @@ def who(clients_only: bool, output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    used = {address for holding in found for address in holding.devices}
+    used = {address for holding in in_use for address in holding.devices}
     reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
     show(answer, output, _FIELDS, uses, lambda: _who_text(answer, wide=output == "wide") + notes(reasons))
 
@@ -201,8 +201,8 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
 
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
     """Format `512 / 5760 MiB`, or `512 MiB` without a budget; None if both are unknown."""
-    known = [str(number) for number in (used_mib, budget_mib) if number is not None]
-    return f"{' / '.join(known if used_mib is not None else ['-', *known])} MiB" if known else None
+    texts = [str(number) for number in (used_mib, budget_mib) if number is not None]
+    return f"{' / '.join(texts if used_mib is not None else ['-', *texts])} MiB" if texts else None
 
 
 def _abbreviate(use: Use) -> str | None:
@@ -246,8 +246,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     unknown = notes(("Incomplete", error) for error in answer["errors"])
     waiting = notes(("Waiting", _describe_waiting(client)) for client in answer["waiting"])
     hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
-    found = clients_table(answer["clients"], wide=wide)
-    return failed + found + outside_mps + others + waiting + hint + unknown
+    clients = clients_table(answer["clients"], wide=wide)
+    return failed + clients + outside_mps + others + waiting + hint + unknown
 
 
 def _describe_waiting(client: WaitingClient) -> str:

@@ -83,10 +83,10 @@ def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
         return config, []
     reader = _Reader(file, max_devices(config.cuda_mps_max_clients))
     try:
-        found = reader.read(config)
+        divided = reader.read(config)
     except FileProblemError as error:
         return config, [*reader.problems, error.problem]
-    return found, sorted(reader.problems, key=lambda problem: problem.line or 0)
+    return divided, sorted(reader.problems, key=lambda problem: problem.line or 0)
 
 
 class _Reader:
@@ -146,11 +146,11 @@ class _Reader:
     def _items(self, nodes: Nodes) -> list[Node]:
         if "devices" not in nodes:
             return []
-        found = nodes["devices"][1]
-        if not isinstance(found, SequenceNode):
-            what = f"devices is {quote(found)}, not a list"
-            raise FileProblemError(self._problem(found, what, "write each entry after a dash: - path: …"))
-        return list(found.value)
+        entries = nodes["devices"][1]
+        if not isinstance(entries, SequenceNode):
+            what = f"devices is {quote(entries)}, not a list"
+            raise FileProblemError(self._problem(entries, what, "write each entry after a dash: - path: …"))
+        return list(entries.value)
 
     def _entry(self, item: Node) -> DeviceEntry | None:
         """Return the entry; None if it is other software's or has no valid path.
@@ -304,22 +304,22 @@ class _Reader:
         return nodes, problems
 
     def _check_keys(
-        self, nodes: Nodes, known: Sequence[str], owner: tuple[str, str], reported: str | None = None
+        self, nodes: Nodes, valid: Sequence[str], owner: tuple[str, str], reported: str | None = None
     ) -> None:
-        """Refuse each key that is not `known`, except `reported`, which is a problem already.
+        """Refuse each key that is not `valid`, except `reported`, which is a problem already.
 
         `owner` names the mapping in two forms: `an NVIDIA_MPS entry`, `an entry`.
         """
         for name, (key, _) in nodes.items():
             if name == "<<":
                 self._report(key, *NO_MERGE)
-            elif name not in known and name != reported:
-                near = nearest_key(name, known)
+            elif name not in valid and name != reported:
+                near = nearest_key(name, valid)
                 what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner[0]}"
                 if near:
                     self._report(key, f"{what} (did you mean {near}?)")
                 else:
-                    self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(known)}")
+                    self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(valid)}")
 
     def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:
@@ -341,9 +341,9 @@ class _Reader:
             return None
 
 
-def _misspelt(name: str, nodes: Nodes, known: Sequence[str]) -> bool:
+def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:
     """Whether an unknown key, which is reported already, is a misspelling of this missing one."""
-    return any(nearest_key(other, [name]) for other in nodes if other not in known)
+    return any(nearest_key(other, [name]) for other in nodes if other not in valid)
 
 
 def _type_key(nodes: Nodes) -> str | None:

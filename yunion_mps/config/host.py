@@ -180,10 +180,8 @@ def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
     if near:
         return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
-        known = ", ".join(sorted(KEYS))
-        return [
-            Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {known}")
-        ]
+        keys = ", ".join(sorted(KEYS))
+        return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {keys}")]
     return []
 
 

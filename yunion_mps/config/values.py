@@ -200,10 +200,10 @@ def endpoint(key: str, node: Node) -> str:
 
 def normalise_endpoint(value: str) -> str:
     """Normalise an address and port; raises ValueError, which says what is wrong."""
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
-    if found is None or not 1 <= int(found[3]) <= _MAX_PORT:
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
+    if match is None or not 1 <= int(match[3]) <= _MAX_PORT:
         raise ValueError("not an address with a port")
-    host, port = found[1] or found[2], int(found[3])
+    host, port = match[1] or match[2], int(match[3])
     if host == "localhost":
         return f"{_LOCALHOST}:{port}"
     import ipaddress  # 5 ms, and rarely needed
@@ -212,7 +212,7 @@ def normalise_endpoint(value: str) -> str:
         address = ipaddress.ip_address(host)
     except ValueError:
         raise ValueError("not an IP address and a port") from None
-    if (address.version == 6) != bool(found[1]):
+    if (address.version == 6) != bool(match[1]):
         raise ValueError("not an address with a port")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 

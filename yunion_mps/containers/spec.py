@@ -70,10 +70,10 @@ class Edits(NamedTuple):
 
     def with_nodes(self, nodes: Iterable[DeviceNode]) -> Edits:
         """Add the nodes that are missing."""
-        known = {node["path"] for node in self.device_nodes}
+        present = {node["path"] for node in self.device_nodes}
         added: list[Entry] = []
         for node in nodes:
-            if node.path not in known:
+            if node.path not in present:
                 other = {} if node.host_path == node.path else {"hostPath": node.host_path}
                 added.append({"path": node.path, **other})
         return self._replace(device_nodes=(*self.device_nodes, *added))
@@ -167,8 +167,8 @@ def _device_edits(environment: Mapping[str, str], hook_argument: str, host: Host
     mounts = (_mount(environment["CUDA_MPS_PIPE_DIRECTORY"]),)
     edits = _base_edits(environment, host, hook_argument)._replace(mounts=mounts)
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
-    known = host.nvidia.by_gpu if host.nvidia else {}
-    for theirs in [known[gpu] for gpu in gpus if gpu in known]:
+    by_gpu = host.nvidia.by_gpu if host.nvidia else {}
+    for theirs in [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]:
         edits = theirs.followed_by(edits)
     return edits.with_nodes(node for gpu in gpus for node in host.gpu_nodes.get(gpu, ()))
 

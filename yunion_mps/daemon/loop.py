@@ -27,7 +27,7 @@ from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
-from yunion_mps.tasks import cancel
+from yunion_mps.tasks import cancel, within
 
 log = logging.getLogger(__name__)
 
@@ -248,16 +248,14 @@ class Watchdog:
 
     async def _socket_error(self) -> str:
         """Why the daemon's socket does not answer, empty if it does; a removed socket is created again."""
-        if not self._listener.is_reachable:
-            try:
+        slow = HostError(f"the daemon's own socket did not answer within {_ANSWER_S:g} s")
+        try:
+            if not self._listener.is_reachable:
                 await self._server.reopen(self._listener)
                 log.warning("the socket %s was removed; creating it again", self._path)
-            except HostError as error:
-                return error.message
-        try:
-            answer = await asyncio.wait_for(_request_health(self._path), _ANSWER_S)
-        except asyncio.TimeoutError:
-            return f"the daemon's own socket did not answer within {_ANSWER_S:g} s"
+            answer = await within(_ANSWER_S, _request_health(self._path), slow)
+        except HostError as error:
+            return error.message
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return ""  # this passes when clients disconnect, and a restart would not help

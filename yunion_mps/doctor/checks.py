@@ -265,20 +265,20 @@ def check(
 def findings_of(check: Check, host: Host) -> list[Finding]:
     """Return the check's findings, or why there are none; never raises."""
     try:
-        found = list(check.run(host)) or [ok(check.all_clear)] * bool(check.all_clear)
+        findings = list(check.run(host)) or [ok(check.all_clear)] * bool(check.all_clear)
     except SkipError as error:
-        found = [skipped(error.message, error.hint)]
+        findings = [skipped(error.message, error.hint)]
     except YunionError as error:
-        found = [skipped(f"not checked: {error.message}", error.hint)]
+        findings = [skipped(f"not checked: {error.message}", error.hint)]
     except OSError as error:
         hint = "run doctor as root" if os.geteuid() != 0 else "see: dmesg"
-        found = [Finding(UNKNOWN, f"this could not be checked: {error}", hint)]
+        findings = [Finding(UNKNOWN, f"this could not be checked: {error}", hint)]
     except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
         hint = "report this, with the output of: yunion-mps doctor -o json"
-        found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
+        findings = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
     # Texts quote environments, logs, files and answers; checks compare them unescaped.
     codes = {WARNING: check.code, PROBLEM: check.code}
     return [
         Finding(level, printable(what), printable(hint), code or codes.get(level, ""))
-        for level, what, hint, code in found
+        for level, what, hint, code in findings
     ]

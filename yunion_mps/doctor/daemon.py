@@ -105,33 +105,33 @@ def daemon(host: Host) -> Findings:
         return [
             ok(f"running ({status['version']}); enable_cuda_mps is false, so this host offers no devices")
         ]
-    found = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
+    findings = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
     for domain in status["domains"]:
         name = domain["name"]
         if domain["state"] != READY:
             what = f"domain {name} is {domain['state']}: {domain['reason']}"
-            found.append(problem(what, _EVENTS, domain["reason_code"]))
+            findings.append(problem(what, _EVENTS, domain["reason_code"]))
         if domain["pending"]:
             hint = "wait for the jobs: yunion-mps reload --drain; or end them: yunion-mps reload --now"
-            found.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
+            findings.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} was restarted {times}"
-            found.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
-    found += [
+            findings.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
+    findings += [
         warning(other["text"], other["hint"], other["code"])
         for other in status["problems"]
         if other["level"] == WARNING and other["code"] not in _CHECKED_ELSEWHERE
     ]
     if status["version"] != __version__:
         what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
-        found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
+        findings.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
     summary = f"running; {devices['available']} of {devices['total']} devices available"
-    if devices["unavailable"] and not found:
+    if devices["unavailable"] and not findings:
         codes = [gpu["reason_code"] for gpu in host.served_gpus().values() if gpu["reason_code"]]
-        found = [warning(summary, "see: yunion-mps status", *codes[:1])]
-    return found or [ok(summary)]
+        findings = [warning(summary, "see: yunion-mps status", *codes[:1])]
+    return findings or [ok(summary)]
 
 
 @check("configuration", INVALID_CONFIGURATION)

@@ -76,9 +76,9 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
         device = device_in(words)
         if device:
             return [ok(f"{argv[0]} gives the container the environment of {device}, or refuses to start it")]
-        found = variables.sharing_problems(words)
+        findings = variables.sharing_problems(words)
         subject = Subject(argv[0], variables_in(words, environ))
-        return [*found, *_check(host, subject)] or [
+        return [*findings, *_check(host, subject)] or [
             ok(f"{argv[0]} gives the container the complete environment of an MPS client")
         ]
     for path in (program, *argv[1:]):
@@ -88,8 +88,8 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
             "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
         )
         return list(variables.misspelt(environ)) or [ready]
-    found = list(_check(host, Subject(argv[0], environ, command=_shell_words(argv))))
-    return found or [ok(f"{argv[0]} would have everything that an MPS client needs")]
+    findings = list(_check(host, Subject(argv[0], environ, command=_shell_words(argv))))
+    return findings or [ok(f"{argv[0]} would have everything that an MPS client needs")]
 
 
 @check("outside MPS", PROCESS_OUTSIDE_MPS)
@@ -97,7 +97,7 @@ def outside_mps(host: Host) -> Findings:
     """Programs that use one of our GPUs without MPS, or with another control daemon."""
     users = host.users()
     directories = [domain.pipe_directory for domain in host.domains()]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     total = unreadable = 0
     for gpu in host.our_gpus():
         for pid in users.get(gpu.uuid or "", {}):
@@ -116,9 +116,9 @@ def outside_mps(host: Host) -> Findings:
                 )
                 start = f"start it with: yunion-mps run {_command_of(pid)}"
                 hint = f"{start}; see why: yunion-mps doctor --pid {pid}"
-                found.append(warning(f"{what}: it has no limits", hint))
-    if found or not unreadable:
-        return found or [
+                findings.append(warning(f"{what}: it has no limits", hint))
+    if findings or not unreadable:
+        return findings or [
             ok(
                 f"{count(total, 'program')} on the GPUs, none outside MPS"
                 if total
@@ -303,5 +303,5 @@ def _assignments_in(path: str) -> dict[str, str]:
         return {}
     if b"\0" in text or (text.startswith(b"#!") and b"sh" not in text.partition(b"\n")[0]):
         return {}
-    found = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
-    return {name: value for name, value in found.items() if "CUDA" in name.upper() and "$" not in value}
+    assigned = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
+    return {name: value for name, value in assigned.items() if "CUDA" in name.upper() and "$" not in value}

@@ -59,17 +59,17 @@ _DETAIL = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^
 @check("pipe directory", PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
     """Whether all users can reach the sockets, and no other user can replace the control daemon."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     missing = []
     directories = [domain.pipe_directory for domain in host.domains()]
     group = host.config()[0].cuda_mps_pipe_group
     for directory in directories:
         try:
-            found += list(_check_path(host.paths.root, directory, group)) or list(_check_socket(directory))
+            findings += list(_check_path(host.paths.root, directory, group)) or list(_check_socket(directory))
         except FileNotFoundError:
             missing.append(directory)
-    if found:
-        return found
+    if findings:
+        return findings
     if not directories:
         raise SkipError
     if missing:
@@ -204,23 +204,23 @@ def shm(host: Host) -> Findings:
         what = f"{directory}: {error.strerror}; MPS servers and clients need it for shared memory"
         return [problem(what, f"mount -t tmpfs -o mode=1777 tmpfs {directory}")]
     free, size = (number * system.f_frsize for number in (system.f_bavail, system.f_blocks))
-    found = []
+    findings = []
     if info.st_mode & 0o1777 != 0o1777:
         mode = stat.S_IMODE(info.st_mode)
         what = f"{directory} has mode {mode:o}, so MPS servers of other users cannot create files there"
-        found.append(problem(what, f"chmod 1777 {directory}"))
+        findings.append(problem(what, f"chmod 1777 {directory}"))
     if size < _LEAST_SHM_BYTES:
         what = f"{directory} has only {size >> 20} MiB in total, too little for many clients"
-        found.append(warning(what, f"mount -o remount,size=1G {directory}; docker run --shm-size 1g"))
+        findings.append(warning(what, f"mount -o remount,size=1G {directory}; docker run --shm-size 1g"))
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
         left = f"{free >> 20} MiB and {system.f_favail} inodes free"
         what = f"{directory} is full ({left}): no MPS server can start"
-        found.append(
+        findings.append(
             problem(
                 what, f"list its largest files (ls -laS {directory}), and remove those that no process uses"
             )
         )
-    return found or [ok(f"{free >> 20} of {size >> 20} MiB free")]
+    return findings or [ok(f"{free >> 20} of {size >> 20} MiB free")]
 
 
 @check("SELinux and AppArmor", ACCESS_DENIED)
@@ -239,7 +239,7 @@ def denials(host: Host) -> Findings:
         for line in texts
         if _DENIED.search(line)
         and (_MPS.search(line) or any(directory in line for directory in directories))
-        and (not (found := _TIME.search(line)) or int(found[1]) >= oldest_s)
+        and (not (match := _TIME.search(line)) or int(match[1]) >= oldest_s)
     ]
     if lines:
         return [_summarise_denials(lines, permissive=enforcing == "0")]

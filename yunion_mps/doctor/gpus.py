@@ -65,14 +65,14 @@ def driver(host: Host) -> Findings:
         if host.is_mps_disabled():
             raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
         return [problem(error.message, error.hint)]
-    found = [
+    findings = [
         (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
             f"{what} is version {other}, but the driver is version {version}", _UPDATE
         )
         for what, other in _versions(host)
         if other != version
     ]
-    return found or [ok(f"version {version}; kernel module, library and programs match")]
+    return findings or [ok(f"version {version}; kernel module, library and programs match")]
 
 
 @check("programs", PROGRAM_MISSING)
@@ -84,25 +84,25 @@ def programs(host: Host) -> Findings:
         program = find_control_program()
     except HostError as error:
         return [problem(error.message, error.hint)]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     pids = host.control_pids()
     searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
     for path in searched:
         if not shutil.which(SERVER, path=path):
             what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
-            found.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
+            findings.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
     for pid in pids:
         if _is_deleted(pid):
             what = (
                 f"the executable of the control daemon (PID {pid}) was replaced or removed after it started"
             )
             hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
-            found.append(warning(what, hint))
+            findings.append(warning(what, hint))
     if not _libraries(host):
         what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
         hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
-        found.append(warning(what, hint))
-    return found or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
+        findings.append(warning(what, hint))
+    return findings or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
 
 
 @check("device nodes", DEVICE_NODES)
@@ -141,15 +141,15 @@ def nodes(host: Host) -> Findings:
 
 def library_version(path: str) -> str | None:
     """Return the release in a library's name, `535.261.03` of libcuda.so.535.261.03; None without one."""
-    found = _LIBRARY_VERSION.search(os.path.realpath(path))
-    return found[1] if found else None
+    match = _LIBRARY_VERSION.search(os.path.realpath(path))
+    return match[1] if match else None
 
 
 def _versions(host: Host) -> Iterator[tuple[str, str]]:
     """Yield the name and version of each part of the driver whose version is known."""
-    found = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
-    if found:
-        yield "the loaded kernel module", found[1]
+    match = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
+    if match:
+        yield "the loaded kernel module", match[1]
     for path in _libraries(host):
         version = library_version(path)
         if version:
@@ -204,15 +204,15 @@ def gpus(host: Host) -> Findings:
     if not ours:
         raise SkipError
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
-    found = []
+    findings = []
     for gpu in ours:
         reason = gpu.reason or unavailable.get(gpu.pci_address)
-        known = served.get(gpu.pci_address)
-        if not reason and known and known["reason_code"] not in _OF_DOMAINS:
-            reason = Reason(known["reason"], known["reason_code"])
+        answer = served.get(gpu.pci_address)
+        if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
+            reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            found.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
-    return found or [ok(f"{len(ours)} divided, all working")]
+            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
+    return findings or [ok(f"{len(ours)} divided, all working")]
 
 
 @check("MIG", MIG_ENABLED, "off on every divided GPU")
@@ -287,13 +287,13 @@ def compute_mode(host: Host) -> Findings:
     planned = host.plan()[0].compute_modes
     is_served = _is_served(host)
     ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
-    found = [
+    findings = [
         finding
         for gpu in ours
         if (finding := _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served))
     ]
-    if found:
-        return found
+    if findings:
+        return findings
     if not ours:
         raise SkipError
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))

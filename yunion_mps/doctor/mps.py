@@ -70,33 +70,33 @@ _STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 @check("control daemon", CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
     """Whether clients in each directory reach the daemon's own control daemon."""
-    found = [_check_owner(host, domain) for domain in host.domains()]
-    if not found:
+    findings = [_check_owner(host, domain) for domain in host.domains()]
+    if not findings:
         raise SkipError
-    return found
+    return findings
 
 
 def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     directory = domain.pipe_directory
     peer = peer_of(directory)
-    known = host.known_pids().get(domain.name)
-    if peer is None and known:
-        what = f"the control daemon of domain {domain.name} (PID {known}) has no socket in {directory}"
+    known_pid = host.known_pids().get(domain.name)
+    if peer is None and known_pid:
+        what = f"the control daemon of domain {domain.name} (PID {known_pid}) has no socket in {directory}"
         return problem(f"{what}: it has been removed", _RESTART)
-    if peer and known == peer.pid:
+    if peer and known_pid == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
         raise invisible(f"which control daemon serves {directory}")
     try:
-        found = find(domain)
+        running = find(domain)
     except HostError as error:
         return problem(error.message, error.hint)
-    if found is None:
+    if running is None:
         none, status = f"no control daemon serves {directory}", host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
         return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon will start one")
-    pid = found.process.pid
-    found.process.close()
+    pid = running.process.pid
+    running.process.close()
     what = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
     if peer is None:
         what += ", but no new job can reach it because its socket has been removed"
@@ -106,7 +106,7 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
 @check("control daemon answers", CONTROL_DAEMON_SILENT)
 def responsiveness(host: Host) -> Findings:
     """Whether each control daemon greets its clients, and why not."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     # Finding the owner of a connection means searching all processes' descriptors, for each domain.
     front_ends = any(
         option_count == 0 for pid in all_pids() if (option_count := _option_count(pid)) is not None
@@ -120,7 +120,7 @@ def responsiveness(host: Host) -> Findings:
         except UnresponsiveError as error:
             cause = diagnose(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
-            found.append(
+            findings.append(
                 problem(f"{what}{f'; {cause}' if cause else ''}", hint_of((cause or error.reason).code))
             )
             continue
@@ -130,12 +130,12 @@ def responsiveness(host: Host) -> Findings:
                 f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks all "
                 "other front-ends until it exits"
             )
-            found.append(warning(what, "end it: the control daemon serves one front-end at a time"))
+            findings.append(warning(what, "end it: the control daemon serves one front-end at a time"))
         else:
-            found.append(ok(f"domain {domain.name} answers within {max(took_s * 1000, 1):.0f} ms"))
-    if not found:
+            findings.append(ok(f"domain {domain.name} answers within {max(took_s * 1000, 1):.0f} ms"))
+    if not findings:
         raise SkipError("no control daemon is running")
-    return found
+    return findings
 
 
 def _greeting_time_s(directory: str, pid: int) -> float:
@@ -217,7 +217,7 @@ def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
 
 def _others(host: Host) -> list[_OtherControlDaemon]:
     ours = {*host.control_pids(), *host.known_pids().values()}
-    found = []
+    others = []
     for pid in all_pids():
         if pid in ours or not _option_count(pid):
             continue
@@ -231,8 +231,8 @@ def _others(host: Host) -> list[_OtherControlDaemon]:
         if MARK in environment and not (peer and peer.pid == pid):
             continue  # one of ours in a test run, or about to end
         gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
-        found.append(_OtherControlDaemon(pid, directory, gpus, _in_container(pid)))
-    return found
+        others.append(_OtherControlDaemon(pid, directory, gpus, _in_container(pid)))
+    return others
 
 
 def _option_count(pid: int) -> int | None:
@@ -272,7 +272,7 @@ def orphans(host: Host) -> Findings:
 @check("MPS servers", SERVER_FAILED, "none failed within the last hour")
 def server_failures(host: Host) -> Findings:
     """Failures of servers within the last hour, in the control daemons' logs."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     is_logged = False
     for domain in host.domains():
         path = os.path.join(domain.log_directory, LOG_NAME)
@@ -291,12 +291,12 @@ def server_failures(host: Host) -> Findings:
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
         what = f"MPS servers of domain {domain.name} failed {count(times, 'time')} within the last hour"
         level = problem if last in failures else warning
-        found.append(
+        findings.append(
             level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")
         )
     if not is_logged:
         raise SkipError("there are no logs yet")
-    return found
+    return findings
 
 
 def _recent(path: str) -> list[str]:
@@ -306,12 +306,12 @@ def _recent(path: str) -> list[str]:
         text = file.read().decode(errors="replace")
     now_s = time.time()
     seconds = timestamp_parser(now_s)
-    found = []
+    messages = []
     for match in filter(None, (_LINE.match(line.lstrip("\0")) for line in text.splitlines())):
         with contextlib.suppress(ValueError):  # not a valid time
             if seconds(match[1]) >= now_s - _RECENT_S:
-                found.append(match[2])
-    return found
+                messages.append(match[2])
+    return messages
 
 
 def _last_failure(path: str) -> str:
@@ -335,35 +335,35 @@ def user_switching(host: Host) -> Findings:
         for domain in host.domains()
         if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
-    known = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
+    ours = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
     status = host.known_status()
     if status:
-        known.add(status["pid"])
+        ours.add(status["pid"])
     # Owners are looked up for all domains together, because that searches all processes.
-    if set(connections(*(domain.pipe_directory for domain in servers))) - known:
+    if set(connections(*(domain.pipe_directory for domain in servers))) - ours:
         for domain, (_, *pids) in servers.items():
             serving = {uid for server in pids if (uid := uid_of(server)) is not None}
             users = ", ".join(user_name(uid) for uid in sorted(serving))
             hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
-            for pid in _waiting_clients(domain, known, serving):
+            for pid in _waiting_clients(domain, ours, serving):
                 what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 
-def _waiting_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
+def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> list[int]:
     """Return the waiting clients: they stay connected to the control daemon until they have a server.
 
     A process that only makes a query is no longer connected the second time.
     """
-    first = _connected_clients(domain, known, serving)
+    first = _connected_clients(domain, ours, serving)
     if first:
         time.sleep(_BETWEEN_POLLS_S)
-    return sorted(first & _connected_clients(domain, known, serving)) if first else []
+    return sorted(first & _connected_clients(domain, ours, serving)) if first else []
 
 
-def _connected_clients(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
+def _connected_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> set[int]:
     return {
         pid
         for pid in connections(domain.pipe_directory)
-        if pid not in known and uid_of(pid) not in (None, *serving) and program_name(pid) != PROGRAM
+        if pid not in ours and uid_of(pid) not in (None, *serving) and program_name(pid) != PROGRAM
     }

@@ -88,8 +88,8 @@ class Report(NamedTuple):
 
     @property
     def counts(self) -> dict[str, int]:
-        found = Counter(line.finding.level for line in self.lines)
-        return {level: found[level] for level in NAGIOS_CODES}
+        by_level = Counter(line.finding.level for line in self.lines)
+        return {level: by_level[level] for level in NAGIOS_CODES}
 
     def as_json(self) -> ReportRecord:
         return {

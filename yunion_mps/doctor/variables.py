@@ -58,7 +58,7 @@ def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
         if near:
             yield problem(f"{name} has no effect (did you mean {near}?)", f"write {near} instead")
         elif name.startswith("CUDA_MPS_"):
-            real = ", ".join(known for known in RELEVANT if known.startswith("CUDA_MPS_"))
+            real = ", ".join(name for name in RELEVANT if name.startswith("CUDA_MPS_"))
             yield warning(f"{name} is not a known MPS variable", f"known variables: {real}")
 
 
@@ -96,13 +96,13 @@ def _visible_gpus(visible: str | None, domain: DomainPlan) -> list[str]:
     """Return the UUIDs of the visible GPUs in the program's order; CUDA stops at the first unknown entry."""
     if visible is None:
         return list(domain.gpu_uuids)
-    found: list[str] = []
+    uuids: list[str] = []
     for word in _words(visible):
         uuid = _find_gpu(word, domain)
         if uuid is None:
             break
-        found.append(uuid)
-    return found
+        uuids.append(uuid)
+    return uuids
 
 
 def _find_gpu(word: str, domain: DomainPlan) -> str | None:
@@ -192,12 +192,12 @@ _SHM = "/dev/shm"
 def sharing_problems(words: Sequence[str]) -> list[Finding]:
     """What keeps a container from sharing memory and the pipe directory; `words` follow `docker run`."""
     mounts = mounts_in(words)
-    found = []
+    findings = []
     if "host" not in option_values(words, "ipc") and not any(source == _SHM for source, _ in mounts):
         what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
-        found.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
+        findings.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
     variables = dict(text.partition("=")[::2] for text in option_values(words, "env"))
     directory = os.path.normpath(variables.get(PIPE) or "/")
     if directory != "/" and not any(f"{directory}/".startswith(f"{target}/") for _, target in mounts):
-        found.append(problem(f"the container does not see {directory}", f"add -v {directory}:{directory}"))
-    return found
+        findings.append(problem(f"the container does not see {directory}", f"add -v {directory}:{directory}"))
+    return findings

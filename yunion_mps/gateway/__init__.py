@@ -43,7 +43,7 @@ def remove_addresses(paths: Paths) -> None:
 def read_addresses(paths: Paths) -> dict[str, str]:
     try:
         with open(paths.gateway, encoding="utf-8") as file:
-            found = json.load(file)
+            addresses = json.load(file)
     except (OSError, ValueError):
         return {}
-    return {key: str(found[key]) for key in KEYS if isinstance(found, dict) and found.get(key)}
+    return {key: str(addresses[key]) for key in KEYS if isinstance(addresses, dict) and addresses.get(key)}

@@ -111,12 +111,12 @@ class HostNames:
 
     def _aliases(self) -> set[str]:
         """Return all names on the lines of /etc/hosts that contain ours; read again for each unknown name."""
-        found: set[str] = set()
+        aliases: set[str] = set()
         for line in read_text(self._hosts_file).splitlines():
             names = line.partition("#")[0].lower().split()[1:]
             if not self._names.isdisjoint(names):
-                found.update(names)
-        return found
+                aliases.update(names)
+        return aliases
 
 
 class ReadOnlyHandler:
@@ -238,12 +238,12 @@ class WebPage(ReadOnlyHandler):
 
 def _files() -> dict[str, Response]:
     """Read the page's files at the start, so that an upgrade cannot mix two versions."""
-    found = {}
+    pages = {}
     for file in (files("yunion_mps.gateway") / "page").iterdir():
         kind = _KINDS.get(file.name.rpartition(".")[2])
         if kind:
-            found["/" if file.name == _INDEX else f"/{file.name}"] = Response(200, kind, file.read_bytes())
-    return found
+            pages["/" if file.name == _INDEX else f"/{file.name}"] = Response(200, kind, file.read_bytes())
+    return pages
 
 
 def _with_security_headers(response: Response) -> Response:

@@ -43,10 +43,10 @@ def _contents(path: str, max_bytes: int = _MAX_ENVIRONMENT) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = b""
-        while len(found) < max_bytes and (piece := os.read(descriptor, 1 << 13)):
-            found += piece
-        return found[:max_bytes]
+        data = b""
+        while len(data) < max_bytes and (piece := os.read(descriptor, 1 << 13)):
+            data += piece
+        return data[:max_bytes]
     finally:
         os.close(descriptor)
 
@@ -109,8 +109,8 @@ def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
         return None
     if pid and is_exiting(pid, proc):  # checked last, because it may exit at any time
         return None
-    found = (re.search(_JOB_UNIT, group) for group in groups if not re.search(_USERS, group))
-    return next((match[1] for match in found if match), "")
+    matches = (re.search(_JOB_UNIT, group) for group in groups if not re.search(_USERS, group))
+    return next((match[1] for match in matches if match), "")
 
 
 def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
@@ -171,8 +171,8 @@ def uid_of(pid: int) -> int | None:
 
     The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
     """
-    found = credentials_of(pid)
-    return found.uids[1] if found else None
+    credentials = credentials_of(pid)
+    return credentials.uids[1] if credentials else None
 
 
 def user_name(uid: int) -> str:
@@ -196,14 +196,14 @@ def children_of(pid: int) -> list[int]:
 
     Raises ShortageError if they cannot be read because no descriptor is left; [] would be wrong then.
     """
-    found: list[int] = []
+    children: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _contents(f"/proc/{pid}/task/{task}/children").split())
+            children += map(int, _contents(f"/proc/{pid}/task/{task}/children").split())
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise ShortageError(f"the children of PID {pid} cannot be read: {error.strerror}") from None
-    return found
+    return children
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -163,10 +163,10 @@ def refuse_if_no_process_can_start() -> None:
 def output_of(argv: Sequence[str], timeout_s: float | None = None) -> str:
     """Return a program's standard output; "" if it fails or takes longer than `timeout_s`."""
     try:
-        status, found = outcome_of(argv, timeout_s)
+        status, output = outcome_of(argv, timeout_s)
     except HostError:
         return ""
-    return found.decode(errors="replace").strip() if status == 0 else ""
+    return output.decode(errors="replace").strip() if status == 0 else ""
 
 
 def outcome_of(
@@ -202,13 +202,13 @@ def outcome_of(
     try:
         with open(output, "rb", buffering=0) as file:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            found = _read_all(file.fileno(), timeout_s)
-        if found is not None:  # it has closed its output and is about to end
+            answer = _read_all(file.fileno(), timeout_s)
+        if answer is not None:  # it has closed its answer and is about to end
             readable(process.fileno(), timeout_s)
         status = process.status()
     finally:
         process.kill()
-    return (None, b"") if found is None else (status, found)
+    return (None, b"") if answer is None else (status, answer)
 
 
 def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
@@ -281,5 +281,5 @@ def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = No
         }
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
-        found = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)
-        readable = {watched[descriptor] for descriptor, _ in found}
+        events = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)
+        readable = {watched[descriptor] for descriptor, _ in events}

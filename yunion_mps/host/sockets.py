@@ -77,13 +77,13 @@ def connected_inodes(paths: Collection[str]) -> set[int]:
     Raises OSError if the kernel does not support the query.
     """
     names = {os.fsencode(path) for path in paths}
-    found: set[int] = set()
+    connected: set[int] = set()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         for state, attributes in _sockets(netlink):
             if attributes.get(_NAME, b"").rstrip(b"\0") in names:
                 inodes = attributes.get(_PENDING if state == _LISTENING else _PEER, b"")
-                found.update(inode for (inode,) in struct.iter_unpack("=I", inodes))
-    return found
+                connected.update(inode for (inode,) in struct.iter_unpack("=I", inodes))
+    return connected
 
 
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:

@@ -238,18 +238,18 @@ class Store:
         with self._lock:
             try:
                 try:
-                    found: list[Any] = work()
+                    rows: list[Any] = work()
                 except sqlite3.DatabaseError as error:
                     if self._is_closed or not _is_damage(error):
                         raise
                     self._connection.close()  # it was damaged while in use
                     self._connection = self._recreate()
-                    found = work()
+                    rows = work()
             except MemoryError:
                 raise ShortageError(f"the state file cannot be {what}: out of memory") from None
             except (OSError, sqlite3.Error) as error:
                 raise self._error(what, error) from None
-            return found
+            return rows
 
     def _error(self, what: str, error: Exception) -> HostError:
         code = _result_code(error)

@@ -153,11 +153,11 @@ def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Va
                 f"parameter {name[:_SHOWN_LENGTH]!r} is given twice", "give each parameter once"
             )
         given[name] = value
-    known = {parameter.name: parameter for parameter in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
     for name in given:
-        if name not in known:
-            raise _unknown("parameter", name, known)
-    return {name: one.value(given[name]) if name in given else one.default for name, one in known.items()}
+        if name not in by_name:
+            raise _unknown("parameter", name, by_name)
+    return {name: p.value(given[name]) if name in given else p.default for name, p in by_name.items()}
 
 
 def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter]) -> dict[str, Value]:
@@ -217,12 +217,12 @@ def _refuse_constant(name: str) -> None:
     raise BadRequestError(f"{name} is not valid JSON", "write a number")
 
 
-def _unknown(kind: str, name: str, known: Iterable[str], prefix: str = "") -> BadRequestError:
+def _unknown(kind: str, name: str, allowed: Iterable[str], prefix: str = "") -> BadRequestError:
     from yunion_mps.config.document import nearest_key  # it imports a YAML parser, which only mistakes need
 
-    near = nearest_key(name[:_SHOWN_LENGTH], known)
+    near = nearest_key(name[:_SHOWN_LENGTH], allowed)
     guess = f" (did you mean {prefix}{near}?)" if near else ""
-    names = ", ".join(sorted(known))
+    names = ", ".join(sorted(allowed))
     hint = f"use one of these {kind}s: {names}" if names else f"omit it: this operation has no {kind}s"
     return BadRequestError(f"unknown {kind} {(prefix + name)[:_SHOWN_LENGTH]!r}{guess}", hint)
 

@@ -165,13 +165,13 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
 
     Empty if the log cannot be read, as in a container.
     """
-    found = []
+    xids = []
     for record in kernel_records(paths.kernel_log) or []:
         for bus, xid, pid in re.findall(_XID_RECORD, record):
             address = normalise_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
             if address:
-                found.append((address, int(xid), int(pid)))
-    return found
+                xids.append((address, int(xid), int(pid)))
+    return xids
 
 
 def kernel_records(path: str) -> list[bytes] | None:
@@ -180,9 +180,9 @@ def kernel_records(path: str) -> list[bytes] | None:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    found: list[bytes] = []
+    records: list[bytes] = []
     try:
-        while len(found) < _MAX_RECORDS:
+        while len(records) < _MAX_RECORDS:
             try:
                 record = os.read(log, 8192)
             except BrokenPipeError:  # it was overwritten while we read; the next one is available
@@ -191,7 +191,7 @@ def kernel_records(path: str) -> list[bytes] | None:
                 break
             if not record:
                 break
-            found.append(record)
+            records.append(record)
     finally:
         os.close(log)
-    return found
+    return records

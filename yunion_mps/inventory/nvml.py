@@ -234,14 +234,14 @@ class Nvml:
 
         For GPUs `known` by UUID, only what can change is read.
         """
-        found: list[Gpu] = []
+        gpus: list[Gpu] = []
         silent: list[DriverError] = []
         for index in range(_call(pynvml.nvmlDeviceGetCount)):
             try:
-                found.append(self._gpu(index, known))
+                gpus.append(self._gpu(index, known))
             except DriverError as error:
                 silent.append(error)
-        return found, silent
+        return gpus, silent
 
     @bounded
     def reason_at(self, pci_address: str) -> Reason:
@@ -341,12 +341,12 @@ class Nvml:
 
 def _of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
     """Return the call's result for each GPU that answers, by UUID."""
-    found: dict[str, T] = {}
+    results: dict[str, T] = {}
     for index in range(_call(pynvml.nvmlDeviceGetCount)):
         with contextlib.suppress(DriverError):
             handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
-            found[_text(_call(pynvml.nvmlDeviceGetUUID, handle))] = _call(function, handle)
-    return found
+            results[_text(_call(pynvml.nvmlDeviceGetUUID, handle))] = _call(function, handle)
+    return results
 
 
 def _handle_of(uuid: str) -> Any:

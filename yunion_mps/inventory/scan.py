@@ -35,11 +35,11 @@ class ServedGpus(NamedTuple):
 class Scanner:
     """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added."""
 
-    def __init__(self, paths: Paths, found: Iterable[Gpu] = ()) -> None:
-        """`found` are the GPUs of an earlier scan, whose constants are not read again."""
+    def __init__(self, paths: Paths, earlier: Iterable[Gpu] = ()) -> None:
+        """`earlier` are the GPUs of an earlier scan, whose constants are not read again."""
         self._paths = paths
         #: GPUs that answered the last scan, by UUID.
-        self._known = _answering(found)
+        self._known = _answering(earlier)
         #: Whether a device is an NVIDIA GPU, by PCI address.
         self._is_gpu = {gpu.pci_address: True for gpu in self._known.values()}
 
@@ -50,9 +50,9 @@ class Scanner:
         DriverError if the driver does not answer.
         """
         driver = nvml.driver()
-        found, silent = nvml.gpus(self._known)
+        answering, silent = nvml.gpus(self._known)
         nodes = sysfs.render_nodes(self._paths)
-        gpus = {gpu.pci_address: self._locate(gpu) for gpu in found}
+        gpus = {gpu.pci_address: self._locate(gpu) for gpu in answering}
         refused = [reason_of(error) for error in silent]
         for address in self._nvidia_gpus():
             if address not in gpus:
@@ -63,16 +63,16 @@ class Scanner:
         return Inventory(driver, in_order(shown))
 
     def _nvidia_gpus(self) -> list[str]:
-        known = self._is_gpu
+        before = self._is_gpu
         self._is_gpu = {
-            address: known[address] if address in known else sysfs.is_nvidia_gpu(self._paths, address)
+            address: before[address] if address in before else sysfs.is_nvidia_gpu(self._paths, address)
             for address in sysfs.pci_addresses(self._paths)
         }
         return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
 
     def _locate(self, gpu: Gpu) -> Gpu:
-        known = self._known.get(gpu.uuid or "")
-        if known and known.pci_address == gpu.pci_address and not gpu.reason:
+        before = self._known.get(gpu.uuid or "")
+        if before and before.pci_address == gpu.pci_address and not gpu.reason:
             return gpu
         vendor_device_id = gpu.vendor_device_id or sysfs.vendor_device_id(self._paths, gpu.pci_address)
         numa_node = sysfs.numa_node(self._paths, gpu.pci_address)
@@ -121,7 +121,7 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     uuids = {gpu.uuid for gpu in inventory.gpus}
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
-    known = []
+    uuids_served = []
     for gpu in served:
         now = there.get(gpu.pci_address)
         if gpu.uuid not in uuids:
@@ -132,14 +132,14 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
                 gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
             else:
                 continue
-        known.append(str(gpu.uuid))
-    return inventory._replace(gpus=in_order(gpus.values()), served=tuple(known))
+        uuids_served.append(str(gpu.uuid))
+    return inventory._replace(gpus=in_order(gpus.values()), served=tuple(uuids_served))
 
 
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:
     capability, link = row["compute_capability"], row["link"]
-    known = {**row, "compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
-    gpu = Gpu(**known)._replace(reason=NO_REASON)
+    parts = {"compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
+    gpu = Gpu(**{**row, **parts})._replace(reason=NO_REASON)
     texts = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
     if not (

@@ -90,7 +90,7 @@ class Resource(Generic[ObjectT]):
     type: type[ObjectT]
     since: str = ""
     page: int = 500
-    keep: Callable[[ObjectT], ObjectT] = lambda one: one
+    keep: Callable[[ObjectT], ObjectT] = lambda stored: stored
 
     def path(self, name: str = "", namespace: str = "") -> str:
         """The path of an object, or of all objects of the namespace or the cluster."""
@@ -102,12 +102,12 @@ class Resource(Generic[ObjectT]):
 
     def read(self, value: object) -> ObjectT:
         """The value as a stored object, which has a name, uid and version; raises ApiServerError."""
-        one = read_as(self.type, value, self.plural)
-        base: ApiObject = one
+        stored = read_as(self.type, value, self.plural)
+        base: ApiObject = stored
         missing = {"name", "uid", "resourceVersion"} - base.get("metadata", {}).keys()
         if missing:
             raise _invalid(f"{self.plural}.metadata.{min(missing)}", "missing")
-        return self.keep(one)
+        return self.keep(stored)
 
     def read_list(self, value: object) -> ObjectList:
         """The value as a page of a list; raises ApiServerError."""
@@ -133,18 +133,18 @@ def _read(expected: Any, value: Any, where: str) -> Any:
         return value
     if container is dict and isinstance(value, dict):
         members, every = _members(expected)
-        found = {
-            name: _read(members.get(name, every), one, f"{where}.{name}")
-            for name, one in value.items()
-            if one is not None
+        read = {
+            name: _read(members.get(name, every), member, f"{where}.{name}")
+            for name, member in value.items()
+            if member is not None
         }
-        missing = set(getattr(expected, "__required_keys__", ())) - found.keys()
+        missing = set(getattr(expected, "__required_keys__", ())) - read.keys()
         if missing:
             raise _invalid(f"{where}.{min(missing)}", "missing")
-        return found
+        return read
     if container is list and isinstance(value, list):
         (each,) = get_args(expected)
-        return [_read(each, one, f"{where}[{index}]") for index, one in enumerate(value)]
+        return [_read(each, element, f"{where}[{index}]") for index, element in enumerate(value)]
     if container or not _is_scalar(expected, value):
         raise _invalid(where, "invalid")
     return value

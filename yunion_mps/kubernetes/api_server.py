@@ -88,28 +88,25 @@ class ApiServer:
     async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
         return resource.read(await self._call("GET", resource, resource.path(name, namespace)))
 
-    async def list(
-        self, resource: Resource[ObjectT], namespace: str = "", *, fields: str = "", labels: str = ""
-    ) -> tuple[list[ObjectT], str]:
-        """All objects that the selectors match, and the resource version from which they can be watched.
+    async def list(self, resource: Resource[ObjectT], fields: str = "") -> tuple[list[ObjectT], str]:
+        """All objects that the field selector matches, and the resource version from which to watch them.
 
         An object that cannot be read is logged and left out.
         """
         items: list[ObjectT] = []
         token = ""
         while True:
-            selection = {"fieldSelector": fields, "labelSelector": labels, "continue": token}
-            selection["limit"] = str(resource.page)
-            answer = await self._call("GET", resource, resource.path("", namespace), selection)
+            selection = {"fieldSelector": fields, "continue": token, "limit": str(resource.page)}
+            answer = await self._call("GET", resource, resource.path(), selection)
             page = resource.read_list(answer)
             items += [found for item in page["items"] if (found := _readable(resource, item))]
             token = page["metadata"].get("continue", "")
             if not token:
                 return items, page["metadata"]["resourceVersion"]
 
-    async def create(self, resource: Resource[ObjectT], made: ObjectT, namespace: str = "") -> ObjectT:
+    async def create(self, resource: Resource[ObjectT], made: ObjectT) -> ObjectT:
         """Create the object; return it as stored."""
-        return resource.read(await self._call("POST", resource, resource.path("", namespace), {}, made))
+        return resource.read(await self._call("POST", resource, resource.path(), {}, made))
 
     async def replace(self, resource: Resource[ObjectT], changed: ObjectT) -> ObjectT:
         """Replace the object; the status is 409 if its resource version is no longer the newest one."""
@@ -117,26 +114,21 @@ class ApiServer:
         path = resource.path(metadata["name"], metadata.get("namespace", ""))
         return resource.read(await self._call("PUT", resource, path, {}, changed))
 
-    async def delete(
-        self, resource: Resource[ObjectT], name: str, namespace: str = "", uid: str = ""
-    ) -> None:
-        """Delete the object if there is one; with `uid`, only if it is that object's."""
-        body = {"preconditions": {"uid": uid}} if uid else None
+    async def delete(self, resource: Resource[Any], name: str) -> None:
+        """Delete the object if there is one."""
         with contextlib.suppress(MissingObjectError):
-            await self._call("DELETE", resource, resource.path(name, namespace), {}, body)
+            await self._call("DELETE", resource, resource.path(name))
 
     async def watch(
         self,
         resource: Resource[ObjectT],
-        namespace: str = "",
         *,
         fields: str = "",
-        labels: str = "",
         confirm: bool = False,
         on_failure: Callable[[ApiServerError], None] = lambda _: None,
         backoff: Backoff | None = None,
     ) -> AsyncGenerator[dict[str, ObjectT], None]:
-        """List and watch: yield all objects that the selectors match, by uid, now and after each change.
+        """List and watch: yield the objects that the selector matches, by uid, now and after each change.
 
         It never ends. While the API server is unreachable, nothing is yielded, because what was known stays
         valid, and `on_failure` is called for each failed attempt. With `confirm`, an object that is missing
@@ -146,16 +138,15 @@ class ApiServer:
         objects: dict[str, ObjectT] = {}
         while True:
             try:
-                found, version = await self.list(resource, namespace, fields=fields, labels=labels)
-                listed = {item["metadata"]["uid"]: item for item in found}
+                items, version = await self.list(resource, fields)
+                listed = {item["metadata"]["uid"]: item for item in items}
                 missing = [item for uid, item in objects.items() if confirm and uid not in listed]
                 kept = [item for item in missing if not await self._is_gone(resource, item)]
                 objects = {**{item["metadata"]["uid"]: item for item in kept}, **listed}
                 yield dict(objects)
                 backoff.reset()
                 while True:
-                    query = {"fieldSelector": fields, "labelSelector": labels, "resourceVersion": version}
-                    events = self._events(resource, namespace, query)
+                    events = self._events(resource, {"fieldSelector": fields, "resourceVersion": version})
                     try:
                         async for kind, value in events:
                             if kind == _BOOKMARK:  # it has only a version
@@ -179,25 +170,25 @@ class ApiServer:
                     on_failure(error)
                 await backoff.wait()
 
-    async def _is_gone(self, resource: Resource[ObjectT], one: ObjectT) -> bool:
+    async def _is_gone(self, resource: Resource[ObjectT], item: ObjectT) -> bool:
         """Whether the object has been deleted; if we may not ask, it counts as there."""
-        metadata = one["metadata"]
+        metadata = item["metadata"]
         try:
-            found = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
+            stored = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
         except MissingObjectError:
             return True
         except ApiServerError as error:
             if error.status != HTTPStatus.FORBIDDEN:
                 raise
             return False
-        return found["metadata"]["uid"] != metadata["uid"]
+        return stored["metadata"]["uid"] != metadata["uid"]
 
     async def _events(
-        self, resource: Resource[Any], namespace: str, query: Mapping[str, str]
+        self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the kind of each change and the object, until the API server ends the watch."""
         more = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
-        exchange = self._exchange("GET", resource.path("", namespace), more)
+        exchange = self._exchange("GET", resource.path(), more)
         try:
             await _within(self._timeout_s, self._open(exchange, resource))
             pending = b""

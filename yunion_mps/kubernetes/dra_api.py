@@ -6,10 +6,9 @@ v1beta1 only Device.share_id is missing), and dra-health/v1/api.proto, which v1a
 # Without `from __future__ import annotations`, like kubelet_api.
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import Empty, Message, Rpc, _many, _map, _one
+from yunion_mps.kubernetes.kubelet_api import Empty, Message, Rpc, number
 
 #: The type of a DRA driver among the kubelet's plugins.
 PLUGIN_TYPE = "DRAPlugin"
@@ -19,107 +18,82 @@ SERVICES = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alph
 UNKNOWN_HEALTH, IS_HEALTHY, IS_UNHEALTHY = 0, 1, 2
 
 
-@dataclass(frozen=True)
 class PluginInfo(Message):
-    type: str = _one(1, str)
-    name: str = _one(2, str)
-    endpoint: str = _one(3, str)
-    supported_versions: tuple[str, ...] = _many(4, str)
+    type: str = number(1)
+    name: str = number(2)
+    endpoint: str = number(3)
+    supported_versions: tuple[str, ...] = number(4)
 
 
-@dataclass(frozen=True)
 class RegistrationStatus(Message):
-    plugin_registered: bool = _one(1, bool)
-    error: str = _one(2, str)
+    plugin_registered: bool = number(1)
+    error: str = number(2)
 
 
-@dataclass(frozen=True)
 class ClaimReference(Message):
     """The API's `Claim`."""
 
-    namespace: str = _one(1, str)
-    uid: str = _one(2, str)
-    name: str = _one(3, str)
+    namespace: str = number(1)
+    uid: str = number(2)
+    name: str = number(3)
 
 
-@dataclass(frozen=True)
 class NodePrepareResourcesRequest(Message):
-    claims: tuple[ClaimReference, ...] = _many(1, ClaimReference)
+    claims: tuple[ClaimReference, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class PreparedDevice(Message):
     """The API's `Device`. It belongs to all requests of the claim if no request is named."""
 
-    request_names: tuple[str, ...] = _many(1, str)
-    pool_name: str = _one(2, str)
-    device_name: str = _one(3, str)
-    cdi_device_ids: tuple[str, ...] = _many(4, str)
-    share_id: str = _one(5, str)
+    request_names: tuple[str, ...] = number(1)
+    pool_name: str = number(2)
+    device_name: str = number(3)
+    cdi_device_ids: tuple[str, ...] = number(4)
+    share_id: str = number(5)
 
 
-@dataclass(frozen=True)
 class NodePrepareResourceResponse(Message):
-    devices: tuple[PreparedDevice, ...] = _many(1, PreparedDevice)
-    error: str = _one(2, str)
+    devices: tuple[PreparedDevice, ...] = number(1)
+    error: str = number(2)
 
 
-@dataclass(frozen=True)
-class _PreparedEntry(Message):
-    key: str = _one(1, str)
-    value: Optional[NodePrepareResourceResponse] = _one(2, NodePrepareResourceResponse)
-
-
-@dataclass(frozen=True)
 class NodePrepareResourcesResponse(Message):
     """The result for each claim, by uid."""
 
-    claims: Mapping[str, NodePrepareResourceResponse] = _map(1, _PreparedEntry)
+    claims: Mapping[str, NodePrepareResourceResponse] = number(1)
 
 
-@dataclass(frozen=True)
 class NodeUnprepareResourcesRequest(Message):
-    claims: tuple[ClaimReference, ...] = _many(1, ClaimReference)
+    claims: tuple[ClaimReference, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class NodeUnprepareResourceResponse(Message):
-    error: str = _one(1, str)
+    error: str = number(1)
 
 
-@dataclass(frozen=True)
-class _UnpreparedEntry(Message):
-    key: str = _one(1, str)
-    value: Optional[NodeUnprepareResourceResponse] = _one(2, NodeUnprepareResourceResponse)
-
-
-@dataclass(frozen=True)
 class NodeUnprepareResourcesResponse(Message):
     """The result for each claim, by uid."""
 
-    claims: Mapping[str, NodeUnprepareResourceResponse] = _map(1, _UnpreparedEntry)
+    claims: Mapping[str, NodeUnprepareResourceResponse] = number(1)
 
 
-@dataclass(frozen=True)
 class DeviceIdentifier(Message):
-    pool_name: str = _one(1, str)
-    device_name: str = _one(2, str)
+    pool_name: str = number(1)
+    device_name: str = number(2)
 
 
-@dataclass(frozen=True)
 class DeviceHealth(Message):
     """`health` is a HealthStatus, `last_updated_time` is in s since 1970."""
 
-    device: Optional[DeviceIdentifier] = _one(1, DeviceIdentifier)
-    health: int = _one(2, int)
-    last_updated_time: int = _one(3, int)
-    health_check_timeout_seconds: int = _one(4, int)
-    message: str = _one(5, str)
+    device: Optional[DeviceIdentifier] = number(1)
+    health: int = number(2)
+    last_updated_time: int = number(3)
+    health_check_timeout_seconds: int = number(4)
+    message: str = number(5)
 
 
-@dataclass(frozen=True)
 class NodeWatchResourcesResponse(Message):
-    devices: tuple[DeviceHealth, ...] = _many(1, DeviceHealth)
+    devices: tuple[DeviceHealth, ...] = number(1)
 
 
 _REGISTRATION = "/pluginregistration.Registration"

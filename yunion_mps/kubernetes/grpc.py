@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 #: The largest message that is accepted, as in gRPC's own libraries.
 MAX_MESSAGE_BYTES = 4 << 20
 #: A message is preceded by a byte that says whether it is compressed, and its length.
-_PREFIX_BYTES = 5
-_LENGTH_BYTES = 4
+_PREFIX_BYTES, _LENGTH_BYTES = 5, 4
 #: How much is written at once, because a peer may allow frames of megabytes.
 _PIECE_BYTES = 1 << 16
 #: A peer that makes us send without reading is disconnected once this much is waiting for it.
@@ -47,7 +46,7 @@ _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1
 _CALL = 1
 
 
-class Status(IntEnum):
+class StatusCode(IntEnum):
     """The statuses that are used here (doc/statuscodes.md)."""
 
     OK = 0
@@ -62,7 +61,7 @@ class Status(IntEnum):
 
 
 class RpcError(Exception):
-    """A call failed; `status` is a Status, or the number of another one."""
+    """A call failed; `status` is a StatusCode, or the number of another one."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -94,14 +93,14 @@ class _Inbox:
             self._data += data
             if max(self._length, len(self._data) - _PREFIX_BYTES) > MAX_MESSAGE_BYTES:
                 what = f"a message is larger than {MAX_MESSAGE_BYTES} bytes"
-                self.fail(RpcError(Status.RESOURCE_EXHAUSTED, what))
+                self.fail(RpcError(StatusCode.RESOURCE_EXHAUSTED, what))
 
     def end(self) -> None:
         """Note that nothing follows."""
         if len(self._data) != _PREFIX_BYTES + self._length:
-            self.fail(RpcError(Status.INTERNAL, "expected one complete message"))
+            self.fail(RpcError(StatusCode.INTERNAL, "expected one complete message"))
         elif self._data[0]:
-            self.fail(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
+            self.fail(RpcError(StatusCode.UNIMPLEMENTED, "compressed messages are not supported"))
         elif not self.message.done():
             self.message.set_result(bytes(self._data[_PREFIX_BYTES:]))
 
@@ -224,7 +223,7 @@ class _ServerConnection(_Connection):
         """End streams, let other calls finish, and close."""
         for call in self._calls.values():
             if call.is_stream:
-                call.end(RpcError(Status.UNAVAILABLE, "the server is stopping"))
+                call.end(RpcError(StatusCode.UNAVAILABLE, "the server is stopping"))
         tasks = [call.task for call in self._calls.values() if call.task]
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_S)
@@ -249,7 +248,7 @@ class _ServerConnection(_Connection):
         call.task.add_done_callback(lambda _: self._calls.pop(stream, None))
         timeout_s = _seconds(headers.get(b"grpc-timeout", b""))
         if timeout_s is not None:
-            expired = RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+            expired = RpcError(StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed")
             timer = asyncio.get_running_loop().call_later(timeout_s, call.end, expired)
             call.task.add_done_callback(lambda _: timer.cancel())
 
@@ -260,10 +259,10 @@ class _ServerConnection(_Connection):
     async def _answer(self, stream: int, call: _Call, method: Method | None) -> None:
         """Answer the call with messages and a status; ends silently if the peer has gone."""
         has_begun = False
-        failure = RpcError(Status.OK, "")
+        failure = RpcError(StatusCode.OK, "")
         try:
             if method is None:
-                raise RpcError(Status.UNIMPLEMENTED, "there is no such gRPC method")
+                raise RpcError(StatusCode.UNIMPLEMENTED, "there is no such gRPC method")
             async for message in method.answers(await call.inbox.message):
                 if not has_begun:
                     self._http.send_headers(stream, [(b":status", b"200"), (b"content-type", _CONTENT_TYPE)])
@@ -279,7 +278,7 @@ class _ServerConnection(_Connection):
             failure = call.refusal
         except Exception as error:  # the caller is told, and other calls go on
             log.exception("a call could not be answered")
-            failure = RpcError(Status.INTERNAL, f"internal error: {error!r}")
+            failure = RpcError(StatusCode.INTERNAL, f"internal error: {error!r}")
         self._end(stream, failure, has_begun=has_begun)
 
     def _end(self, stream: int, failure: RpcError, *, has_begun: bool) -> None:
@@ -342,7 +341,7 @@ class _ClientConnection(_Connection):
 
     def connection_lost(self, error: Exception | None) -> None:
         what = f"the connection was closed{f': {error}' if error else ''}"
-        self.inbox.fail(RpcError(Status.UNAVAILABLE, what))
+        self.inbox.fail(RpcError(StatusCode.UNAVAILABLE, what))
 
     async def send(self, method: str, request: bytes, timeout_s: float) -> None:
         headers = [
@@ -362,21 +361,22 @@ class _ClientConnection(_Connection):
         if isinstance(event, (events.ResponseReceived, events.TrailersReceived)):
             self._on_headers(dict(event.headers))
         elif isinstance(event, events.StreamReset):
-            self.inbox.fail(RpcError(Status.UNAVAILABLE, f"the call was refused: error {event.error_code}"))
+            what = f"the call was refused: error {event.error_code}"
+            self.inbox.fail(RpcError(StatusCode.UNAVAILABLE, what))
         elif isinstance(event, events.StreamEnded):
-            self.inbox.fail(RpcError(Status.UNKNOWN, "the answer has no status"))
+            self.inbox.fail(RpcError(StatusCode.UNKNOWN, "the answer has no status"))
         else:
             super()._on_event(event)
 
     def _on_headers(self, headers: Mapping[bytes, bytes]) -> None:
         http_status, status = headers.get(b":status", b"200"), headers.get(b"grpc-status")
         if http_status != b"200":
-            self.inbox.fail(RpcError(Status.UNKNOWN, f"HTTP status {http_status.decode('latin-1')}"))
+            self.inbox.fail(RpcError(StatusCode.UNKNOWN, f"HTTP status {http_status.decode('latin-1')}"))
         elif status == b"0":
             self.inbox.end()
         elif status is not None:
             text = unquote(headers.get(b"grpc-message", b"").decode("latin-1"))
-            self.inbox.fail(RpcError(int(status) if status.isdigit() else Status.UNKNOWN, text))
+            self.inbox.fail(RpcError(int(status) if status.isdigit() else StatusCode.UNKNOWN, text))
 
     def _on_data(self, _: int, data: bytes) -> None:
         self.inbox.feed(data)
@@ -388,8 +388,8 @@ async def call(socket_path: str, method: str, request: bytes, timeout_s: float) 
     try:
         _, connection = await loop.create_unix_connection(_ClientConnection, socket_path)
     except OSError as error:
-        raise RpcError(Status.UNAVAILABLE, f"{socket_path}: {error.strerror or error}") from None
-    expired = RpcError(Status.DEADLINE_EXCEEDED, f"{socket_path}: no answer within {timeout_s:g} s")
+        raise RpcError(StatusCode.UNAVAILABLE, f"{socket_path}: {error.strerror or error}") from None
+    expired = RpcError(StatusCode.DEADLINE_EXCEEDED, f"{socket_path}: no answer within {timeout_s:g} s")
     timer = loop.call_later(timeout_s, connection.inbox.fail, expired)
     sending = asyncio.ensure_future(connection.send(method, request, timeout_s))
     try:

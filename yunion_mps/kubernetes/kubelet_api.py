@@ -8,7 +8,15 @@ encoding is proto3's (protobuf.dev/programming-guides/encoding).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Any:
+        return lambda kind: kind
+
 
 VERSION = "v1beta1"
 HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
@@ -26,212 +34,178 @@ class DecodeError(Exception):
     """The bytes are not an encoded message of the expected type."""
 
 
+def number(value: int) -> Any:
+    """Give a message's field its number."""
+    return value
+
+
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Message:
-    """A message, whose fields are declared with their numbers by `_one`, `_many` and `_map`."""
+    """A message. Its subclasses are frozen dataclasses with fields such as `name: str = number(1)`.
+
+    A type is str, bool, int, an optional message, a tuple of these, or a Mapping from str to str or messages.
+    The default is the empty value of the type.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for name, hint in get_type_hints(cls).items():
+            arguments, collection = get_args(hint), {tuple: tuple, Mapping: dict}.get(get_origin(hint))
+            kind = arguments[1 if collection is dict else 0] if arguments else hint
+            default = collection or (type(None) if arguments else kind)
+            metadata = {"number": getattr(cls, name), "kind": kind, "collection": collection}
+            setattr(cls, name, field(default_factory=default, metadata=metadata))
+        dataclass(frozen=True)(cls)
 
     def encode(self) -> bytes:
         encoded = bytearray()
-        for one in fields(self):
-            value, collection = getattr(self, one.name), one.metadata["collection"]
+        for member in fields(self):
+            value, collection = getattr(self, member.name), member.metadata["collection"]
             if collection is dict:
-                value = [one.metadata["kind"](*pair) for pair in value.items()]
+                value = [_encode_field(1, key) + _encode_field(2, item) for key, item in value.items()]
             elif collection is None:
                 value = [] if value in (None, "", 0) else [value]  # a default is not sent
             for item in value:
-                encoded += _encode_field(one.metadata["number"], item)
+                encoded += _encode_field(member.metadata["number"], item)
         return bytes(encoded)
 
     @classmethod
     def decode(cls: type[MessageT], data: bytes) -> MessageT:  # noqa: PYI019 - there is no Self before 3.11
         """The message; raises DecodeError."""
-        known = {one.metadata["number"]: one for one in fields(cls)}
-        found: dict[str, list[Any]] = {}
+        encoded: dict[tuple[int, int], list[Any]] = {}
         for number, wire_type, raw in _split(data):
-            one = known.get(number)
-            if one and wire_type == (_VARINT if one.metadata["kind"] in (int, bool) else _LENGTH):
-                found.setdefault(one.name, []).append(_decode_value(one.metadata["kind"], raw))
+            encoded.setdefault((number, wire_type), []).append(raw)
         values: dict[str, Any] = {}
-        for one in fields(cls):
-            items, collection = found.get(one.name), one.metadata["collection"]
-            if items and collection is dict:
-                values[one.name] = {item.key: item.value for item in items}
-            elif items:
-                values[one.name] = tuple(items) if collection else items[-1]
+        for member in fields(cls):
+            number, kind, collection = member.metadata.values()
+            decode = _decode_entry if collection is dict else _decode_value
+            wire_type = _VARINT if kind in (int, bool) else _LENGTH
+            if items := [decode(kind, raw) for raw in encoded.get((number, wire_type), ())]:
+                values[member.name] = collection(items) if collection else items[-1]
         return cls(**values)
 
 
-def _one(number: int, kind: type) -> Any:
-    """A single value: a str, bool, int or message; a message that is not sent is None."""
-    default = None if issubclass(kind, Message) else kind()
-    return field(default=default, metadata={"number": number, "kind": kind, "collection": None})
-
-
-def _many(number: int, kind: type) -> Any:
-    return field(default=(), metadata={"number": number, "kind": kind, "collection": tuple})
-
-
-def _map(number: int, entry: Optional[type] = None) -> Any:
-    """A map from strings to strings, or to messages; `entry` is then a message of the key and the value."""
-    kind = entry or _MapEntry
-    return field(default_factory=dict, metadata={"number": number, "kind": kind, "collection": dict})
-
-
-@dataclass(frozen=True)
-class _MapEntry(Message):
-    key: str = _one(1, str)
-    value: str = _one(2, str)
-
-
-@dataclass(frozen=True)
 class Empty(Message):
     """Also stands for other messages without fields: their encoding is the same."""
 
 
-@dataclass(frozen=True)
 class DevicePluginOptions(Message):
-    pre_start_required: bool = _one(1, bool)
-    get_preferred_allocation_available: bool = _one(2, bool)
+    pre_start_required: bool = number(1)
+    get_preferred_allocation_available: bool = number(2)
 
 
-@dataclass(frozen=True)
 class RegisterRequest(Message):
-    version: str = _one(1, str)
-    endpoint: str = _one(2, str)
-    resource_name: str = _one(3, str)
-    options: Optional[DevicePluginOptions] = _one(4, DevicePluginOptions)
+    version: str = number(1)
+    endpoint: str = number(2)
+    resource_name: str = number(3)
+    options: Optional[DevicePluginOptions] = number(4)
 
 
-@dataclass(frozen=True)
 class NumaNode(Message):
-    id: int = _one(1, int)
+    id: int = number(1)
 
 
-@dataclass(frozen=True)
 class TopologyInfo(Message):
-    nodes: tuple[NumaNode, ...] = _many(1, NumaNode)
+    nodes: tuple[NumaNode, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class PluginDevice(Message):
     """The API's `Device`. Its id has at most 63 characters."""
 
-    id: str = _one(1, str)
-    health: str = _one(2, str)
-    topology: Optional[TopologyInfo] = _one(3, TopologyInfo)
+    id: str = number(1)
+    health: str = number(2)
+    topology: Optional[TopologyInfo] = number(3)
 
 
-@dataclass(frozen=True)
 class ListAndWatchResponse(Message):
-    devices: tuple[PluginDevice, ...] = _many(1, PluginDevice)
+    devices: tuple[PluginDevice, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class ContainerPreferredAllocationRequest(Message):
-    available_device_ids: tuple[str, ...] = _many(1, str)
-    must_include_device_ids: tuple[str, ...] = _many(2, str)
-    allocation_size: int = _one(3, int)
+    available_device_ids: tuple[str, ...] = number(1)
+    must_include_device_ids: tuple[str, ...] = number(2)
+    allocation_size: int = number(3)
 
 
-@dataclass(frozen=True)
 class PreferredAllocationRequest(Message):
-    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = _many(
-        1, ContainerPreferredAllocationRequest
-    )
+    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class ContainerPreferredAllocationResponse(Message):
-    device_ids: tuple[str, ...] = _many(1, str)
+    device_ids: tuple[str, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class PreferredAllocationResponse(Message):
-    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = _many(
-        1, ContainerPreferredAllocationResponse
-    )
+    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class ContainerAllocateRequest(Message):
-    device_ids: tuple[str, ...] = _many(1, str)
+    device_ids: tuple[str, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class AllocateRequest(Message):
-    container_requests: tuple[ContainerAllocateRequest, ...] = _many(1, ContainerAllocateRequest)
+    container_requests: tuple[ContainerAllocateRequest, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class CdiDevice(Message):
-    name: str = _one(1, str)
+    name: str = number(1)
 
 
-@dataclass(frozen=True)
 class MountSpec(Message):
     """The API's `Mount`."""
 
-    container_path: str = _one(1, str)
-    host_path: str = _one(2, str)
-    read_only: bool = _one(3, bool)
+    container_path: str = number(1)
+    host_path: str = number(2)
+    read_only: bool = number(3)
 
 
-@dataclass(frozen=True)
 class DeviceSpec(Message):
-    container_path: str = _one(1, str)
-    host_path: str = _one(2, str)
-    permissions: str = _one(3, str)
+    container_path: str = number(1)
+    host_path: str = number(2)
+    permissions: str = number(3)
 
 
-@dataclass(frozen=True)
 class ContainerAllocateResponse(Message):
-    envs: Mapping[str, str] = _map(1)
-    mounts: tuple[MountSpec, ...] = _many(2, MountSpec)
-    devices: tuple[DeviceSpec, ...] = _many(3, DeviceSpec)
-    cdi_devices: tuple[CdiDevice, ...] = _many(5, CdiDevice)
+    envs: Mapping[str, str] = number(1)
+    mounts: tuple[MountSpec, ...] = number(2)
+    devices: tuple[DeviceSpec, ...] = number(3)
+    cdi_devices: tuple[CdiDevice, ...] = number(5)
 
 
-@dataclass(frozen=True)
 class AllocateResponse(Message):
-    container_responses: tuple[ContainerAllocateResponse, ...] = _many(1, ContainerAllocateResponse)
+    container_responses: tuple[ContainerAllocateResponse, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class PreStartContainerRequest(Message):
-    device_ids: tuple[str, ...] = _many(1, str)
+    device_ids: tuple[str, ...] = number(1)
 
 
-@dataclass(frozen=True)
 class ContainerDevices(Message):
-    resource_name: str = _one(1, str)
-    device_ids: tuple[str, ...] = _many(2, str)
+    resource_name: str = number(1)
+    device_ids: tuple[str, ...] = number(2)
 
 
-@dataclass(frozen=True)
 class DynamicResource(Message):
     """A resource claim of a container."""
 
-    claim_name: str = _one(2, str)
-    claim_namespace: str = _one(3, str)
+    claim_name: str = number(2)
+    claim_namespace: str = number(3)
 
 
-@dataclass(frozen=True)
 class ContainerResources(Message):
-    name: str = _one(1, str)
-    devices: tuple[ContainerDevices, ...] = _many(2, ContainerDevices)
-    dynamic_resources: tuple[DynamicResource, ...] = _many(5, DynamicResource)
+    name: str = number(1)
+    devices: tuple[ContainerDevices, ...] = number(2)
+    dynamic_resources: tuple[DynamicResource, ...] = number(5)
 
 
-@dataclass(frozen=True)
 class PodResources(Message):
-    name: str = _one(1, str)
-    namespace: str = _one(2, str)
-    containers: tuple[ContainerResources, ...] = _many(3, ContainerResources)
+    name: str = number(1)
+    namespace: str = number(2)
+    containers: tuple[ContainerResources, ...] = number(3)
 
 
-@dataclass(frozen=True)
 class ListPodResourcesResponse(Message):
-    pod_resources: tuple[PodResources, ...] = _many(1, PodResources)
+    pod_resources: tuple[PodResources, ...] = number(1)
 
 
 @dataclass(frozen=True)
@@ -255,10 +229,10 @@ ALLOCATE = Rpc(f"{_PLUGIN}/Allocate", AllocateRequest, AllocateResponse)
 PRE_START_CONTAINER = Rpc(f"{_PLUGIN}/PreStartContainer", PreStartContainerRequest, Empty)
 
 
-def _encode_field(number: int, value: Union[int, str, Message]) -> bytes:
+def _encode_field(number: int, value: Union[int, str, bytes, Message]) -> bytes:
     if isinstance(value, int):  # or bool
         return _encode_number(number << 3 | _VARINT) + _encode_number(value)
-    data = value.encode()
+    data = value if isinstance(value, bytes) else value.encode()
     return _encode_number(number << 3 | _LENGTH) + _encode_number(len(data)) + data
 
 
@@ -308,6 +282,12 @@ def _split(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
             raise DecodeError(f"field {number} is incomplete")
         yield number, wire_type, data[place : place + length]
         place += length
+
+
+def _decode_entry(kind: type, raw: bytes) -> tuple[str, Any]:
+    """The key and value of a map's entry."""
+    parts = {number: part for number, wire_type, part in _split(raw) if wire_type == _LENGTH}
+    return _decode_value(str, parts.get(1, b"")), _decode_value(kind, parts.get(2, b""))
 
 
 def _decode_value(kind: type, raw: Any) -> Any:

@@ -93,12 +93,12 @@ PLUGIN_CATALOGUE = (
     PluginMetric(
         GAUGE, f"{_PROGRAM}_devices",
         "Number of the devices or units that are offered to the kubelet.", ("resource", "health"),
-        _by_health(lambda one: one.devices),
+        _by_health(lambda resource: resource.devices),
     ),
     PluginMetric(
         COUNTER, f"{_PROGRAM}_health_changes_total",
         "Total number of times that a device or unit has become healthy or unhealthy.",
-        ("resource", "health"), _by_health(lambda one: one.changes),
+        ("resource", "health"), _by_health(lambda resource: resource.changes),
     ),
     _counter("registrations", "Total number of registrations with the kubelet.",
              lambda counts: counts.registrations),

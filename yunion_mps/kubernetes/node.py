@@ -58,7 +58,7 @@ class NodeService:
         self._counts = Counts()
         self._leases = ContainerLeases(self._daemon, paths)
         self._registered = asyncio.Event()
-        self._may_have_claims = any(one.dra for one in (options, *(one.options for one in options.configs)))
+        self._may_have_claims = any(o.dra for o in (options, *(config.options for config in options.configs)))
         self._api = api_server(options, paths)
         self._selector = Selector(options, name, self._daemon, labels_file, self._api, self._counts.errors)
 
@@ -132,15 +132,14 @@ class NodeService:
 
     def _device_plugins(self, options: PluginOptions) -> Work:
         devices, memory = DeviceResource(options), MemoryResource(options)
-        plugins = (DevicePlugin(one, self._leases, options, self._counts) for one in (devices, memory))
+        plugins = (DevicePlugin(kind, self._leases, options, self._counts) for kind in (devices, memory))
         watch = DirectoryWatch(self._paths.device_plugins)
-        first, second = (Registration(one, self._paths, watch, self._registered) for one in plugins)
+        first, second = (Registration(plugin, self._paths, watch, self._registered) for plugin in plugins)
 
         def labels() -> dict[str, str]:
             units = memory.offers.values()
-            return labels_of(
-                (one.gpu for one in devices.offers.values()), {one.gpu for one in units}, len(units)
-            )
+            shared = (device.gpu for device in devices.offers.values())
+            return labels_of(shared, {unit.gpu for unit in units}, len(units))
 
         return [
             OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),
@@ -168,7 +167,7 @@ class NodeService:
     async def _notify(self, *services: Registration | DraService) -> None:
         """Keep systemd's status current."""
         while True:
-            self._notifier.status("; ".join(dict.fromkeys(one.status for one in services)))
+            self._notifier.status("; ".join(dict.fromkeys(service.status for service in services)))
             await asyncio.sleep(_POLL_S)
 
 

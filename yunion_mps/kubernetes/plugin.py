@@ -24,7 +24,7 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes import kubelet_api
-from yunion_mps.kubernetes.grpc import Method, RpcError, Status
+from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import (
     HEALTHY,
     UNHEALTHY,
@@ -209,7 +209,7 @@ class DevicePlugin:
             return kubelet_api.ContainerAllocateResponse(budget, cdi_devices=(device,))
         if preview is None:
             what = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
-            raise RpcError(Status.UNAVAILABLE, what)
+            raise RpcError(StatusCode.UNAVAILABLE, what)
         environment = {**preview["environment"], **budget}
         for name in self.resource.undecided:
             environment.pop(name, None)
@@ -255,7 +255,7 @@ class DevicePlugin:
             raise _refusal(error) from None
         if lease["pid"] is not None:
             what = f"{_named(ids)}: the previous container still runs (PID {lease['pid']})"
-            raise RpcError(Status.FAILED_PRECONDITION, what)
+            raise RpcError(StatusCode.FAILED_PRECONDITION, what)
         self._leases.permit(lease)
         log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease["name"])
 
@@ -267,7 +267,7 @@ def rpc_method(
         try:
             request = rpc.request.decode(data)
         except DecodeError as error:
-            raise RpcError(Status.INVALID_ARGUMENT, f"the request cannot be decoded: {error}") from None
+            raise RpcError(StatusCode.INVALID_ARGUMENT, f"the request cannot be decoded: {error}") from None
         yield (await answer(request)).encode()
 
     return rpc.path, Method(answers)
@@ -283,5 +283,5 @@ def _topology(numa_node: int | None) -> TopologyInfo | None:
 
 
 def _refusal(error: YunionError) -> RpcError:
-    status = Status.UNAVAILABLE if isinstance(error, UnreachableError) else Status.FAILED_PRECONDITION
+    status = StatusCode.UNAVAILABLE if isinstance(error, UnreachableError) else StatusCode.FAILED_PRECONDITION
     return RpcError(status, error.message_with_hint)

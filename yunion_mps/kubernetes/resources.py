@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
 
 from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
-from yunion_mps.kubernetes.grpc import RpcError, Status
+from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
@@ -178,7 +178,8 @@ class ExtendedResource:
         """Raise RpcError if no container may have these together, whatever the daemon says."""
         if not ids or not self.offers.keys() >= set(ids):
             missing = [name for name in ids if name not in self.offers][:_MAX_NAMED]
-            raise RpcError(Status.INVALID_ARGUMENT, f"there are no such {self._noun}: {', '.join(missing)}")
+            what = f"there are no such {self._noun}: {', '.join(missing)}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
 
     def lose(self, cause: str) -> None:
         """Offer nothing until the daemon answers again."""
@@ -231,7 +232,7 @@ class DeviceResource(ExtendedResource):
     def refuse(self, ids: Sequence[str]) -> None:
         if len(ids) > 1 and self._options.fail_requests_greater_than_one:
             what = f"a container may have one device, not {len(ids)}: failRequestsGreaterThanOne is set"
-            raise RpcError(Status.INVALID_ARGUMENT, what)
+            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
@@ -299,12 +300,13 @@ class MemoryResource(ExtendedResource):
         matches = [_UNIT_ID.fullmatch(unit) for unit in ids]
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
-            raise RpcError(Status.INVALID_ARGUMENT, f"there are no such units: {', '.join(ids[:_MAX_NAMED])}")
+            what = f"there are no such units: {', '.join(ids[:_MAX_NAMED])}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
         if len(sources) > 1:
             gpus = ", ".join(sorted({gpu for gpu, _ in sources}))
             what = f"no GPU has {count(len(ids), 'unit')} of {self.name} left: they would come from {gpus}"
             hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
-            raise RpcError(Status.FAILED_PRECONDITION, f"{what} ({hint})")
+            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
         return sources.pop()
 
 

@@ -291,7 +291,7 @@ class Allocator:
         waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
         able = {device.id for device, reason, _ in matching if not reason}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
-        used = len(able & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
+        used = len(able.intersection(self.ledger.lease_of).difference(*(names for _, names in pending)))
         free = sum(map(len, by_gpu.values()))
         parts = [self._describe_left(pool, reserved) for pool in pools if not pool.reason]
         parts += [f"{used} of {len(ids)} leased"] if used else []

@@ -139,13 +139,15 @@ class Ledger:
         The devices of these leases are pending, and so are new devices that do not fit beside them. Every
         output counts pending devices from this alone.
         """
-        divided = {device.id: _budget(device) for device in devices}
+        divided = {device.id: device for device in devices}
         gpus = {device.gpu_uuid for device in devices}
         leases: dict[str, dict[str, Lease]] = {}
         pending: dict[str, set[str]] = {}
         for lease in self.leases.values():
             for device in lease.devices:
-                if device.gpu_uuid in gpus and divided.get(device.id) != _budget(device):
+                here = divided.get(device.id)
+                is_same = here is device or (here and _budget(here) == _budget(device))
+                if device.gpu_uuid in gpus and not is_same:
                     leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
                     pending.setdefault(device.gpu_uuid, set()).add(device.id)
         concerned = [device for device in devices if device.gpu_uuid in leases]

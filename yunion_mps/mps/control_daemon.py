@@ -94,16 +94,16 @@ class ControlDaemon:
 
     def servers(self, *, at_last_tick: bool = False) -> tuple[int, ...]:
         """The PIDs of its servers; the last known ones if they cannot be read now, or if those suffice."""
-        known = self._known_servers
+        last_known = self._known_servers
         if at_last_tick:
-            return known
+            return last_known
         try:
             now = tuple(server_pids(self.pid)) if self.pid else ()
         except ShortageError as error:
             log.debug("%s", error)
-            return known
+            return last_known
         # A server that runs and is no longer its child is orphaned, which has not been noticed yet.
-        lost = running_servers(pid for pid in known if pid not in now)
+        lost = running_servers(pid for pid in last_known if pid not in now)
         self._known_servers = (*now, *lost)
         return self._known_servers
 

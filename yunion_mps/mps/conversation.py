@@ -292,9 +292,9 @@ def _stopped_process(pid: int) -> str:
 
 def _blocking_connection(pid: int, pipe_directory: str) -> str:
     """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
-    known = {pid, os.getpid(), *server_pids(pid)}
+    ours = {pid, os.getpid(), *server_pids(pid)}
     counts = connections(pipe_directory)
-    strangers = [other for other in counts if other not in known and program_name(other) != PROGRAM]
+    strangers = [other for other in counts if other not in ours and program_name(other) != PROGRAM]
     if sum(counts.values()) > _QUEUE:
         most = sorted(strangers, key=lambda other: -counts[other])[:5]
         who = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)

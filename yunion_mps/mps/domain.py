@@ -216,7 +216,7 @@ class Domain(StateMachine):
     def is_due(self, now_s: float, readable: Collection[Watchable]) -> bool:
         """Whether a tick has something to do; dozens of domains usually have nothing."""
         is_late = self.due_s is not None and now_s >= self.due_s
-        return self._is_due or is_late or any(watchable in readable for watchable in self.watched())
+        return self._is_due or is_late or bool(readable and not set(self.watched()).isdisjoint(readable))
 
     def tick(self, now_s: float, find: FindProcesses = our_processes) -> float | None:
         """Do what is due; return when to be called again at the latest, None to wait for what is watched.

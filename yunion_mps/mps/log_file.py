@@ -194,8 +194,10 @@ class LogReader:
             return []
         self.size = size
         complete, _, self._rest = text.rpartition(b"\n")
-        lines = _without_chatter(complete).decode(errors="replace").split("\n")
-        return [self._classify(entry) for line in lines if line and (entry := _parse_line(line))]
+        # Every entry has one of these, and most lines are our own probes', so they are not parsed.
+        lines = [line for line in complete.split(b"\n") if b"erver" in line or b"quit" in line]
+        entries = (_parse_line(line.decode(errors="replace")) for line in lines)
+        return [self._classify(entry) for entry in entries if entry]
 
     def _classify(self, entry: LogEntry) -> LogEntry:
         """The entry, with `crashed` as the kind of an unexpected exit."""

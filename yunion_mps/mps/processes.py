@@ -127,14 +127,14 @@ def our_processes() -> list[MpsProcess]:
     records = _records()
     recorded = {row.pid: row for row in records}
     plans = {(row.pipe_directory, row.gpu_uuids): row.plan for row in records}
-    found = []
+    ours = []
     for pid in reversed(all_pids()):
         program = program_name(pid)
         if program in (PROGRAM, SERVER) or pid in recorded or (_STARTING in recorded and program):
             process = _identify(pid, program, recorded.get(pid))
             if process:
-                found.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
-    return found
+                ours.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
+    return ours
 
 
 def could_be_ours(pid: int) -> bool:

@@ -135,9 +135,9 @@ class Rollover:
             self._emit_limit_event("the pending change was withdrawn", "the configuration was reloaded")
         self._limits = LimitsInEffect(self._limits.plan)
 
-    def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
-        """Another program changed the limits; the `known` servers ran when they were last correct."""
-        wrong = [pid for pid in self._servers() if pid not in known]
+    def limits_overwritten(self, earlier: tuple[int, ...], cause: str) -> None:
+        """Another program changed the limits; the `earlier` servers ran when they were last correct."""
+        wrong = [pid for pid in self._servers() if pid not in earlier]
         consequence = "they are being set again"
         if wrong:
             consequence += (

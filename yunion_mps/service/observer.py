@@ -280,10 +280,7 @@ def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
     return HostUsage(
         seen.taken_s,
         {
-            uuid: GpuUsage(
-                len(clients[uuid]),
-                len(outside_mps[uuid]) if uuid in outside_mps else None,
-            )
+            uuid: GpuUsage(len(clients[uuid]), len(outside_mps[uuid]) if uuid in outside_mps else None)
             for uuid in memory
         },
         usage_by_device(clients_memory, seen.devices, budgets),
@@ -329,7 +326,7 @@ class Observer:
         loop = asyncio.get_running_loop()
         arrived_s = loop.time()
         while True:
-            if self._observing is None:
+            if self._observing is None or self._observing.done():
                 self._observing = asyncio.ensure_future(self._observe())
                 self._began_s = loop.time()
             observing, began_s = self._observing, self._began_s
@@ -384,8 +381,6 @@ class Observer:
         except YunionError as error:
             failure = f"cannot list the processes on the GPUs: {error.message}"
             self._latest = Observation({**NO_CLIENTS, "errors": [failure]}, before)
-        finally:
-            self._observing = None
 
     def _use(self, domains: list[ObservedDomain], driver: GpuProcesses, known: KnownDevices) -> HostUsage:
         """Sum up the use; thread-safe."""

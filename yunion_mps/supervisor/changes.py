@@ -277,12 +277,12 @@ def statuses(
     domains: Sequence[Domain], blocked: Iterable[DomainPlan], gpus: Sequence[Gpu]
 ) -> tuple[DomainStatus, ...]:
     """Return the status of each domain, and of those that wait for the end of another, in the GPUs' order."""
-    found = [domain.status() for domain in domains]
-    names = {status.plan.name for status in found}
+    active = [domain.status() for domain in domains]
+    names = {status.plan.name for status in active}
     waiting = (plan for plan in blocked if plan.name not in names)
-    found += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
+    active += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
     order = _order(gpus)
-    return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
+    return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
 
 
 def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Reason:

@@ -107,14 +107,14 @@ class EventLog:
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`; raises HostError."""
         self.last_id()
-        found = EventTable(self._store()).after(last, limit, kind)
-        return [*found, *self._not_written_since(last, 0.0, kind)][:limit]
+        written = EventTable(self._store()).after(last, limit, kind)
+        return [*written, *self._not_written_since(last, 0.0, kind)][:limit]
 
     def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError."""
         self.last_id()
-        found = EventTable(self._store()).newest(since_s, limit, kind)
-        return [*found, *self._not_written_since(0, since_s, kind)][-limit:]
+        written = EventTable(self._store()).newest(since_s, limit, kind)
+        return [*written, *self._not_written_since(0, since_s, kind)][-limit:]
 
     def not_recorded(self, kind: str, since_s: Mapping[str, float]) -> set[str]:
         """Return the subjects without an event since their time, if events of that age are still kept.
@@ -239,7 +239,7 @@ class EventCopy:
                 os.replace(self.file, self._older)
 
     def read(self) -> list[EventRecord]:
-        found: dict[int, EventRecord] = {}
+        records: dict[int, EventRecord] = {}
         for name in (self._older, self.file):
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
                 for line in file:
@@ -247,5 +247,5 @@ class EventCopy:
                         number, time_s, *fields = json.loads(line)
                         if 0 < int(number) < _MAX_EVENT_ID:
                             event = Event(*map(str, fields))
-                            found[int(number)] = EventRecord(int(number), float(time_s), event)
-        return [found[number] for number in sorted(found)]
+                            records[int(number)] = EventRecord(int(number), float(time_s), event)
+        return [records[number] for number in sorted(records)]

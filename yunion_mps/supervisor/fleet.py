@@ -297,7 +297,7 @@ class Jobs:
 
     def update(self, processes: Processes, polled_s: float) -> None:
         """Apply the result of a poll that began at `polled_s`: tell each domain whether it has jobs."""
-        found: set[int] = set()
+        job_pids: set[int] = set()
         gpus = self._gpus.inventory.gpus
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
@@ -305,13 +305,13 @@ class Jobs:
             is_quiet = domain.state == READY and not (listed or domain.server_pids(at_last_tick=True))
             servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
-            found |= jobs
+            job_pids |= jobs
             # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
             # clients, and in a container without the host's PIDs no processes.
             is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
             domain.note_use(in_use=in_use, polled_s=polled_s)
-        self.started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
+        self.started = {pid: ticks for pid in job_pids if (ticks := started_ticks(pid)) is not None}
 
     def end_within(self, wait_s: int, now_s: float) -> None:
         """Give the jobs `wait_s` to end; those that still run just before the deadline are late."""

@@ -50,8 +50,8 @@ class Gpus:
         """
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         for gpu in inventory.gpus:
-            known = before.get(gpu.pci_address)
-            if known and known.reason not in ("", self._fault_of(known)) and not gpu.reason:
+            earlier = before.get(gpu.pci_address)
+            if earlier and earlier.reason not in ("", self._fault_of(earlier)) and not gpu.reason:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
         divided = _divided(self.inventory, plan)
         gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
@@ -179,10 +179,10 @@ def _divided(inventory: Inventory, plan: Plan) -> set[str]:
     return _serving(inventory, plan) | set(plan.unavailable)
 
 
-def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
+def _with_identity(gpu: Gpu, before: Gpu | None) -> Gpu:
     """Return the GPU; if it was lost, perhaps during the poll, with its known identity."""
-    if known and gpu.reason and gpu.uuid in (None, known.uuid):
-        return known._replace(reason=gpu.reason)
+    if before and gpu.reason and gpu.uuid in (None, before.uuid):
+        return before._replace(reason=gpu.reason)
     return gpu
 
 

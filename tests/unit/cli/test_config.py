@@ -46,10 +46,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
 
 def test_a_gpu_without_devices_says_why() -> None:
     found = inventory(
-        gpu(1),
-        gpu(2, mig_enabled=True),
-        gpu(3),
-        Gpu("0000:04:00.0", reason=Reason("GPU is lost", GPU_LOST)),
+        gpu(1), gpu(2, mig_enabled=True), gpu(3), Gpu("0000:04:00.0", reason=Reason("GPU is lost", GPU_LOST))
     )
     settings = config(entry("01:00.0", 2), entry("02:00.0", 2, 5), entry("04:00.0", 2, 8))
     reasons = [shown["reason"] for shown in gpu_records(preflight_of(settings, found))]

@@ -96,10 +96,7 @@ def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:
         (b"a: 1\n\nb: \x07\n", f":3: not valid YAML (control characters are not allowed): {UTF_8}"),
         (b"\x7fELF\x02\x01\x01\x00", f":1: not valid YAML (control characters are not allowed): {UTF_8}"),
         (b"\x1f\x8b\x08\x00\xff\xff", f":1: not valid YAML (control characters are not allowed): {UTF_8}"),
-        (
-            b"a: !%ed%a0%80 b\n",
-            ": not valid YAML (a tag is not UTF-8): write the values without tags",
-        ),
+        (b"a: !%ed%a0%80 b\n", ": not valid YAML (a tag is not UTF-8): write the values without tags"),
     ],
 )
 def test_a_file_that_is_not_a_mapping_is_refused_with_its_line(

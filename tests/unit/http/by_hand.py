@@ -266,11 +266,7 @@ class FakeLeaseEnds(LeaseEnds):
 
 
 def services(
-    queries: Queries,
-    reloader: FakeReloader,
-    clients: FakeClients,
-    leases: FakeLeases,
-    events: EventService,
+    queries: Queries, reloader: FakeReloader, clients: FakeClients, leases: FakeLeases, events: EventService
 ) -> Services:
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None

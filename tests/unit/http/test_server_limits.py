@@ -123,11 +123,7 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         answer = host.ask("GET", "/v1/status")
     finally:
         host.server.pool.application = router
-    assert answer.problem == (
-        500,
-        "internal error",
-        "see the service's log: journalctl -u 'yunion-mps-*'",
-    )
+    assert answer.problem == (500, "internal error", "see the service's log: journalctl -u 'yunion-mps-*'")
     assert "unheard of" in caplog.text
     host.assert_serves()
 

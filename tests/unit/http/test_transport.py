@@ -32,9 +32,7 @@ class UnreachableTransport:
         pass
 
 
-def test_an_outage_and_its_end_are_announced_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_outage_and_its_end_are_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     retrier = Retrier(UnreachableTransport(2), 60.0, print_notice)
     for _ in range(2):
         run_blocking(retrier.call(GET_STATUS))

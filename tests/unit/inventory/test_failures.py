@@ -31,10 +31,7 @@ MESSAGES = {
         "the driver does not support this on the GPU",
         "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
     ),
-    "function_not_found": (
-        "NVML error: Function Not Found",
-        "see: dmesg | grep -i nvidia; try: nvidia-smi",
-    ),
+    "function_not_found": ("NVML error: Function Not Found", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
     "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
 }
 

@@ -111,10 +111,7 @@ class Watched(Allocator):
         self.searches: list[LeaseRequest] = []
 
     def choose(
-        self,
-        request: LeaseRequest,
-        candidates: Candidates,
-        reserved: Reservation = NO_RESERVATION,
+        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
     ) -> tuple[Device, ...]:
         self.searches.append(request)
         return super().choose(request, candidates, reserved)

@@ -10,12 +10,7 @@ from yunion_mps.exposition import Histogram
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.models import Snapshot
-from yunion_mps.service.facts import (
-    ClockReadings,
-    Facts,
-    LeaseFacts,
-    RequestCounts,
-)
+from yunion_mps.service.facts import ClockReadings, Facts, LeaseFacts, RequestCounts
 from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.usage import DeviceUsage, LatestPoll
@@ -93,9 +88,6 @@ ALL = Facts(
         probe_s={"host": 0.0004},
         queue=LeaseFacts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},
-        requests=RequestCounts(
-            {("/v1/status", "GET", 200): 3},
-            list(LATENCIES.samples()),
-        ),
+        requests=RequestCounts({("/v1/status", "GET", 200): 3}, list(LATENCIES.samples())),
     )
 )

@@ -183,10 +183,7 @@ def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, j
     (what,) = hear(run)
     assert what == f"2 jobs of uid 1234 (PIDs {waiting[0].pid}, {waiting[1].pid}) wait"
     event = run.events[-1]
-    assert (event.severity, event.cause) == (
-        "warning",
-        "MPS serves one user at a time, and is serving root",
-    )
+    assert (event.severity, event.cause) == ("warning", "MPS serves one user at a time, and is serving root")
     assert event.consequence == "jobs start once the other user's jobs have ended"
 
 

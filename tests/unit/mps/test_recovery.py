@@ -19,14 +19,7 @@ from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 from integration.daemon_host import eventually
 
 from .driving import Bench, DomainRun
-from .front_ends import (
-    STRANGER,
-    as_root,
-    full_queue,
-    silent_connection,
-    stop_process,
-    wait_until_it_answers,
-)
+from .front_ends import STRANGER, as_root, full_queue, silent_connection, stop_process, wait_until_it_answers
 
 
 def find_out(run: DomainRun) -> DomainRun:

@@ -319,10 +319,7 @@ def test_a_broken_gpu_is_not_checked_against_a_client_limit() -> None:
         ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
         ({"uuid": None}, "the driver does not report the GPU's UUID and memory"),
         ({"memory_mib": None}, "the driver does not report the GPU's UUID and memory"),
-        (
-            {"mig_enabled": True},
-            "the GPU is in MIG mode, so MPS cannot serve it as a whole",
-        ),
+        ({"mig_enabled": True}, "the GPU is in MIG mode, so MPS cannot serve it as a whole"),
         ({"compute_capability": (3, 0)}, "MPS requires compute capability 3.5, but the GPU has 3.0"),
         ({"compute_capability": (2, 1)}, "MPS requires compute capability 3.5, but the GPU has 2.1"),
     ],

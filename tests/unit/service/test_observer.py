@@ -201,11 +201,15 @@ def test_an_error_of_the_driver_is_in_the_list_and_the_last_use_is_kept() -> Non
 
     nvml = SimpleNamespace(processes=dict, mps_clients=dict)
     observer = observer_of(nvml)
-
-    async def two() -> tuple[Observation, Observation]:
-        before = await observer.observe()
-        nvml.processes = refuse
-        return before, await observer.observe()
-
-    before, after = asyncio.run(two())
+    before = asyncio.run(observer.observe())
+    nvml.processes = refuse
+    after = asyncio.run(observer.observe())
     assert (after.clients["errors"], after.use) == (["the driver is gone"], before.use)
+
+
+def test_an_observation_that_fails_at_once_blocks_no_later_one() -> None:
+    observer: Any = observer_of(SimpleNamespace(processes=dict, mps_clients=dict))
+    observer._supervisor.domains = None
+    asyncio.run(observer.observe())
+    observer._supervisor.domains = ()
+    assert asyncio.run(observer.observe()).use is not None

@@ -47,8 +47,7 @@ def test_a_host_that_serves_nothing_is_failed_whatever_its_jobs_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "code"),
-    [(STARTING, CONTROL_DAEMON_BUSY), (BACKOFF, SHORTAGE), (FAILED, PROGRAM_MISSING)],
+    ("state", "code"), [(STARTING, CONTROL_DAEMON_BUSY), (BACKOFF, SHORTAGE), (FAILED, PROGRAM_MISSING)]
 )
 def test_a_domain_that_is_not_ready_has_the_hint_of_its_reason(state: str, code: str) -> None:
     (problem,) = (

@@ -110,9 +110,7 @@ def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
 
 
 @pytest.mark.processes
-def test_a_bounded_part_of_an_environment_is_kept_while_its_process_runs(
-    start: Start,
-) -> None:
+def test_a_bounded_part_of_an_environment_is_kept_while_its_process_runs(start: Start) -> None:
     devices, endless = process_devices(Ledger()), start(f"00:00.0-1,{'x' * 100_000}")
     assert of(devices, endless) == ("00:00.0-1",)
     assert max(map(len, devices._named.values())) < 5000

@@ -297,9 +297,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert made.available == 8
 
 
-def test_a_server_without_jobs_does_not_hold_a_mode_forever(
-    put_to_work: PutToWork,
-) -> None:
+def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWork) -> None:
     host, jobs, made, client = put_to_work(V100, 4)
     (server,) = jobs.servers()
     configure(host, cuda_mps_compute_mode="keep")

@@ -139,15 +139,15 @@ class Terminal:
         if not piece:
             raise EOFError
         self._typed += piece
-        found = []
+        keys = []
         while match := _KEY.match(self._typed):
             is_last = match.end() == len(self._typed)
             if is_last and _is_incomplete(match[0]) and readable(self._in, _REST_OF_KEY_S):
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
-            found.append(_key_name(match[0]))
-        return [key for key in found if key]
+            keys.append(_key_name(match[0]))
+        return [key for key in keys if key]
 
 
 def _is_incomplete(key: bytes) -> bool:
