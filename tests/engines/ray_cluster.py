@@ -37,6 +37,16 @@ _OPTIONS = (
     "--include-log-monitor=false",
     "--disable-usage-stats",
 )
+#: A node that is lost is noticed soon, and one that is slow is not taken for lost.
+_SETTINGS = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "2",
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
 
 
 class Ray(Closes):
@@ -57,10 +67,7 @@ class Ray(Closes):
             "NODE": str(number),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
-            "RAY_memory_monitor_refresh_ms": "0",
-            "RAY_health_check_initial_delay_ms": "0",
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "2",
+            **_SETTINGS,
         }
 
     @property
@@ -139,7 +146,7 @@ class Driver(Closes):
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(code) + "\n")
         self._process.stdin.flush()
-        assert readable(self._process.stdout, PATIENCE_S), f"{code}\n{self.ray.logs()}"
+        assert readable(self._process.stdout, 4 * PATIENCE_S), f"{code}\n{self.ray.logs()}"
         line = self._process.stdout.readline()
         assert line, (self.ray.folder / "driver.log").read_text()
         answer = json.loads(line)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines.processes import ENGINES, kill_all_of, with_engines
+from engines.processes import ENGINES, kill_all_of, processes_of, with_engines
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import ADDRESSES, given, holders, leases_of, wait_until_wait
 from simhost import SimHost
@@ -104,4 +104,5 @@ def test_each_app_of_parsl_has_a_device_and_the_fifth_waits(engine: Engine, daem
     found = [path.read_text().strip() for path in engine.folder.glob("*.txt")]
     assert sorted(set(found)) == ADDRESSES
     assert len(found) == 5
-    eventually(lambda: leases_of(daemon) == [], "the end of the leases")
+    assert leases_of(daemon) == []
+    eventually(lambda: processes_of(engine.folder) == [], "the end of Parsl")  # with its semaphores

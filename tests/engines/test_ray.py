@@ -16,7 +16,6 @@ from integration.lease_host import ADDRESSES, leases_of, restart, take_all, wait
 from simhost import SimHost
 from simhost.host import IN_UNITS
 
-pytestmark = pytest.mark.xdist_group("ray")  # so that all tests share the cluster
 DEVICE = "**yunion_mps.ray.options()"
 RESTARTED = "max_restarts=-1, max_task_retries=-1"
 #: Both nodes have a V100 divided by four; the second one also has one whose 16 GiB are leased in units.
