@@ -1,4 +1,4 @@
-"""The programs of Ray, Dask and Parsl, and the processes of an engine, whoever their parents are."""
+"""The programs of Ray, Dask and Parsl, and all processes of an engine."""
 
 from __future__ import annotations
 
