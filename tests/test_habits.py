@@ -191,7 +191,7 @@ def test_the_units_sandboxes_are_rated_at_most(name: str, most: float) -> None:
 
 def test_lock_files_have_hashes_and_no_address() -> None:
     locks = list((CHECKOUT / "requirements").glob("*.lock"))
-    assert {path.name for path in locks} == {"build.lock", "dev.lock", "package.lock", "runtime.lock"}
+    assert {path.stem for path in locks} == {"build", "dev", "engines", "package", "runtime"}
     for path in locks:
         text = path.read_text()
         assert "--hash=sha256:" in text

@@ -1,10 +1,14 @@
-"""A cluster of one node with our daemon: a V100 that is divided by four, and Slurm of both versions."""
+"""A cluster of one node with our daemon: a V100 that is divided by four, and Slurm of both versions.
+
+Tests of Ray share a cluster, so one worker of pytest-xdist runs them all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from engines.slurm import VERSIONS, Slurm
 from integration.conftest import daemon, host, make_daemon, make_host
@@ -30,3 +34,13 @@ def slurm(daemon: Daemon, version: str) -> Iterator[Slurm]:
     with Slurm(daemon.host, version) as slurm:
         slurm.install()
         yield slurm.start()
+
+
+class OneWorkerForRay(LoadScopeScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file.endswith("/test_ray.py") else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return OneWorkerForRay(config, log)

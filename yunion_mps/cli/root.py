@@ -45,6 +45,7 @@ SECTIONS = {
     },
     "Integrate": {
         "slurm": ("slurm", "slurm_group"),
+        "ray": ("ray", "ray_group"),
         "metrics": ("gateway", "metrics"),
         "web": ("gateway", "web"),
         "completion": ("root", "completion"),

@@ -92,6 +92,8 @@ GOLDENS = {
     "reload": Golden("ChangeList"),
     "reload --now --yes": TEXT,
     "reload --drain --now": failure(2),
+    "ray resources": TEXT,
+    "ray start --resources 4": failure(2),
     "top --once": TEXT,
     "metrics": TEXT,
     "completion bash": TEXT,

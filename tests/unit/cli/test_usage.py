@@ -50,6 +50,8 @@ ASKING = (
     ["who", "--clients"],
     ["top", "--once"],
     ["lease", "list"],
+    ["ray", "resources"],
+    ["ray", "start", "--head"],
 )
 NO_TERMINAL = "this ends jobs, and there is no terminal to ask for confirmation: add --yes"
 TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])

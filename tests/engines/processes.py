@@ -1,0 +1,50 @@
+"""The programs of Ray, Dask and Parsl, and all processes of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from integration.daemon_host import eventually, is_running
+from simhost.environment import CHECKOUT
+
+#: The programs of the virtual environment that scripts/setup creates for the engines.
+ENGINES = CHECKOUT / ".engines/bin"
+
+
+def with_engines(env: Mapping[str, str], *folders: Path) -> dict[str, str]:
+    """A host's environment in which these folders and the programs of the engines come first."""
+    return {**env, "PATH": os.pathsep.join([*map(str, folders), str(ENGINES), env["PATH"]])}
+
+
+def kill_all_of(folder: Path) -> None:
+    for pid in processes_of(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    eventually(
+        lambda: not any(map(is_running, processes_of(folder))), f"the end of all processes of {folder}"
+    )
+
+
+def processes_of(folder: Path) -> list[int]:
+    """All processes, except this one, with the engine's folder in their environment or a file of it open.
+
+    Some write their title over their environment.
+    """
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            proc = Path("/proc", entry)
+            files = {os.readlink(link) for link in (proc / "fd").iterdir()}
+            is_ours = bytes(folder) in (proc / "environ").read_bytes()
+            if int(entry) != os.getpid() and (is_ours or any(file.startswith(str(folder)) for file in files)):
+                found.append(int(entry))
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]

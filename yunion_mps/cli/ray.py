@@ -1,0 +1,136 @@
+"""`yunion-mps ray`: starts nodes of a Ray cluster that offer the devices of their hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.root import SuggestingGroup
+from yunion_mps.enums import UNAVAILABLE
+from yunion_mps.errors import HostError
+from yunion_mps.http.operations import GET_POOLS
+from yunion_mps.ray import DEVICES, MEMORY
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, Pool
+
+_OPTION = "--resources"
+#: Ray ends a worker that has been idle for a second, and starts none in advance: such workers would have
+#: devices that Ray counts as free.
+_NO_IDLE_WORKERS = {"RAY_num_workers_soft_limit": "0"}
+
+
+@click.group("ray", cls=SuggestingGroup, short_help="Let Ray assign devices to tasks and actors.")
+def ray_group() -> None:
+    """Let Ray assign devices to tasks and actors: start nodes that offer the devices of their hosts.
+
+    A task that requires such a resource leases its device by its runtime environment; in Python,
+    yunion_mps.ray.options() returns both.
+
+    \b
+    Examples:
+      yunion-mps ray start --head --num-gpus=0
+      yunion-mps ray resources
+    """
+
+
+@ray_group.command("resources", short_help="Print the resources of this host for Ray.")
+def resources() -> None:
+    """Print the resources of this host as JSON, for the option --resources of "ray start".
+
+    yunion_mps is the number of devices; yunion_mps_memory is the memory, in MiB, of GPUs that are divided by
+    memory_unit. Devices are left out if they are unavailable or reserved (reserved_for), or if their budgets
+    are not enforced.
+
+    \b
+    Examples:
+      export RAY_num_workers_soft_limit=0
+      ray start --head --num-gpus=0 --resources="$(yunion-mps ray resources)"
+    """
+    click.echo(json.dumps(_resources()))
+
+
+@ray_group.command(
+    "start",
+    short_help="Start a node of a Ray cluster.",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+@click.argument("options", metavar="[OPTION]...", nargs=-1, type=click.UNPROCESSED)
+def start(options: tuple[str, ...]) -> None:
+    """Run "ray start" with the resources of this host, as yunion-mps ray resources prints them.
+
+    All options are passed to "ray start". Resources in its option --resources are added, and replace those of
+    the same name.
+
+    Unless RAY_num_workers_soft_limit is set, it is set to 0: then Ray starts no workers in advance and ends
+    idle ones after a second. Otherwise they would keep devices that Ray considers free.
+
+    \b
+    Examples:
+      yunion-mps ray start --head --num-gpus=0
+      yunion-mps ray start --block --address=head:6379 --num-gpus=0
+      yunion-mps ray start --head --resources='{"yunion_mps": 2}'
+    """
+    given, others = _split(options)
+    merged = json.dumps({**_resources(), **given})
+    argv = ["ray", "start", f"{_OPTION}={merged}", *others]
+    try:
+        os.execvpe("ray", argv, {**_NO_IDLE_WORKERS, **os.environ})  # noqa: S606 - no shell is the point
+    except OSError as error:
+        hint = "install Ray, or run this in its virtual environment: pip install ray"
+        raise HostError(f"ray: cannot be started: {error.strerror}", hint) from None
+
+
+def _resources() -> dict[str, int]:
+    """Return this host's resources; raises HostError if there are none."""
+    found = resources_of(listed_devices(), call(GET_POOLS)["pools"])
+    if not found:
+        hint = "see which are unavailable or reserved: yunion-mps list"
+        raise HostError("this host has no devices for Ray", hint)
+    return found
+
+
+def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, int]:
+    """Return the number of devices and the memory of the pools, without what Ray's workers cannot lease.
+
+    A pool's devices are only created for leases, so they are not counted.
+    """
+    in_units = {pool["gpu_uuid"] for pool in pools}
+    found = {
+        DEVICES: sum(_is_offered(device) for device in devices if device["gpu_uuid"] not in in_units),
+        MEMORY: sum(pool["memory_mib"] for pool in pools if _is_offered(pool)),
+    }
+    return {name: amount for name, amount in found.items() if amount}
+
+
+def _is_offered(one: Device | Pool) -> bool:
+    return one["state"] != UNAVAILABLE and not one["reserved_for"] and one["budget_enforced"]
+
+
+def _split(options: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """Return the resources that are given, and the other options; raises UsageError."""
+    given: dict[str, object] = {}
+    others = []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == _OPTION:
+            given.update(_json_object(value if equals else next(words, "")))
+        else:
+            others.append(word)
+    return given, others
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise click.UsageError(f'{_OPTION}: {text!r} is not a JSON object such as {{"special": 1}}.')
+    return found
