@@ -27,6 +27,7 @@ ELSEWHERE = (
     "yunion_mps.service.offline",
     "yunion_mps.program",
     "yunion_mps.slurm",
+    "yunion_mps.ray",
 )
 
 #: What takes more than 20 ms to load, and is needed only after READY, or never.

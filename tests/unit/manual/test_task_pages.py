@@ -109,7 +109,7 @@ def test_the_documents_name_commands_and_options_that_exist() -> None:
                 found = group.get_command(root, word)
                 assert found, f"{page}: yunion-mps {words}"
                 group = found
-            elif not isinstance(group, click.Group) and word == "--":
+            elif group.context_settings.get("ignore_unknown_options") or word == "--":  # those of a program
                 break
             elif option := re.match(r"--[a-z][a-z-]*", word):
                 names = {name for one in group.get_params(root) for name in one.opts}
