@@ -54,8 +54,8 @@ class Slurm(Closes):
 
     # -- its configuration
 
-    def configure(self, node: str, gres: str, *lines: str) -> None:
-        """Write gres.conf and slurm.conf; `node` has the words of the node's line, `lines` is added."""
+    def configure(self, types: str, node: str, gres: str) -> None:
+        """Write gres.conf and slurm.conf, with these types of gres and words of the node's line."""
         (self.folder / "gres.conf").write_text(gres)
         for hook in HOOKS.values():
             self.write_hook(hook)
@@ -77,7 +77,7 @@ class Slurm(Closes):
             "SelectTypeParameters": "CR_Core",
             "SchedulerParameters": "bf_interval=1,sched_interval=1,nohold_on_prolog_fail",
             "SlurmdParameters": "config_overrides",
-            "GresTypes": "gpu",
+            "GresTypes": types,
             "ReturnToService": 2,
             "KillWait": 1,
             "MinJobAge": 300,
@@ -91,7 +91,7 @@ class Slurm(Closes):
         text = "".join(f"{name}={value}\n" for name, value in settings.items())
         text += f"NodeName={NODE} NodeAddr=127.0.0.1 CPUs=16 {node} State=UNKNOWN\n"
         text += f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP\n"
-        (self.folder / "slurm.conf").write_text(text + "".join(f"{line}\n" for line in lines))
+        (self.folder / "slurm.conf").write_text(text)
         if self.version != "22.05":
             (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
@@ -109,12 +109,14 @@ class Slurm(Closes):
         new.chmod(0o755)
         new.rename(path)
 
-    def install(self) -> None:
+    def install(self, *options: str) -> Slurm:
         """Configure Slurm with the lines that `gres-conf` prints."""
-        done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install"])
+        done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install", *options])
         assert done.returncode == 0, done.stderr
+        (types,) = re.findall(r"^# GresTypes=(.*)$", done.stdout, re.MULTILINE)
         (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
-        self.configure(node, done.stdout)
+        self.configure(types, node, done.stdout)
+        return self
 
     # -- its hooks
 

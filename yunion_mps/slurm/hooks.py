@@ -20,10 +20,10 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
-from yunion_mps.slurm.devices import RecordedDevice, device_at, read_record
+from yunion_mps.slurm.devices import Record, read_record
 from yunion_mps.slurm.job import Job
-from yunion_mps.slurm.leases import JobLeases, held_outside
-from yunion_mps.slurm.node import SlurmNode
+from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside
+from yunion_mps.slurm.node import SlurmNode, shards_of
 from yunion_mps.text import printable
 
 #: Slurm ends a health check after 60 s.
@@ -98,18 +98,19 @@ class Hooks:
             self._on_message(error.message)
         return 0
 
-    def _prepare(self, job: Job, record: Sequence[RecordedDevice]) -> JobFile:
-        leases = self._leases()
-        devices = leases.devices()
-        addresses = {index: device_at(index, record, devices) for index in job.indices}
+    def _prepare(self, job: Job, record: Record) -> JobFile:
+        leases, node = self._leases(), SlurmNode()
+        addresses = record.addresses(job.indices, leases.devices())
+        everything = [addr for some in addresses.values() for addr in some]
         try:
-            lease = leases.take(job, list(addresses.values()), SlurmNode().jobs)
+            number = _number_of_shards(job, node.gres(job.id)) if record.shards else 0
+            lease = leases.take(job, Assignment(everything, number), node.jobs)
         except InfeasibleError as error:
             if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
-        several = addresses if len(addresses) > 1 else {}
-        single = {str(index): leases.environment(addr) for index, addr in several.items()}
+        several = addresses if len(addresses) > 1 and not record.shards else {}
+        single = {str(index): leases.environment(addr) for index, (addr,) in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
@@ -120,7 +121,7 @@ class Hooks:
             if record is None:
                 return None
             devices = leases.devices()
-            addresses = [device_at(index, record, devices) for index in range(len(record))]
+            addresses = [device.current_address(devices) for device in record.devices]
             leases.reconcile(node.jobs)
             held = held_outside(leases.all(), addresses)
         except YunionError as error:
@@ -187,6 +188,20 @@ class Hooks:
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
         return content
+
+
+def _number_of_shards(job: Job, gres: str) -> int:
+    """How many of a GPU's devices the job has, according to Slurm; 0 if it has whole GPUs.
+
+    Raises InfeasibleError if the job is ending, or has shards of several GPUs.
+    """
+    if not gres:
+        raise InfeasibleError("the job has ended while its Prolog ran", "submit it again")
+    number = shards_of(gres)
+    if number and len(job.indices) > 1:
+        what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
+        raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
+    return number
 
 
 def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.enums import SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError
@@ -39,6 +39,23 @@ _BUSY_S = 30.0
 _LOOK_S = 2
 
 
+class Assignment(NamedTuple):
+    """The devices that Slurm has assigned: all of `addresses`, or this `number` of them, all of one GPU."""
+
+    addresses: Sequence[str]
+    number: int = 0
+
+    def is_of(self, lease: LeaseRecord) -> bool:
+        number = self.number or len(self.addresses)
+        return len(lease["devices"]) == number and set(lease["devices"]) <= set(self.addresses)
+
+    @property
+    def request(self) -> dict[str, Value]:
+        if self.number in (0, len(self.addresses)):
+            return {"devices": list(self.addresses)}
+        return {"count": self.number, "gpu": self.addresses[0].rpartition("-")[0]}
+
+
 class JobLeases:
     """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
 
@@ -56,8 +73,8 @@ class JobLeases:
     def all(self) -> Sequence[LeaseDetails]:
         return self._call(GET_LEASES)["leases"]
 
-    def take(self, job: Job, addresses: Sequence[str], live: Callable[[], Iterable[str]]) -> LeaseRecord:
-        """Lease exactly these devices to the job, or return the lease that it has.
+    def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecord:
+        """Lease what Slurm has assigned to the job, or return the lease that it has.
 
         `live` returns the ids of Slurm's jobs on this node. Raises NothingFreeError with the code
         `slurm_device_held` if something other than Slurm has one of the devices.
@@ -65,20 +82,20 @@ class JobLeases:
         end_s = time.monotonic() + _BUSY_S
         while True:
             try:
-                return self._take(job, addresses)
+                return self._take(job, assignment)
             except NothingFreeError as error:
-                self._release_stale(addresses, live, error)
+                self._release_stale(assignment.addresses, live, error)
                 if time.monotonic() > end_s:
                     raise
 
-    def _take(self, job: Job, addresses: Sequence[str]) -> LeaseRecord:
+    def _take(self, job: Job, assignment: Assignment) -> LeaseRecord:
         for lease in self.all():
-            if lease["name"] == job.lease_name and set(lease["devices"]) != set(addresses):
+            if lease["name"] == job.lease_name and not assignment.is_of(lease):
                 self.end(lease)  # the job was requeued, and its Epilog did not run
         # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
         return self._call(
             TAKE_LEASE,
-            devices=list(addresses),
+            **assignment.request,
             holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
             reserved_for=SLURM,
             allow_unlimited=True,

@@ -29,6 +29,16 @@ def drain_reason(reason: Reason) -> str:
     return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
 
 
+#: The lines of a job's allocation, and its shards: `GRES=shard:2(IDX:0)` (22.05) or `GRES=shard:2(2/4,0/4)`.
+_ALLOCATION = re.compile(r"^ *Nodes=(\S+) .*GRES=(\S*)$", re.MULTILINE)
+_SHARDS = re.compile(r"(?:^|,)shard:(?:[^:,()]+:)?([0-9]+)")
+
+
+def shards_of(gres: str) -> int:
+    """The number of shards in a job's gres such as `shard:2(IDX:0)`; 0 if it has none."""
+    return sum(int(number) for number in _SHARDS.findall(gres))
+
+
 class NodeState(NamedTuple):
     """`reason` is why the node is drained or down; other states may have one, too.
 
@@ -79,6 +89,14 @@ class SlurmNode:
         """The ids of all of Slurm's jobs on this node: those that are starting, running or ending."""
         words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
         return [word for word in words if re.fullmatch(JOB_ID, word)]
+
+    def gres(self, job_id: str) -> str:
+        """What the job has on this node, for example `gpu:1(IDX:0)`; empty if the job is ending."""
+        text = _answer("scontrol", "--details", "show", "job", job_id)
+        for nodes, gres in _ALLOCATION.findall(text):
+            if self.name in (nodes, *_answer("scontrol", "show", "hostnames", nodes).split()):
+                return str(gres)
+        return ""
 
 
 def node_name() -> str:
