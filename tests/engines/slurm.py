@@ -118,6 +118,12 @@ class Slurm(Closes):
         self.configure(types, node, done.stdout)
         return self
 
+    def set(self, **settings: object) -> None:
+        """Change settings of slurm.conf while Slurm runs."""
+        with (self.folder / "slurm.conf").open("a") as file:
+            file.writelines(f"{name}={value}\n" for name, value in settings.items())
+        self.ask("scontrol", "reconfigure")
+
     # -- its hooks
 
     def hold(self, hook: str, program: str = "") -> None:
@@ -142,7 +148,7 @@ class Slurm(Closes):
         self.write_hook(hook)
 
     def begin_health_check(self) -> subprocess.Popen[str]:
-        """Run the health check now; Slurm itself never runs it, except after `check_periodically`."""
+        """Run the health check now; Slurm itself never runs it, unless HealthCheckInterval is set."""
         return self.popen("env", f"SLURMD_NODENAME={NODE}", self.folder / "health-check", user=0)
 
     def check_health(self) -> None:
@@ -155,12 +161,6 @@ class Slurm(Closes):
         failure = self.host.root / "run/yunion-mps/slurm/failure"
         os.utime(failure, (failure.stat().st_mtime - 60,) * 2)
         self.check_health()
-
-    def check_periodically(self) -> None:
-        """Let Slurm run the health check each second."""
-        with (self.folder / "slurm.conf").open("a") as file:
-            file.write("HealthCheckInterval=1\n")
-        self.ask("scontrol", "reconfigure")
 
     # -- its life
 
@@ -190,7 +190,8 @@ class Slurm(Closes):
     def start_node(self) -> None:
         stepd = self.installed / "sbin/slurmstepd"
         self._start("slurmd", self.installed / "sbin/slurmd", "-D", "-N", NODE, "-d", stepd)
-        eventually(lambda: self.state() in ("idle", "mixed", "allocated"), "the node", trouble=self.logs)
+        is_up = ("idle", "mixed", "allocated", "completing")
+        eventually(lambda: self.state() in is_up, "the node", trouble=self.logs)
 
     def wait_saved(self) -> None:
         """Wait until slurmctld has saved its state, which it does seconds after a change."""

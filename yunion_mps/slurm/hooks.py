@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TypedDict
 
 from yunion_mps.enums import UNAVAILABLE
@@ -21,8 +23,8 @@ from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import Record, read_record
-from yunion_mps.slurm.job import Job
-from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside
+from yunion_mps.slurm.job import JOB_ID, Job
+from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmNode, shards_of
 from yunion_mps.text import printable
 
@@ -122,8 +124,12 @@ class Hooks:
                 return None
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
-            leases.reconcile(node.jobs)
-            held = held_outside(leases.all(), addresses)
+            files, jobs = self._files_by_job(), lru_cache(node.jobs)  # the jobs are asked for last, and once
+            used = leases.reconcile(jobs).used
+            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not end
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            held = held_outside(leases.all(), addresses) or still_used(used)
         except YunionError as error:
             return error.reason
         broken = [
@@ -132,6 +138,15 @@ class Hooks:
         if broken:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
+
+    def _files_by_job(self) -> list[tuple[str, str]]:
+        """The ids of the jobs that have files, and the files, also unfinished ones."""
+        try:
+            names = os.listdir(self._paths.slurm_jobs)
+        except FileNotFoundError:
+            return []
+        found = [(name.partition(".")[0], os.path.join(self._paths.slurm_jobs, name)) for name in names]
+        return [(job, path) for job, path in found if re.fullmatch(JOB_ID, job)]
 
     def _drain(self, error: YunionError) -> None:
         """Drain the node because a hook of a job failed."""
