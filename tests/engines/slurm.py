@@ -1,4 +1,4 @@
-"""A real Slurm cluster of one node on a simulated host: munged, slurmctld and slurmd, all on 127.0.0.1.
+"""A real Slurm cluster on simulated hosts: munged, slurmctld and a slurmd for each host, all on 127.0.0.1.
 
 It runs without systemd, D-Bus and cgroups, from Debian's packages, which scripts/setup has unpacked. Its
 hooks are ours, in the environment of the simulated host.
@@ -36,10 +36,14 @@ USER = 65534
 
 
 class Slurm(Closes):
-    """A context manager for one cluster; call `start` once gres.conf and the node's line are known."""
+    """A context manager for one cluster; call `start` once gres.conf and the nodes' lines are known.
 
-    def __init__(self, host: SimHost, version: str) -> None:
+    Its nodes are `node1` on `host`, `node2` on the next host, and so on.
+    """
+
+    def __init__(self, host: SimHost, version: str, *others: SimHost) -> None:
         self.host = host
+        self.hosts = {f"node{number}": one for number, one in enumerate((host, *others), 1)}
         self.version = version
         self.installed = CHECKOUT / f".slurm-{version}/usr"
         self.folder = host.root / "slurm"
@@ -49,17 +53,17 @@ class Slurm(Closes):
             "PATH": f"{self.installed}/bin:{host.env['PATH']}",
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
-        self._ports = _free_ports(2)
+        self._ports = _free_ports(1 + len(self.hosts))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # -- its configuration
 
-    def configure(self, types: str, node: str, gres: str) -> None:
-        """Write gres.conf and slurm.conf, with these types of gres and words of the node's line."""
+    def configure(self, types: str, gres_of_nodes: Sequence[str], gres: str) -> None:
+        """Write gres.conf and slurm.conf, with these types of gres and words of the nodes' lines."""
         (self.folder / "gres.conf").write_text(gres)
         for hook in HOOKS.values():
             self.write_hook(hook)
-        ports = dict(zip(("SlurmctldPort", "SlurmdPort"), self._ports))
+        port, *ports = self._ports
         settings: dict[str, object] = {
             "ClusterName": "test",
             "SlurmctldHost": "localhost(127.0.0.1)",
@@ -67,9 +71,10 @@ class Slurm(Closes):
             "AuthInfo": f"socket={self.folder}/munge.socket",
             "PluginDir": next(self.installed.glob("lib/*/slurm-wlm")),
             "StateSaveLocation": self.folder / "state",
-            "SlurmdSpoolDir": self.folder / "spool",
+            "SlurmctldPort": port,
+            "SlurmdSpoolDir": self.folder / "spool-%n",
             "SlurmctldPidFile": self.folder / "slurmctld.pid",
-            "SlurmdPidFile": self.folder / "slurmd.pid",
+            "SlurmdPidFile": self.folder / "slurmd-%n.pid",
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "JobAcctGatherType": "jobacct_gather/none",
@@ -85,12 +90,12 @@ class Slurm(Closes):
             "PrologFlags": "Alloc",
             "SlurmctldDebug": "debug",
             "SlurmdDebug": "debug",
-            **ports,
             **{name: self.folder / hook for name, hook in HOOKS.items()},
         }
         text = "".join(f"{name}={value}\n" for name, value in settings.items())
-        text += f"NodeName={NODE} NodeAddr=127.0.0.1 CPUs=16 {node} State=UNKNOWN\n"
-        text += f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP\n"
+        for name, port, words in zip(self.hosts, ports, gres_of_nodes):
+            text += f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs=16 {words} State=UNKNOWN\n"
+        text += f"PartitionName=all Nodes={','.join(self.hosts)} Default=YES MaxTime=INFINITE State=UP\n"
         (self.folder / "slurm.conf").write_text(text)
         if self.version != "22.05":
             (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
@@ -98,8 +103,9 @@ class Slurm(Closes):
     def write_hook(self, hook: str, before: str = "", after: str = "") -> None:
         """Write a hook that runs the package's, with shell commands before and after it."""
         path = self.folder / hook
-        names = ("PATH", "YUNION_MPS_ROOT", "SLURM_CONF")
-        exports = "".join(f"export {name}='{self.env[name]}'\n" for name in names)
+        exports = "".join(f"export {name}='{self.env[name]}'\n" for name in ("PATH", "SLURM_CONF"))
+        roots = (f"{node}) export YUNION_MPS_ROOT={host.root};;" for node, host in self.hosts.items())
+        exports += f"case $SLURMD_NODENAME in {' '.join(roots)} esac\n"
         program = CHECKOUT / "libexec" / f"slurm-{hook}"
         run = f"{program} 2>>'{self.folder}/{hook}.log'\nstatus=$?\n{after}\nexit $status\n"
         if hook == "task-prolog":  # it runs as the job's user, who cannot write there
@@ -111,11 +117,14 @@ class Slurm(Closes):
 
     def install(self, *options: str) -> Slurm:
         """Configure Slurm with the lines that `gres-conf` prints."""
-        done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install", *options])
-        assert done.returncode == 0, done.stderr
-        (types,) = re.findall(r"^# GresTypes=(.*)$", done.stdout, re.MULTILINE)
-        (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
-        self.configure(types, node, done.stdout)
+        gres, nodes = "", []
+        for node, host in self.hosts.items():
+            done = host.run(["yunion-mps", "slurm", "gres-conf", "--node", node, "--install", *options])
+            assert done.returncode == 0, done.stderr
+            (types,) = re.findall(r"^# GresTypes=(.*)$", done.stdout, re.MULTILINE)
+            nodes += re.findall(rf"^# NodeName={node} (Gres=.*)$", done.stdout, re.MULTILINE)
+            gres += done.stdout
+        self.configure(types, nodes, gres)
         return self
 
     def set(self, **settings: object) -> None:
@@ -165,11 +174,12 @@ class Slurm(Closes):
     # -- its life
 
     def start(self) -> Slurm:
-        for name in ("state", "spool"):
+        for name in ("state", *(f"spool-{node}" for node in self.hosts)):
             (self.folder / name).mkdir(exist_ok=True)
         self.start_munge()
         self.start_controller()
-        self.start_node()
+        for node in self.hosts:
+            self.start_node(node)
         return self
 
     def start_munge(self) -> None:
@@ -187,11 +197,12 @@ class Slurm(Closes):
         self._start("slurmctld", self.installed / "sbin/slurmctld", "-D")
         eventually(lambda: "UP" in self.peek("scontrol", "ping"), "slurmctld", trouble=self.logs)
 
-    def start_node(self) -> None:
+    def start_node(self, node: str = NODE) -> None:
+        name = "slurmd" if node == NODE else f"slurmd-{node}"
         stepd = self.installed / "sbin/slurmstepd"
-        self._start("slurmd", self.installed / "sbin/slurmd", "-D", "-N", NODE, "-d", stepd)
+        self._start(name, self.installed / "sbin/slurmd", "-D", "-N", node, "-d", stepd)
         is_up = ("idle", "mixed", "allocated", "completing")
-        eventually(lambda: self.state() in is_up, "the node", trouble=self.logs)
+        eventually(lambda: self.state(node) in is_up, node, trouble=self.logs)
 
     def wait_saved(self) -> None:
         """Wait until slurmctld has saved its state, which it does seconds after a change."""
@@ -319,9 +330,9 @@ class Slurm(Closes):
         shown = [self.peek("scontrol", "show", *words) for words in (("job", job), ("node",))]
         return "\n".join([*shown, self.output(job), self.logs()])
 
-    def state(self) -> str:
+    def state(self, node: str = NODE) -> str:
         """The node's state, as sinfo shows it: idle, mixed, drained…"""
-        return self.peek("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
+        return self.peek("sinfo", "--noheader", f"--nodes={node}", "--format=%T").rstrip("*")
 
     def reason(self) -> str:
         """The reason why the node is drained; none if it is not drained."""
