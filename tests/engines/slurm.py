@@ -102,7 +102,6 @@ class Slurm(Closes):
 
     def write_hook(self, hook: str, before: str = "", after: str = "") -> None:
         """Write a hook that runs the package's, with shell commands before and after it."""
-        path = self.folder / hook
         exports = "".join(f"export {name}='{self.env[name]}'\n" for name in ("PATH", "SLURM_CONF"))
         roots = (f"{node}) export YUNION_MPS_ROOT={host.root};;" for node, host in self.hosts.items())
         exports += f"case $SLURMD_NODENAME in {' '.join(roots)} esac\n"
@@ -110,10 +109,14 @@ class Slurm(Closes):
         run = f"{program} 2>>'{self.folder}/{hook}.log'\nstatus=$?\n{after}\nexit $status\n"
         if hook == "task-prolog":  # it runs as the job's user, who cannot write there
             run = f"exec {program}\n"
-        new = path.with_suffix(".new")
-        new.write_text(f"#!/bin/sh\n{exports}{before}\n{run}")
+        self.write_script(hook, f"{exports}{before}\n{run}")
+
+    def write_script(self, hook: str, script: str) -> None:
+        """Make a shell script the hook, also while the former one runs."""
+        new = self.folder / f"{hook}.new"
+        new.write_text(f"#!/bin/sh\n{script}")
         new.chmod(0o755)
-        new.rename(path)
+        new.rename(self.folder / hook)
 
     def install(self, *options: str) -> Slurm:
         """Configure Slurm with the lines that `gres-conf` prints."""
@@ -220,7 +223,7 @@ class Slurm(Closes):
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in found)
 
     def close(self) -> None:
-        """Kill the daemons, and the jobs that they have started; slurmctld would take 9 s to end by itself."""
+        """Kill the daemons, and the jobs that they have started. At a SIGTERM, slurmctld takes 9 s."""
         for name in self._processes:
             self.kill(name)
         self.kill_jobs(all_others=True)
