@@ -56,6 +56,19 @@ def test_as_many_jobs_run_as_there_are_shards(slurm: Slurm, daemon: Daemon) -> N
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
 
 
+def test_each_job_of_an_array_gets_its_own_shards(slurm: Slurm) -> None:
+    array = slurm.submit("echo $YUNION_MPS_DEVICE", "--gres=shard:2", "--array=1-3")
+    slurm.wait(lambda: len(slurm.output(array).split()) == 3, "the output of all jobs")
+    assert all(len(devices.split(",")) == 2 for devices in slurm.output(array).split())
+
+
+def test_a_job_cannot_claim_more_shards_by_its_name(slurm: Slurm) -> None:
+    name = "x\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=shard:4(IDX:0)\nJobId=1"
+    done = slurm.srun("--gres=shard:1", "--job-name", name, "true")
+    assert done.returncode != 0
+    assert "Slurm has several answers" in done.stdout, done
+
+
 def test_a_whole_gpu_is_all_of_its_devices(slurm: Slurm) -> None:
     found = environment(slurm.srun("--gres=gpu:1", "env").stdout)
     assert found["YUNION_MPS_DEVICE"] == ",".join(f"00:06.0-{slot}" for slot in range(4))

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TypedDict
 
@@ -105,7 +105,7 @@ class Hooks:
         addresses = record.addresses(job.indices, leases.devices())
         everything = [addr for some in addresses.values() for addr in some]
         try:
-            number = _number_of_shards(job, node.gres(job.id)) if record.shards else 0
+            number = number_of_shards(job, node.gres(job.id)) if record.shards else 0
             lease = leases.take(job, Assignment(everything, number), node.jobs)
         except InfeasibleError as error:
             if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
@@ -205,14 +205,17 @@ class Hooks:
         return content
 
 
-def _number_of_shards(job: Job, gres: str) -> int:
+def number_of_shards(job: Job, gres: Collection[str]) -> int:
     """How many of a GPU's devices the job has, according to Slurm; 0 if it has whole GPUs.
 
-    Raises InfeasibleError if the job is ending, or has shards of several GPUs.
+    Raises InfeasibleError if the job is ending, if its shards are of several GPUs, or if the answers differ.
     """
     if not gres:
         raise InfeasibleError("the job has ended while its Prolog ran", "submit it again")
-    number = shards_of(gres)
+    number, *others = {shards_of(one) for one in gres}
+    if others:
+        what = f"Slurm has several answers to what the job has on this node: {', '.join(sorted(gres))}"
+        raise InfeasibleError(what, "give the job a name and a comment of one line each")
     if number and len(job.indices) > 1:
         what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
         raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")

@@ -36,7 +36,8 @@ _SHARDS = re.compile(r"(?:^|,)shard:(?:[^:,()]+:)?([0-9]+)")
 
 def shards_of(gres: str) -> int:
     """The number of shards in a job's gres such as `shard:2(IDX:0)`; 0 if it has none."""
-    return sum(int(number) for number in _SHARDS.findall(gres))
+    found = _SHARDS.search(gres)
+    return int(found[1]) if found else 0
 
 
 class NodeState(NamedTuple):
@@ -90,13 +91,20 @@ class SlurmNode:
         words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
         return [word for word in words if re.fullmatch(JOB_ID, word)]
 
-    def gres(self, job_id: str) -> str:
-        """What the job has on this node, for example `gpu:1(IDX:0)`; empty if the job is ending."""
+    def gres(self, job_id: str) -> set[str]:
+        """What the job has on this node, for example `gpu:1(IDX:0)`; empty if the job is ending.
+
+        There may be several: for the job that represents an array, Slurm shows all jobs of the array, and a
+        user can write such lines into the job's name.
+        """
         text = _answer("scontrol", "--details", "show", "job", job_id)
-        for nodes, gres in _ALLOCATION.findall(text):
-            if self.name in (nodes, *_answer("scontrol", "show", "hostnames", nodes).split()):
-                return str(gres)
-        return ""
+        lines = _ALLOCATION.findall(text)
+        ours = {
+            nodes
+            for nodes in {nodes for nodes, _ in lines}
+            if self.name in (nodes, *_answer("scontrol", "show", "hostnames", nodes).split())
+        }
+        return {gres for nodes, gres in lines if gres and nodes in ours}
 
 
 def node_name() -> str:

@@ -18,7 +18,7 @@ from yunion_mps.slurm.devices import (
     read_record,
     record_of,
 )
-from yunion_mps.slurm.hooks import JobFile, environment_of_task
+from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
 from yunion_mps.slurm.node import NodeState, drain_reason, parse_state, shards_of
@@ -109,6 +109,24 @@ def test_the_number_of_shards_is_read_from_the_jobs_gres() -> None:
     counts = {"shard:2(IDX:0)": 2, "shard:12(2/4,0/4)": 12, "shard:v100:3(3/4)": 3, "gpu:1(IDX:0)": 0, "": 0}
     assert {gres: shards_of(gres) for gres in counts} == counts
     assert shards_of("license:2,shard:1(IDX:0)") == 1
+    assert number_of_shards(Job("17", 0, (0,)), {"shard:2(2/4,0/4)", "shard:2(0/4,2/4)"}) == 2
+    assert number_of_shards(Job("17", 0, (0, 1)), {"gpu:2(IDX:0-1)"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("indices", "gres", "why"),
+    [
+        ((0,), (), "has ended"),
+        ((0,), ("shard:1(IDX:0)", "shard:4(IDX:0)"), "several answers"),
+        ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "several answers"),
+        ((0, 1), ("shard:2(1/4,1/4)",), "shards of 2 GPUs"),
+    ],
+)
+def test_a_job_whose_shards_are_unclear_is_refused(
+    indices: tuple[int, ...], gres: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(InfeasibleError, match=why):
+        number_of_shards(Job("17", 0, indices), gres)
 
 
 def test_some_devices_of_a_gpu_are_requested_by_their_number() -> None:
