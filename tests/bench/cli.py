@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench import actors, ledgers, pods, programs, requests
+from bench import actors, ledgers, pods, programs, requests, slurm_jobs
 from bench.values import BenchError, Line, Settings
 from simhost import BuildError
 
@@ -28,6 +28,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "idle": programs.processor_lines,
     "recovery": programs.recovery_lines,
     "pods": pods.lines,
+    "slurm": slurm_jobs.lines,
     "ray": actors.lines,
 }
 

@@ -13,6 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 from engines.slurm import VERSIONS, Slurm
 from integration.conftest import daemon, host, make_daemon, make_host
 from integration.daemon_host import Daemon
+from simhost import SimHost
+from simhost.mps import StandIns
 
 __all__ = ["daemon", "host", "make_daemon", "make_host"]
 
@@ -24,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def jobs(host: SimHost) -> Iterator[StandIns]:
+    """Stand-ins for MPS servers and clients; a test asks for it before the daemon, which uses them."""
+    with StandIns(host) as jobs:
+        yield jobs
 
 
 @pytest.fixture

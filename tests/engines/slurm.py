@@ -1,4 +1,4 @@
-"""A real Slurm cluster of one node on a simulated host: munged, slurmctld and slurmd, all on 127.0.0.1.
+"""A real Slurm cluster on simulated hosts: munged, slurmctld and a slurmd for each host, all on 127.0.0.1.
 
 It runs without systemd, D-Bus and cgroups, from Debian's packages, which scripts/setup has unpacked. Its
 hooks are ours, in the environment of the simulated host.
@@ -36,10 +36,14 @@ USER = 65534
 
 
 class Slurm(Closes):
-    """A context manager for one cluster; call `start` once gres.conf and the node's line are known."""
+    """A context manager for one cluster; call `start` once gres.conf and the nodes' lines are known.
 
-    def __init__(self, host: SimHost, version: str) -> None:
+    Its nodes are `node1` on `host`, `node2` on the next host, and so on.
+    """
+
+    def __init__(self, host: SimHost, version: str, *others: SimHost) -> None:
         self.host = host
+        self.hosts = {f"node{number}": one for number, one in enumerate((host, *others), 1)}
         self.version = version
         self.installed = CHECKOUT / f".slurm-{version}/usr"
         self.folder = host.root / "slurm"
@@ -49,17 +53,17 @@ class Slurm(Closes):
             "PATH": f"{self.installed}/bin:{host.env['PATH']}",
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
-        self._ports = _free_ports(2)
+        self._ports = _free_ports(1 + len(self.hosts))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # -- its configuration
 
-    def configure(self, node: str, gres: str, *lines: str) -> None:
-        """Write gres.conf and slurm.conf; `node` has the words of the node's line, `lines` is added."""
+    def configure(self, types: str, gres_of_nodes: Sequence[str], gres: str) -> None:
+        """Write gres.conf and slurm.conf, with these types of gres and words of the nodes' lines."""
         (self.folder / "gres.conf").write_text(gres)
         for hook in HOOKS.values():
             self.write_hook(hook)
-        ports = dict(zip(("SlurmctldPort", "SlurmdPort"), self._ports))
+        port, *ports = self._ports
         settings: dict[str, object] = {
             "ClusterName": "test",
             "SlurmctldHost": "localhost(127.0.0.1)",
@@ -67,9 +71,10 @@ class Slurm(Closes):
             "AuthInfo": f"socket={self.folder}/munge.socket",
             "PluginDir": next(self.installed.glob("lib/*/slurm-wlm")),
             "StateSaveLocation": self.folder / "state",
-            "SlurmdSpoolDir": self.folder / "spool",
+            "SlurmctldPort": port,
+            "SlurmdSpoolDir": self.folder / "spool-%n",
             "SlurmctldPidFile": self.folder / "slurmctld.pid",
-            "SlurmdPidFile": self.folder / "slurmd.pid",
+            "SlurmdPidFile": self.folder / "slurmd-%n.pid",
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "JobAcctGatherType": "jobacct_gather/none",
@@ -77,7 +82,7 @@ class Slurm(Closes):
             "SelectTypeParameters": "CR_Core",
             "SchedulerParameters": "bf_interval=1,sched_interval=1,nohold_on_prolog_fail",
             "SlurmdParameters": "config_overrides",
-            "GresTypes": "gpu",
+            "GresTypes": types,
             "ReturnToService": 2,
             "KillWait": 1,
             "MinJobAge": 300,
@@ -85,36 +90,51 @@ class Slurm(Closes):
             "PrologFlags": "Alloc",
             "SlurmctldDebug": "debug",
             "SlurmdDebug": "debug",
-            **ports,
             **{name: self.folder / hook for name, hook in HOOKS.items()},
         }
         text = "".join(f"{name}={value}\n" for name, value in settings.items())
-        text += f"NodeName={NODE} NodeAddr=127.0.0.1 CPUs=16 {node} State=UNKNOWN\n"
-        text += f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP\n"
-        (self.folder / "slurm.conf").write_text(text + "".join(f"{line}\n" for line in lines))
+        for name, port, words in zip(self.hosts, ports, gres_of_nodes):
+            text += f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs=16 {words} State=UNKNOWN\n"
+        text += f"PartitionName=all Nodes={','.join(self.hosts)} Default=YES MaxTime=INFINITE State=UP\n"
+        (self.folder / "slurm.conf").write_text(text)
         if self.version != "22.05":
             (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
     def write_hook(self, hook: str, before: str = "", after: str = "") -> None:
         """Write a hook that runs the package's, with shell commands before and after it."""
-        path = self.folder / hook
-        names = ("PATH", "YUNION_MPS_ROOT", "SLURM_CONF")
-        exports = "".join(f"export {name}='{self.env[name]}'\n" for name in names)
+        exports = "".join(f"export {name}='{self.env[name]}'\n" for name in ("PATH", "SLURM_CONF"))
+        roots = (f"{node}) export YUNION_MPS_ROOT={host.root};;" for node, host in self.hosts.items())
+        exports += f"case $SLURMD_NODENAME in {' '.join(roots)} esac\n"
         program = CHECKOUT / "libexec" / f"slurm-{hook}"
         run = f"{program} 2>>'{self.folder}/{hook}.log'\nstatus=$?\n{after}\nexit $status\n"
         if hook == "task-prolog":  # it runs as the job's user, who cannot write there
             run = f"exec {program}\n"
-        new = path.with_suffix(".new")
-        new.write_text(f"#!/bin/sh\n{exports}{before}\n{run}")
-        new.chmod(0o755)
-        new.rename(path)
+        self.write_script(hook, f"{exports}{before}\n{run}")
 
-    def install(self) -> None:
+    def write_script(self, hook: str, script: str) -> None:
+        """Make a shell script the hook, also while the former one runs."""
+        new = self.folder / f"{hook}.new"
+        new.write_text(f"#!/bin/sh\n{script}")
+        new.chmod(0o755)
+        new.rename(self.folder / hook)
+
+    def install(self, *options: str) -> Slurm:
         """Configure Slurm with the lines that `gres-conf` prints."""
-        done = self.host.run(["yunion-mps", "slurm", "gres-conf", "--node", NODE, "--install"])
-        assert done.returncode == 0, done.stderr
-        (node,) = re.findall(rf"^# NodeName={NODE} (Gres=.*)$", done.stdout, re.MULTILINE)
-        self.configure(node, done.stdout)
+        gres, nodes = "", []
+        for node, host in self.hosts.items():
+            done = host.run(["yunion-mps", "slurm", "gres-conf", "--node", node, "--install", *options])
+            assert done.returncode == 0, done.stderr
+            (types,) = re.findall(r"^# GresTypes=(.*)$", done.stdout, re.MULTILINE)
+            nodes += re.findall(rf"^# NodeName={node} (Gres=.*)$", done.stdout, re.MULTILINE)
+            gres += done.stdout
+        self.configure(types, nodes, gres)
+        return self
+
+    def set(self, **settings: object) -> None:
+        """Change settings of slurm.conf while Slurm runs."""
+        with (self.folder / "slurm.conf").open("a") as file:
+            file.writelines(f"{name}={value}\n" for name, value in settings.items())
+        self.ask("scontrol", "reconfigure")
 
     # -- its hooks
 
@@ -140,7 +160,7 @@ class Slurm(Closes):
         self.write_hook(hook)
 
     def begin_health_check(self) -> subprocess.Popen[str]:
-        """Run the health check now; Slurm itself never runs it, except after `check_periodically`."""
+        """Run the health check now; Slurm itself never runs it, unless HealthCheckInterval is set."""
         return self.popen("env", f"SLURMD_NODENAME={NODE}", self.folder / "health-check", user=0)
 
     def check_health(self) -> None:
@@ -154,20 +174,15 @@ class Slurm(Closes):
         os.utime(failure, (failure.stat().st_mtime - 60,) * 2)
         self.check_health()
 
-    def check_periodically(self) -> None:
-        """Let Slurm run the health check each second."""
-        with (self.folder / "slurm.conf").open("a") as file:
-            file.write("HealthCheckInterval=1\n")
-        self.ask("scontrol", "reconfigure")
-
     # -- its life
 
     def start(self) -> Slurm:
-        for name in ("state", "spool"):
+        for name in ("state", *(f"spool-{node}" for node in self.hosts)):
             (self.folder / name).mkdir(exist_ok=True)
         self.start_munge()
         self.start_controller()
-        self.start_node()
+        for node in self.hosts:
+            self.start_node(node)
         return self
 
     def start_munge(self) -> None:
@@ -185,10 +200,12 @@ class Slurm(Closes):
         self._start("slurmctld", self.installed / "sbin/slurmctld", "-D")
         eventually(lambda: "UP" in self.peek("scontrol", "ping"), "slurmctld", trouble=self.logs)
 
-    def start_node(self) -> None:
+    def start_node(self, node: str = NODE) -> None:
+        name = "slurmd" if node == NODE else f"slurmd-{node}"
         stepd = self.installed / "sbin/slurmstepd"
-        self._start("slurmd", self.installed / "sbin/slurmd", "-D", "-N", NODE, "-d", stepd)
-        eventually(lambda: self.state() in ("idle", "mixed", "allocated"), "the node", trouble=self.logs)
+        self._start(name, self.installed / "sbin/slurmd", "-D", "-N", node, "-d", stepd)
+        is_up = ("idle", "mixed", "allocated", "completing")
+        eventually(lambda: self.state(node) in is_up, node, trouble=self.logs)
 
     def wait_saved(self) -> None:
         """Wait until slurmctld has saved its state, which it does seconds after a change."""
@@ -206,16 +223,9 @@ class Slurm(Closes):
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in found)
 
     def close(self) -> None:
-        """End the daemons, and the jobs that they have started."""
-        for process in reversed(self._processes.values()):
-            if process.poll() is None:
-                process.terminate()
-        for process in self._processes.values():
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Kill the daemons, and the jobs that they have started. At a SIGTERM, slurmctld takes 9 s."""
+        for name in self._processes:
+            self.kill(name)
         self.kill_jobs(all_others=True)
 
     def kill_jobs(self, *, all_others: bool = False) -> None:
@@ -316,9 +326,9 @@ class Slurm(Closes):
         shown = [self.peek("scontrol", "show", *words) for words in (("job", job), ("node",))]
         return "\n".join([*shown, self.output(job), self.logs()])
 
-    def state(self) -> str:
+    def state(self, node: str = NODE) -> str:
         """The node's state, as sinfo shows it: idle, mixed, drained…"""
-        return self.peek("sinfo", "--noheader", f"--nodes={NODE}", "--format=%T").rstrip("*")
+        return self.peek("sinfo", "--noheader", f"--nodes={node}", "--format=%T").rstrip("*")
 
     def reason(self) -> str:
         """The reason why the node is drained; none if it is not drained."""

@@ -52,8 +52,8 @@ def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Da
 
 def test_two_shares_are_one_budget_and_a_step_can_have_one_share(slurm: Slurm) -> None:
     show = "sh -c 'echo $SLURM_STEP_GPUS $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT'"
-    script = f"srun -n1 {show}\nsrun -n1 --exact --gres=gpu:mps:1 {show}\necho batch $YUNION_MPS_DEVICE"
-    job = slurm.submit(script, "--gres=gpu:mps:2")
+    steps = f"srun --quiet -n1 {show}\nsrun --quiet -n1 --exact {SHARE} {show}"
+    job = slurm.submit(f"{steps}\necho batch $YUNION_MPS_DEVICE", "--gres=gpu:mps:2")
     slurm.wait_job(job, "COMPLETED")
     slurm.wait(lambda: "batch" in slurm.output(job), "the output")
     assert slurm.output(job).splitlines() == [

@@ -22,7 +22,8 @@ _FIELDS = ("id", "name", "devices")
 def reconcile_leases(engine: str, live: str, output: str) -> None:
     """End the leases of all jobs of a scheduler, except those that are live.
 
-    Only leases that are named after a job and do not expire are ended. If no job is live, write --live "".
+    Only leases that are named after a job and do not expire are ended, and only if no process uses their
+    devices. If no job is live, write --live "".
 
     \b
     Examples:
@@ -38,5 +39,5 @@ def reconcile_leases(engine: str, live: str, output: str) -> None:
     for job in jobs:
         if not re.fullmatch(JOB_ID, job):  # a typo must not end the leases of all jobs
             raise click.UsageError(f"--live: {job!r} is not a job id: use numbers such as 17,18.")
-    ended = JobLeases(Paths.from_environment(), print_notice).reconcile(lambda: jobs)
+    ended = JobLeases(Paths.from_environment(), print_notice).reconcile(lambda: jobs).ended
     show({"leases": ended}, output, _FIELDS, ended, lambda: wrapped(f"{count(len(ended), 'lease')} ended."))

@@ -11,7 +11,7 @@ from yunion_mps.cli.output import print_notice
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
-from yunion_mps.slurm.devices import devices_for_slurm, gres_lines, install, node_lines
+from yunion_mps.slurm.devices import devices_for_slurm, gres_lines, install, node_lines, record_of
 from yunion_mps.slurm.hooks import Hooks
 from yunion_mps.slurm.node import node_name
 
@@ -34,8 +34,9 @@ def slurm_group() -> None:
 @click.option(
     "--install", "installs", is_flag=True, help="Also create and record the device nodes (root only)."
 )
-def gres_conf(node: str | None, installs: bool) -> None:
-    """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu:mps.
+@click.option("--shards", is_flag=True, help="Offer the devices as gres/shard, and whole GPUs as gpu.")
+def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
+    """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu:mps, or as shards.
 
     They offer the devices that are reserved for Slurm (reserved_for: slurm) or, if there are none, all that
     are not reserved. The comments say which device has which index in Slurm.
@@ -48,6 +49,7 @@ def gres_conf(node: str | None, installs: bool) -> None:
     Examples:
       yunion-mps slurm gres-conf
       yunion-mps slurm gres-conf --install >> /etc/slurm/gres.conf
+      yunion-mps slurm gres-conf --shards --install
     """
     paths, name = Paths.from_environment(), node or node_name()
     devices = devices_for_slurm(listed_devices())
@@ -56,17 +58,16 @@ def gres_conf(node: str | None, installs: bool) -> None:
         raise HostError(
             what, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
         )
+    record = record_of(devices, shards=shards)
     if installs:
-        install(devices, paths)
-        print_notice(
-            f"created and recorded {len(devices)} device nodes; if they changed, restart slurmctld and slurmd"
-        )
-    for index, device in enumerate(devices):
-        click.echo(f"# {index}: {device['addr']}, {device['memory_mib']} MiB")
-    for line in gres_lines(devices, name, paths):
+        install(record, paths)
+        print_notice(f"recorded {len(devices)} devices; if they changed, restart slurmctld and slurmd")
+    for index, some in enumerate(record.entries):
+        click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.memory_mib} MiB)" for device in some))
+    for line in gres_lines(record, name, paths):
         click.echo(line)
     click.echo("# for slurm.conf:")
-    for line in node_lines(len(devices), name):
+    for line in node_lines(record, name):
         click.echo(f"# {line}")
 
 

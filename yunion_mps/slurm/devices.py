@@ -1,7 +1,8 @@
-"""Which device each index of gres.conf is: the lines of the configuration, and the record of them.
+"""What each index of gres.conf stands for: the lines of the configuration, and the record of the devices.
 
-`gres-conf --install` records the devices, so that the hooks notice if the host's devices no longer match: an
-index never stands for a different device than when gres.conf was written.
+An index is a device or, with gres/shard, a GPU. `gres-conf --install` records the devices, so that the hooks
+notice if the host's devices no longer match: an index never stands for a different device than when gres.conf
+was written.
 """
 
 from __future__ import annotations
@@ -25,14 +26,49 @@ if TYPE_CHECKING:
 #: A major number for local use (Documentation/admin-guide/devices.txt of the kernel): no driver has it, and
 #: Slurm only looks at the type of the nodes.
 _MAJOR = 60
-_DIRECTORY, _NODE = "/dev/yunion-mps", "/dev/yunion-mps/mps"
+_DIRECTORY = "/dev/yunion-mps"
 
 
 class RecordedDevice(NamedTuple):
-    """The device that an index of gres.conf stands for, as it was when gres.conf was written."""
+    """A device as it was when gres.conf was written."""
 
     addr: str
     memory_mib: int
+
+    @property
+    def gpu(self) -> str:
+        return self.addr.rpartition("-")[0]
+
+    def current_address(self, devices: Sequence[Device]) -> str:
+        """Its address; raises NotFoundError unless the device is as it was."""
+        now = next((device["memory_mib"] for device in devices if device["addr"] == self.addr), None)
+        if now == self.memory_mib:
+            return self.addr
+        change = "no longer exists" if now is None else f"had {self.memory_mib} MiB, but now has {now} MiB"
+        what = f"gres.conf: device {self.addr} {change}"
+        raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+
+
+class Record(NamedTuple):
+    """The devices of gres.conf in order. With `shards`, each index stands for all devices of a GPU."""
+
+    shards: bool
+    devices: Sequence[RecordedDevice]
+
+    @property
+    def entries(self) -> list[list[RecordedDevice]]:
+        """The devices of each index."""
+        if not self.shards:
+            return [[device] for device in self.devices]
+        return [list(some) for _, some in groupby(self.devices, lambda device: device.gpu)]
+
+    def addresses(self, indices: Sequence[int], devices: Sequence[Device]) -> dict[int, list[str]]:
+        """The addresses of the devices of each index; raises NotFoundError unless they are as recorded."""
+        entries = self.entries
+        if missing := [index for index in indices if index >= len(entries)]:
+            what = f"gres.conf: index {missing[0]} is not among the {len(entries)} recorded ones"
+            raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+        return {index: [one.current_address(devices) for one in entries[index]] for index in indices}
 
 
 def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
@@ -41,37 +77,48 @@ def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
     return reserved or [device for device in devices if device["reserved_for"] is None]
 
 
-def recorded(devices: Sequence[Device]) -> list[RecordedDevice]:
-    return [RecordedDevice(device["addr"], device["memory_mib"]) for device in devices]
+def record_of(devices: Sequence[Device], *, shards: bool) -> Record:
+    return Record(shards, [RecordedDevice(device["addr"], device["memory_mib"]) for device in devices])
 
 
-def gres_lines(devices: Sequence[Device], node: str, paths: Paths) -> list[str]:
-    """The lines of gres.conf: one for each GPU, so that index N is the N-th device."""
-    lines, first = [], 0
-    for _, some in groupby(devices, lambda device: device["gpu_uuid"]):
-        last = first + len(list(some)) - 1
-        numbers = f"{first}" if first == last else f"[{first}-{last}]"
-        lines.append(f"NodeName={node} Name=gpu Type=mps File={paths.under(_NODE)}{numbers}")
-        first = last + 1
+def gres_lines(record: Record, node: str, paths: Paths) -> list[str]:
+    """The lines of gres.conf: at least one for each GPU, because Slurm prefers devices of one line."""
+    files, lines, first = paths.under(f"{_DIRECTORY}/"), [], 0
+    for gpu, (_, some) in enumerate(groupby(record.devices, lambda device: device.gpu)):
+        number = len(list(some))
+        if record.shards:
+            file = f"File={files}gpu{gpu}"
+            lines += [f"NodeName={node} Name=gpu {file}", f"NodeName={node} Name=shard Count={number} {file}"]
+        else:
+            numbers = f"{first}" if number == 1 else f"[{first}-{first + number - 1}]"
+            lines.append(f"NodeName={node} Name=gpu Type=mps File={files}mps{numbers}")
+        first += number
     return lines
 
 
-def node_lines(number: int, node: str) -> list[str]:
+def node_lines(record: Record, node: str) -> list[str]:
     """The lines of slurm.conf; the node's line has to be merged with the existing one."""
+    number = len(record.devices)
+    if record.shards:
+        gres = f"gpu:{len(record.entries)},shard:{number}"
+        return ["GresTypes=gpu,shard", f"NodeName={node} Gres={gres}"]
     return ["GresTypes=gpu", f"NodeName={node} Gres=gpu:mps:{number}"]
 
 
-def install(devices: Sequence[Device], paths: Paths) -> None:
+def install(record: Record, paths: Paths) -> None:
     """Create the device nodes, now and at each boot, and record the devices; raises HostError."""
+    names = [
+        f"{_DIRECTORY}/{'gpu' if record.shards else 'mps'}{index}" for index in range(len(record.entries))
+    ]
     lines = [f"d {_DIRECTORY} 0755 root root -"]
-    lines += [f"c {_NODE}{index} 0600 root root - {_MAJOR}:{index}" for index in range(len(devices))]
+    lines += [f"c {name} 0600 root root - {_MAJOR}:{minor}" for minor, name in enumerate(names)]
     heading = "# Written by yunion-mps slurm gres-conf: gres.conf names these nodes. Nothing opens them.\n"
     try:
         os.makedirs(paths.under(_DIRECTORY), mode=0o755, exist_ok=True)
-        for index in range(len(devices)):
-            _create_node(f"{paths.under(_NODE)}{index}", index)
+        for minor, name in enumerate(names):
+            _create_node(paths.under(name), minor)
         write_atomically(paths.slurm_tmpfiles, heading + "".join(f"{line}\n" for line in lines))
-        write_atomically(paths.slurm_devices, f"{json.dumps(recorded(devices))}\n")
+        write_atomically(paths.slurm_devices, f"{json.dumps(record._asdict())}\n")
     except PermissionError as error:
         what = f"{error.filename}: cannot be created: {error.strerror}"
         raise NotAllowedError(what, "retry as root") from None
@@ -93,27 +140,15 @@ def _create_node(path: str, minor: int) -> None:
             raise HostError(what, f"remove it: rm {path}") from None
 
 
-def read_record(paths: Paths) -> list[RecordedDevice] | None:
-    """The recorded devices by index; None if none were recorded on this node. Raises HostError."""
+def read_record(paths: Paths) -> Record | None:
+    """The record of this node; None if it has none. Raises HostError."""
     try:
         with open(paths.slurm_devices, encoding="utf-8") as file:
-            return [RecordedDevice(str(addr), int(memory_mib)) for addr, memory_mib in json.load(file)]
+            found = json.load(file)
+        devices = [RecordedDevice(str(addr), int(memory_mib)) for addr, memory_mib in found["devices"]]
+        return Record(bool(found["shards"]), devices)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         what = f"{paths.slurm_devices}: cannot be read: {getattr(error, 'strerror', None) or error}"
         raise HostError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED) from None
-
-
-def device_at(index: int, record: Sequence[RecordedDevice], devices: Sequence[Device]) -> str:
-    """The address of the device with this index; raises NotFoundError unless it is as recorded."""
-    if index >= len(record):
-        what = f"gres.conf: device {index} is not among the {len(record)} recorded devices"
-        raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
-    addr, memory_mib = record[index]
-    now = next((device["memory_mib"] for device in devices if device["addr"] == addr), None)
-    if now != memory_mib:
-        change = "no longer exists" if now is None else f"had {memory_mib} MiB, but now has {now} MiB"
-        what = f"device {index} of gres.conf: {addr} {change}"
-        raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
-    return addr

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TypedDict
 
 from yunion_mps.enums import UNAVAILABLE
@@ -20,10 +22,10 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
-from yunion_mps.slurm.devices import RecordedDevice, device_at, read_record
-from yunion_mps.slurm.job import Job
-from yunion_mps.slurm.leases import JobLeases, held_outside
-from yunion_mps.slurm.node import SlurmNode
+from yunion_mps.slurm.devices import Record, read_record
+from yunion_mps.slurm.job import JOB_ID, Job
+from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
+from yunion_mps.slurm.node import SlurmNode, shards_of
 from yunion_mps.text import printable
 
 #: Slurm ends a health check after 60 s.
@@ -98,18 +100,19 @@ class Hooks:
             self._on_message(error.message)
         return 0
 
-    def _prepare(self, job: Job, record: Sequence[RecordedDevice]) -> JobFile:
-        leases = self._leases()
-        devices = leases.devices()
-        addresses = {index: device_at(index, record, devices) for index in job.indices}
+    def _prepare(self, job: Job, record: Record) -> JobFile:
+        leases, node = self._leases(), SlurmNode()
+        addresses = record.addresses(job.indices, leases.devices())
+        everything = [addr for some in addresses.values() for addr in some]
         try:
-            lease = leases.take(job, list(addresses.values()), SlurmNode().jobs)
+            number = number_of_shards(job, node.gres(job.id)) if record.shards else 0
+            lease = leases.take(job, Assignment(everything, number), node.jobs)
         except InfeasibleError as error:
             if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
-        several = addresses if len(addresses) > 1 else {}
-        single = {str(index): leases.environment(addr) for index, addr in several.items()}
+        several = addresses if len(addresses) > 1 and not record.shards else {}
+        single = {str(index): leases.environment(addr) for index, (addr,) in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
@@ -120,9 +123,13 @@ class Hooks:
             if record is None:
                 return None
             devices = leases.devices()
-            addresses = [device_at(index, record, devices) for index in range(len(record))]
-            leases.reconcile(node.jobs)
-            held = held_outside(leases.all(), addresses)
+            addresses = [device.current_address(devices) for device in record.devices]
+            files, jobs = self._files_by_job(), lru_cache(node.jobs)  # the jobs are asked for last, and once
+            used = leases.reconcile(jobs).used
+            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not end
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            held = held_outside(leases.all(), addresses) or still_used(used)
         except YunionError as error:
             return error.reason
         broken = [
@@ -131,6 +138,15 @@ class Hooks:
         if broken:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
+
+    def _files_by_job(self) -> list[tuple[str, str]]:
+        """The ids of the jobs that have files, and the files, also unfinished ones."""
+        try:
+            names = os.listdir(self._paths.slurm_jobs)
+        except FileNotFoundError:
+            return []
+        found = [(name.partition(".")[0], os.path.join(self._paths.slurm_jobs, name)) for name in names]
+        return [(job, path) for job, path in found if re.fullmatch(JOB_ID, job)]
 
     def _drain(self, error: YunionError) -> None:
         """Drain the node because a hook of a job failed."""
@@ -187,6 +203,23 @@ class Hooks:
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
         return content
+
+
+def number_of_shards(job: Job, gres: Collection[str]) -> int:
+    """How many of a GPU's devices the job has, according to Slurm; 0 if it has whole GPUs.
+
+    Raises InfeasibleError if the job is ending, if its shards are of several GPUs, or if the answers differ.
+    """
+    if not gres:
+        raise InfeasibleError("the job has ended while its Prolog ran", "submit it again")
+    number, *others = {shards_of(one) for one in gres}
+    if others:
+        what = f"Slurm has several answers to what the job has on this node: {', '.join(sorted(gres))}"
+        raise InfeasibleError(what, "give the job a name and a comment of one line each")
+    if number and len(job.indices) > 1:
+        what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
+        raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
+    return number
 
 
 def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:

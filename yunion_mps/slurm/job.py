@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.enums import SLURM
 from yunion_mps.errors import HostError
@@ -13,6 +13,7 @@ from yunion_mps.reasons import INVALID_REQUEST
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
 
+L = TypeVar("L", bound="LeaseRecord")
 #: The largest job id is below 2^32 (slurm.h).
 JOB_ID = "[1-9][0-9]{0,9}"
 _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
@@ -65,7 +66,7 @@ def job_of(lease: LeaseRecord) -> str:
     return match[1]
 
 
-def stale_leases(leases: Iterable[LeaseRecord], live: Iterable[str]) -> list[LeaseRecord]:
+def stale_leases(leases: Iterable[L], live: Iterable[str]) -> list[L]:
     """The leases of Slurm's jobs whose ids are not in `live`."""
     ids = set(live)
     return [lease for lease in leases if (job := job_of(lease)) and job not in ids]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.enums import SLURM
+from yunion_mps.enums import IN_USE, OVER_BUDGET, SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import (
@@ -39,6 +39,23 @@ _BUSY_S = 30.0
 _LOOK_S = 2
 
 
+class Assignment(NamedTuple):
+    """The devices that Slurm has assigned: all of `addresses`, or this `number` of them, all of one GPU."""
+
+    addresses: Sequence[str]
+    number: int = 0
+
+    def is_of(self, lease: LeaseRecord) -> bool:
+        number = self.number or len(self.addresses)
+        return len(lease["devices"]) == number and set(lease["devices"]) <= set(self.addresses)
+
+    @property
+    def request(self) -> dict[str, Value]:
+        if self.number in (0, len(self.addresses)):
+            return {"devices": list(self.addresses)}
+        return {"count": self.number, "gpu": self.addresses[0].rpartition("-")[0]}
+
+
 class JobLeases:
     """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
 
@@ -56,8 +73,8 @@ class JobLeases:
     def all(self) -> Sequence[LeaseDetails]:
         return self._call(GET_LEASES)["leases"]
 
-    def take(self, job: Job, addresses: Sequence[str], live: Callable[[], Iterable[str]]) -> LeaseRecord:
-        """Lease exactly these devices to the job, or return the lease that it has.
+    def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecord:
+        """Lease what Slurm has assigned to the job, or return the lease that it has.
 
         `live` returns the ids of Slurm's jobs on this node. Raises NothingFreeError with the code
         `slurm_device_held` if something other than Slurm has one of the devices.
@@ -65,20 +82,20 @@ class JobLeases:
         end_s = time.monotonic() + _BUSY_S
         while True:
             try:
-                return self._take(job, addresses)
+                return self._take(job, assignment)
             except NothingFreeError as error:
-                self._release_stale(addresses, live, error)
+                used = self._release_stale(assignment.addresses, live, error)
                 if time.monotonic() > end_s:
-                    raise
+                    raise _held(used) if used else error from None
 
-    def _take(self, job: Job, addresses: Sequence[str]) -> LeaseRecord:
+    def _take(self, job: Job, assignment: Assignment) -> LeaseRecord:
         for lease in self.all():
-            if lease["name"] == job.lease_name and set(lease["devices"]) != set(addresses):
+            if lease["name"] == job.lease_name and not assignment.is_of(lease):
                 self.end(lease)  # the job was requeued, and its Epilog did not run
         # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
         return self._call(
             TAKE_LEASE,
-            devices=list(addresses),
+            **assignment.request,
             holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
             reserved_for=SLURM,
             allow_unlimited=True,
@@ -87,34 +104,47 @@ class JobLeases:
 
     def _release_stale(
         self, addresses: Sequence[str], live: Callable[[], Iterable[str]], error: NothingFreeError
-    ) -> None:
-        """End the leases of jobs that have ended; raises `error` if waiting for the devices is useless."""
+    ) -> Reason | None:
+        """End the leases of jobs that have ended; returns why one cannot be ended yet.
+
+        Raises NothingFreeError if waiting for the devices is useless.
+        """
         if error.code in TEMPORARY:
-            return
+            return None
         if error.code != NOTHING_FREE:
             raise error
         holders = [lease for lease in self.all() if set(lease["devices"]).intersection(addresses)]
         if held := held_outside(holders, addresses):
-            raise NothingFreeError(held, hint_of(held.code), held.code) from None
-        for lease in stale_leases(holders, live()):
-            self.end(lease)
+            raise _held(held) from None
+        return still_used(self._end_unused(stale_leases(holders, live())))
 
     def release(self, job: Job) -> None:
-        """End the job's lease; does nothing if there is none."""
-        for lease in self.all():
-            if job_of(lease) == job.id:
-                self.end(lease)
+        """End the job's lease, unless a process still uses its devices; does nothing if there is none."""
+        self._end_unused(lease for lease in self.all() if job_of(lease) == job.id)
 
-    def reconcile(self, live: Callable[[], Iterable[str]]) -> list[LeaseDetails]:
-        """End the leases of all jobs that are not live; returns these leases.
+    def reconcile(self, live: Callable[[], Iterable[str]]) -> Reconciled:
+        """End the leases of all jobs that are not live, unless a process still uses their devices.
 
         The leases are read first, so a job that starts meanwhile keeps its lease.
         """
         leases = [lease for lease in self.all() if job_of(lease)]
-        stale = [lease for lease in leases if lease in stale_leases(leases, live())] if leases else []
-        for lease in stale:
-            self.end(lease)
-        return stale
+        stale = stale_leases(leases, live()) if leases else []
+        used = self._end_unused(stale)
+        return Reconciled([lease for lease in stale if lease not in used], used)
+
+    def _end_unused(self, leases: Iterable[LeaseDetails]) -> list[LeaseDetails]:
+        """End the leases whose devices no process uses; returns the others.
+
+        The budget of a leftover process counts until it ends: it would take the memory of the next job.
+        """
+        used = []
+        for lease in leases:
+            if lease["state"] in (IN_USE, OVER_BUDGET):
+                self._on_message(f"{lease['name']}: kept: {still_used([lease])}")
+                used.append(lease)
+            else:
+                self.end(lease)
+        return used
 
     def end(self, lease: LeaseRecord) -> None:
         try:
@@ -125,6 +155,25 @@ class JobLeases:
 
     def _call(self, operation: Operation[T], **arguments: Value) -> T:
         return run_blocking(self._retrier.call(operation, None, **arguments))
+
+
+class Reconciled(NamedTuple):
+    """The leases of jobs that are not live: those that were ended, and those that are kept."""
+
+    ended: Sequence[LeaseDetails]
+    used: Sequence[LeaseDetails]
+
+
+def _held(reason: Reason) -> NothingFreeError:
+    return NothingFreeError(reason, hint_of(reason.code), reason.code)
+
+
+def still_used(leases: Iterable[LeaseRecord]) -> Reason | None:
+    """Name a device of an ended job that a process still uses; None if there are no leases."""
+    for lease in leases:
+        text = f"a process of the ended job {job_of(lease)} still uses {', '.join(lease['devices'])}"
+        return Reason(text, SLURM_DEVICE_HELD)
+    return None
 
 
 def held_outside(leases: Iterable[LeaseRecord], addresses: Iterable[str]) -> Reason | None:

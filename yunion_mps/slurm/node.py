@@ -29,6 +29,17 @@ def drain_reason(reason: Reason) -> str:
     return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
 
 
+#: The lines of a job's allocation, and its shards: `GRES=shard:2(IDX:0)` (22.05) or `GRES=shard:2(2/4,0/4)`.
+_ALLOCATION = re.compile(r"^ *Nodes=(\S+) .*GRES=(\S*)$", re.MULTILINE)
+_SHARDS = re.compile(r"(?:^|,)shard:(?:[^:,()]+:)?([0-9]+)")
+
+
+def shards_of(gres: str) -> int:
+    """The number of shards in a job's gres such as `shard:2(IDX:0)`; 0 if it has none."""
+    found = _SHARDS.search(gres)
+    return int(found[1]) if found else 0
+
+
 class NodeState(NamedTuple):
     """`reason` is why the node is drained or down; other states may have one, too.
 
@@ -79,6 +90,21 @@ class SlurmNode:
         """The ids of all of Slurm's jobs on this node: those that are starting, running or ending."""
         words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
         return [word for word in words if re.fullmatch(JOB_ID, word)]
+
+    def gres(self, job_id: str) -> set[str]:
+        """What the job has on this node, for example `gpu:1(IDX:0)`; empty if the job is ending.
+
+        There may be several: for the job that represents an array, Slurm shows all jobs of the array, and a
+        user can write such lines into the job's name.
+        """
+        text = _answer("scontrol", "--details", "show", "job", job_id)
+        lines = _ALLOCATION.findall(text)
+        ours = {
+            nodes
+            for nodes in {nodes for nodes, _ in lines}
+            if self.name in (nodes, *_answer("scontrol", "show", "hostnames", nodes).split())
+        }
+        return {gres for nodes, gres in lines if gres and nodes in ours}
 
 
 def node_name() -> str:

@@ -10,19 +10,20 @@ from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, SLURM_DEVICES_CHANGED, Reason
 from yunion_mps.slurm.devices import (
+    Record,
     RecordedDevice,
-    device_at,
     devices_for_slurm,
     gres_lines,
     node_lines,
     read_record,
+    record_of,
 )
-from yunion_mps.slurm.hooks import JobFile, environment_of_task
+from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of, job_of, stale_leases
-from yunion_mps.slurm.leases import held_outside
-from yunion_mps.slurm.node import NodeState, drain_reason, parse_state
+from yunion_mps.slurm.leases import Assignment, held_outside
+from yunion_mps.slurm.node import NodeState, drain_reason, parse_state, shards_of
 
-RECORD = [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)]
+RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)])
 
 
 def device(addr: str, memory_mib: int = 4096, reserved_for: str | None = None) -> Any:
@@ -60,10 +61,10 @@ def test_indices_are_read_from_lists_and_ranges() -> None:
 
 def test_an_index_never_stands_for_another_device_than_the_recorded_one() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1")]
-    assert device_at(1, RECORD, devices) == "00:06.0-1"
+    assert RECORD.addresses((1,), devices) == {1: ["00:06.0-1"]}
     for index, now in ((2, devices), (1, devices[:1]), (0, [device("00:06.0-0", 2048), devices[1]])):
         with pytest.raises(NotFoundError) as caught:
-            device_at(index, RECORD, now)
+            RECORD.addresses((index,), now)
         assert caught.value.code == SLURM_DEVICES_CHANGED
 
 
@@ -81,11 +82,60 @@ def test_a_node_without_a_record_has_no_devices_for_slurm(tmp_path: Path) -> Non
 
 def test_the_lines_name_a_range_for_each_gpu() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
-    assert gres_lines(devices, "n1", Paths()) == [
+    record = record_of(devices, shards=False)
+    assert gres_lines(record, "n1", Paths()) == [
         "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps[0-1]",
         "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps2",
     ]
-    assert node_lines(3, "n1") == ["GresTypes=gpu", "NodeName=n1 Gres=gpu:mps:3"]
+    assert node_lines(record, "n1") == ["GresTypes=gpu", "NodeName=n1 Gres=gpu:mps:3"]
+
+
+def test_with_shards_an_index_is_a_gpu_with_all_of_its_devices() -> None:
+    devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
+    record = record_of(devices, shards=True)
+    assert gres_lines(record, "n1", Paths()) == [
+        "NodeName=n1 Name=gpu File=/dev/yunion-mps/gpu0",
+        "NodeName=n1 Name=shard Count=2 File=/dev/yunion-mps/gpu0",
+        "NodeName=n1 Name=gpu File=/dev/yunion-mps/gpu1",
+        "NodeName=n1 Name=shard Count=1 File=/dev/yunion-mps/gpu1",
+    ]
+    assert node_lines(record, "n1") == ["GresTypes=gpu,shard", "NodeName=n1 Gres=gpu:2,shard:3"]
+    assert record.addresses((0, 1), devices) == {0: ["00:06.0-0", "00:06.0-1"], 1: ["00:07.0-0"]}
+    with pytest.raises(NotFoundError, match="index 2 is not among the 2"):
+        record.addresses((2,), devices)
+
+
+def test_the_number_of_shards_is_read_from_the_jobs_gres() -> None:
+    counts = {"shard:2(IDX:0)": 2, "shard:12(2/4,0/4)": 12, "shard:v100:3(3/4)": 3, "gpu:1(IDX:0)": 0, "": 0}
+    assert {gres: shards_of(gres) for gres in counts} == counts
+    assert shards_of("license:2,shard:1(IDX:0)") == 1
+    assert number_of_shards(Job("17", 0, (0,)), {"shard:2(2/4,0/4)", "shard:2(0/4,2/4)"}) == 2
+    assert number_of_shards(Job("17", 0, (0, 1)), {"gpu:2(IDX:0-1)"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("indices", "gres", "why"),
+    [
+        ((0,), (), "has ended"),
+        ((0,), ("shard:1(IDX:0)", "shard:4(IDX:0)"), "several answers"),
+        ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "several answers"),
+        ((0, 1), ("shard:2(1/4,1/4)",), "shards of 2 GPUs"),
+    ],
+)
+def test_a_job_whose_shards_are_unclear_is_refused(
+    indices: tuple[int, ...], gres: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(InfeasibleError, match=why):
+        number_of_shards(Job("17", 0, indices), gres)
+
+
+def test_some_devices_of_a_gpu_are_requested_by_their_number() -> None:
+    addresses = ["00:06.0-0", "00:06.0-1"]
+    assert Assignment(addresses).request == Assignment(addresses, 2).request == {"devices": addresses}
+    assert Assignment(addresses, 1).request == {"count": 1, "gpu": "00:06.0"}
+    assert Assignment(addresses, 1).is_of(lease("slurm:17", ("00:06.0-1",)))
+    assert not Assignment(addresses, 1).is_of(lease("slurm:17", ("00:07.0-1",)))
+    assert not Assignment(addresses).is_of(lease("slurm:17", ("00:06.0-1",)))
 
 
 def test_only_reserved_devices_are_offered_if_there_are_any() -> None:

@@ -1,0 +1,73 @@
+"""Jobs with devices of several GPUs, of several users, and on several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engines.slurm import Slurm, environment
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon
+from integration.lease_host import ADDRESSES, given, leases_of
+
+SHARE = "--gres=gpu:mps:1"
+V100 = {"kind": "v100"}
+
+
+@pytest.mark.gpus({**V100, "count": 2})
+def test_a_job_with_devices_on_two_gpus_has_a_budget_on_each(slurm: Slurm, daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_combine=4)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    done = slurm.srun("--gres=gpu:mps:6", "env")
+    assert done.returncode == 0, f"{done.stderr}{slurm.logs()}"
+    found = environment(done.stdout)
+    assert found["YUNION_MPS_DEVICE"] == ",".join([*ADDRESSES, "00:07.0-0", "00:07.0-1"])
+    assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M,1=8192M"
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+
+
+@pytest.mark.gpus(V100)
+def test_two_users_jobs_have_devices_of_their_own(slurm: Slurm, daemon: Daemon) -> None:
+    script = f"echo $YUNION_MPS_DEVICE; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    users = {slurm.submit(script, SHARE, user=user): user for user in (1, 2)}
+    slurm.wait(lambda: all(map(slurm.output, users)), "their output")
+    assert sorted(slurm.output(job).strip() for job in users) == given(daemon) == ADDRESSES[:2]
+    for job, user in users.items():
+        path = slurm.host.root / f"run/yunion-mps/slurm/{job}.json"
+        assert {other: slurm.run("cat", path, user=other).returncode == 0 for other in (1, 2)} == {
+            other: other == user for other in (1, 2)
+        }
+    (slurm.folder / "go").touch()
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+
+
+@pytest.fixture
+def daemons(make_host: MakeHost, make_daemon: MakeDaemon) -> list[Daemon]:
+    return [make_daemon(make_host([V100])).start().wait_ready() for _ in range(2)]
+
+
+@pytest.fixture
+def cluster(daemons: list[Daemon], version: str) -> Iterator[Slurm]:
+    """Two nodes with a daemon each."""
+    with Slurm(daemons[0].host, version, daemons[1].host) as slurm:
+        yield slurm.install().start()
+
+
+def test_a_job_on_two_nodes_has_a_device_on_each(cluster: Slurm, daemons: list[Daemon]) -> None:
+    done = cluster.srun("-N2", SHARE, "printenv", "CUDA_MPS_PIPE_DIRECTORY")
+    assert done.returncode == 0, f"{done.stderr}{cluster.logs()}"
+    assert sorted(done.stdout.split()) == sorted(str(daemon.pipe_directory) for daemon in daemons)
+    cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
+
+
+def test_a_node_at_fault_leaves_the_other_to_the_jobs(cluster: Slurm, daemons: list[Daemon]) -> None:
+    daemons[0].stop()
+    cluster.check_health()
+    assert cluster.state() == "drained"
+    jobs = [cluster.submit("echo $CUDA_MPS_PIPE_DIRECTORY", SHARE) for _ in range(5)]
+    for job in jobs:
+        cluster.wait_job(job, "COMPLETED")
+    cluster.wait(lambda: all(map(cluster.output, jobs)), "their output")
+    assert {cluster.output(job).strip() for job in jobs} == {str(daemons[1].pipe_directory)}
+    assert not cluster.state("node2").startswith("drain")
