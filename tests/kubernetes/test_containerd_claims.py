@@ -49,6 +49,28 @@ def test_views_name_the_pods_whose_processes_use_a_claim(
     assert f"{name}: " in shown(ready_daemon, "top", "--once")
 
 
+def test_lists_name_the_container_that_started_last_with_a_claim(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
+) -> None:
+    claim = dra_kubelet.allocate("trainer", ["00-06-0-1"])
+    cdi = dra_kubelet.prepared(claim)
+
+    def holders() -> list[str]:
+        return [shown(ready_daemon, *words, "--output", "wide") for words in (("list",), ("lease", "list"))]
+
+    assert all("root (claim:default/trainer@" in text for text in holders())
+    for pod in ("first", "second"):
+        container = start(containerd, pod, cdi)
+        assert all(f"root (pod default/{pod}/main)" in text for text in holders())
+    restart(ready_daemon)
+    assert all("root (pod default/second/main)" in text for text in holders())
+    (lease,) = leases_of(ready_daemon)
+    assert (lease["name"], lease["pid"]) == (f"claim:default/trainer@{claim.uid}", container.pid)
+    containerd.stop_container(container)
+    restart(ready_daemon)
+    assert all("root (claim:default/trainer@" in text for text in holders())
+
+
 def shown(daemon: Daemon, *words: str) -> str:
     return daemon.host.run(["yunion-mps", *words]).stdout
 

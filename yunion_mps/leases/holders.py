@@ -186,7 +186,7 @@ def hint_for_another(holder: Holder) -> str:
 
 def describe_holder(holder: Holder, containers: Containers) -> str:
     who = user_name(holder.uid)
-    if holder.pid is None:
+    if holder.pid is None or holder.binding == "name":
         return f"{holder.name} of {who}"
     inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
     command = holder.command or command_of(holder.pid or 0) or "a process"
@@ -197,11 +197,25 @@ def describe_holder(holder: Holder, containers: Containers) -> str:
 _CLAIM = re.compile(r"claim:(?P<namespace>[^/]+)/(?P<claim>[^@]+)@.+")
 
 
+def _claim(holder: Holder) -> re.Match[str] | None:
+    return _CLAIM.fullmatch(holder.name) if holder.binding == "name" and holder.uid == 0 else None
+
+
+def with_container(lease: Lease, container: Holder) -> Lease:
+    """The lease of a resource claim with the process of the container that was last started with it.
+
+    Other leases that are taken by name stay as they are, because people know them by that name.
+    """
+    if not _claim(lease.holder):
+        return lease
+    holder = lease.holder._replace(pid=container.pid, started=container.started)
+    return lease._replace(holder=holder)
+
+
 @lru_cache(4096)  # each scrape of the metrics asks for all holders
 def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, str] | None:
     """The pod with its container, or the resource claim, as labels; None outside Kubernetes."""
-    claim = _CLAIM.fullmatch(holder.name) if holder.binding == "name" and holder.uid == 0 else None
-    if claim:
+    if claim := _claim(holder):
         return {"namespace": claim["namespace"], "pod": "", "container": "", "claim": claim["claim"]}
     inside = containers.of(holder.pid) if holder.pid is not None else None
     if not inside or not inside.pod:
@@ -211,5 +225,7 @@ def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, st
 
 def holder_label(holder: Holder, containers: Containers) -> str:
     """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
-    inside = containers.of(holder.pid) if holder.pid is not None else None
-    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {holder.pid}'})"
+    pid, inside = holder.pid, None
+    if pid is not None and (holder.binding != "name" or started_ticks(pid) == holder.started):
+        inside = containers.of(pid)
+    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {pid}'})"

@@ -93,7 +93,10 @@ def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
         return None
     if not _is_valid(lease):
         return None
-    return lease if is_of_this_boot or lease.holder.binding == "name" else None
+    if is_of_this_boot:
+        return lease
+    holder = lease.holder._replace(pid=None, started=None)
+    return lease._replace(holder=holder) if holder.binding == "name" else None
 
 
 def _is_valid(lease: Lease) -> bool:

@@ -24,6 +24,7 @@ from yunion_mps.leases.holders import (
     queued_json,
     renew,
     restore,
+    with_container,
 )
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Grant, Queue
@@ -95,7 +96,7 @@ class LeaseService:
                 log.error("lease %s is ignored: %s", lease.id, error)
                 continue
             if lease != stored:
-                self._store_expiry(lease)
+                self._store(lease)
             if lease.addresses in lost:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self._holders.watch(lease):
@@ -214,7 +215,11 @@ class LeaseService:
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
-            return self._json(lease)
+            used = with_container(lease, holder)
+            if used != lease:
+                self.ledger.replace(used)
+                self._store(used)
+            return self._json(used)
         if lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
@@ -347,11 +352,11 @@ class LeaseService:
         lease = renew(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
         self._holders.watch(lease)
         self.ledger.replace(lease)
-        self._store_expiry(lease)
+        self._store(lease)
         return lease
 
-    def _store_expiry(self, lease: Lease) -> None:
-        """Store the lease's expiry; if that fails, its holder can still renew it after a restart."""
+    def _store(self, lease: Lease) -> None:
+        """Store its expiry and container; if that fails, its holder can still renew it after a restart."""
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 
