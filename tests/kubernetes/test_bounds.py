@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
 from yunion_mps.kubernetes.dra_driver import DraDriver
-from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_host import OUTAGE_S, DraHost
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
@@ -24,6 +25,7 @@ from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, known_device
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
 
 from integration.daemon_host import eventually
@@ -126,6 +128,22 @@ def test_a_plugin_takes_the_place_of_another_one_within_a_second(tmp_path: Path)
         return now_s()
 
     assert 0 < run(SkippingLoop(), serving_s()) <= 0.1 + NOTICED_S
+
+
+def test_a_daemon_that_hangs_is_noticed_long_before_its_requests_time_out(short_path: Path) -> None:
+    async def tainted_s() -> float:
+        host = DraHost(Paths(str(short_path)), Counts())
+        host.offered = shares(1, 1)
+        await first_of(host.run(), host.changed.wait())
+        assert [(one.taint, one.is_healthy) for one in host.offered] == [(DAEMON_UNREACHABLE, False)]
+        return now_s()
+
+    with socket.socket(socket.AF_UNIX) as hanging:
+        path = Path(Paths(str(short_path)).socket)
+        path.parent.mkdir(parents=True)
+        hanging.bind(str(path))
+        hanging.listen(8)
+        assert OUTAGE_S <= run(SkippingLoop(), tainted_s()) <= OUTAGE_S + 2
 
 
 def test_the_health_of_dra_devices_is_repeated_before_it_expires(tmp_path: Path) -> None:
