@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import dra_api
-from yunion_mps.kubernetes.api_server import ApiServer
-from yunion_mps.kubernetes.credentials import Kubeconfig
+from yunion_mps.kubernetes.api_objects import Resource
+from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer
+from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
 from yunion_mps.kubernetes.dra_driver import DraDriver
-from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_host import OUTAGE_S, DraHost
+from yunion_mps.kubernetes.dra_slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
@@ -24,6 +27,7 @@ from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, known_device
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
 
 from integration.daemon_host import eventually
@@ -34,6 +38,9 @@ from kubernetes.peers import their_server
 T = TypeVar("T")
 #: By when the kubelet has to be told of a change, and after which it takes DRA devices for unhealthy, in s.
 NOTICED_S, DRA_HEALTH_TIMEOUT_S = 1.0, 30.0
+#: By when slices are current once the API server is back, as docs/kubernetes.md says: a timeout and a delay.
+PUBLISHED_S = 90.0
+HOUR_S, WATCH_S = 3600.0, 300.0
 #: An outage of the daemon that is not reported: a re-exec, in s.
 REEXEC_S = 0.5
 
@@ -126,6 +133,94 @@ def test_a_plugin_takes_the_place_of_another_one_within_a_second(tmp_path: Path)
         return now_s()
 
     assert 0 < run(SkippingLoop(), serving_s()) <= 0.1 + NOTICED_S
+
+
+def test_a_daemon_that_hangs_is_noticed_long_before_its_requests_time_out(short_path: Path) -> None:
+    async def tainted_s() -> float:
+        host = DraHost(Paths(str(short_path)), Counts())
+        host.offered = shares(1, 1)
+        await first_of(host.run(), host.changed.wait())
+        assert [(one.taint, one.is_healthy) for one in host.offered] == [(DAEMON_UNREACHABLE, False)]
+        return now_s()
+
+    with socket.socket(socket.AF_UNIX) as hanging:
+        path = Path(Paths(str(short_path)).socket)
+        path.parent.mkdir(parents=True)
+        hanging.bind(str(path))
+        hanging.listen(8)
+        assert OUTAGE_S <= run(SkippingLoop(), tainted_s()) <= OUTAGE_S + 2
+
+
+class AwayServer(ApiServer):
+    """An API server in memory that is away until `is_away` is False: it refuses, or `is_silent`."""
+
+    def __init__(self, *, is_silent: bool) -> None:
+        super().__init__(Kubeconfig("/nonexistent"))
+        self.is_away, self._is_silent = True, is_silent
+        self.attempts_s: list[float] = []
+        self.stored: dict[str, Any] = {}
+        self.stored_s = 0.0
+
+    async def _call(
+        self,
+        method: str,
+        resource: Resource[Any],
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: object = None,
+    ) -> Any:
+        self.attempts_s.append(now_s())
+        if self.is_away:
+            if self._is_silent:
+                await asyncio.sleep(TIMEOUT_S)
+            raise ApiServerError("away")
+        if resource is not SLICES:
+            raise ApiServerError("no rights", 403)
+        if method == "GET":
+            metadata = {"resourceVersion": "1"}
+            return {"kind": "ResourceSliceList", "metadata": metadata, "items": [*self.stored.values()]}
+        made = cast("dict[str, Any]", body)
+        made = {**made, "metadata": {**made["metadata"], "uid": "1", "resourceVersion": str(now_s())}}
+        self.stored[made["metadata"]["name"]], self.stored_s = made, now_s()
+        return made
+
+    async def _events(
+        self, resource: Resource[Any], namespace: str, query: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        await asyncio.sleep(WATCH_S)
+        if self.is_away:
+            raise ApiServerError("away")
+        events: list[tuple[str, Any]] = []
+        for event in events:
+            yield event
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent: bool) -> None:
+    """It is asked ever more rarely, but not more rarely than that bound, and again after another hour."""
+    server = AwayServer(is_silent=is_silent)
+    publisher = SlicePublisher(server, "node-1", Counts(), sleep=asyncio.sleep)
+
+    def published() -> int:
+        return sum(len(one["spec"]["devices"]) for one in server.stored.values())
+
+    async def returned() -> None:
+        for number in (4, 3):
+            server.is_away, began_s = True, now_s()
+            server.attempts_s.clear()
+            publisher.offer(shares(1, number))
+            await asyncio.sleep(HOUR_S)
+            attempts_s = [*server.attempts_s, now_s()]
+            gaps_s = [after - before for before, after in zip(attempts_s, attempts_s[1:])]
+            assert max(gaps_s) <= PUBLISHED_S
+            assert len(attempts_s) <= 20 + 2 * HOUR_S / 30, "two loops, each with pauses of 30 s and more"
+            assert attempts_s[0] - began_s <= PUBLISHED_S
+            server.is_away, back_s = False, now_s()
+            while published() != number:  # noqa: ASYNC110 - an event of the test would not be its clock
+                await asyncio.sleep(1)
+            assert server.stored_s - back_s <= PUBLISHED_S
+
+    run(SkippingLoop(), first_of(publisher.run(), returned()))
 
 
 def test_the_health_of_dra_devices_is_repeated_before_it_expires(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 
@@ -212,6 +213,19 @@ def test_a_daemon_that_restarts_keeps_the_leases_of_claims(
     assert dra_kubelet.prepared(claim) == cdi
     (lease,) = leases_of(ready_daemon)
     assert lease["expires"] is None
+
+
+def test_a_daemon_that_hangs_taints_its_devices_until_it_continues(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    dra_kubelet.wait_published(4)
+    os.kill(ready_daemon.pid, signal.SIGSTOP)
+    try:
+        dra_kubelet.wait_published(0)
+    finally:
+        os.kill(ready_daemon.pid, signal.SIGCONT)
+    dra_kubelet.wait_published(4)
+    assert driver.process.poll() is None
 
 
 def test_sockets_that_are_removed_are_created_again(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:

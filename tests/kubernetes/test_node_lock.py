@@ -94,6 +94,29 @@ def test_the_unit_serves_again_once_the_kubelet_has_new_directories(ready_daemon
             assert len(kubelet.wait_healthy(4)) == 4
 
 
+class MountedDriver(MountedPlugin, DraPlugin):
+    """The program as a DRA driver in such a namespace."""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.gpus({"kind": "v100"})
+@pytest.mark.parametrize("name", ["plugins", "plugins_registry"])
+def test_the_driver_ends_if_a_directory_of_its_sockets_is_removed(ready_daemon: Daemon, name: str) -> None:
+    host = ready_daemon.host
+    with Cluster() as cluster, DraKubelet(host, cluster) as kubelet, MountedDriver(host, cluster) as driver:
+        add_node(cluster)
+        kubelet.register()
+        folder = host.root / "var/lib/kubelet" / name
+        shutil.rmtree(folder)
+        folder.mkdir()
+        assert driver.process.wait(PATIENCE_S) == 1
+        assert f"/{name} was removed or replaced" in driver.log
+        driver.start()
+        kubelet.register()
+        kubelet.wait_published(4)
+
+
 def test_a_directory_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:
     directory = tmp_path / "device-plugins"
     directory.write_text("")

@@ -30,6 +30,7 @@ from yunion_mps.kubernetes.features import labels_of
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
+from yunion_mps.kubernetes.node_lock import KubeletDirectory
 from yunion_mps.kubernetes.plugin import rpc_method
 from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.models import CDI_KIND
@@ -150,6 +151,7 @@ class DraService:
         self._counts = counts
         self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
         self._registration = os.path.join(paths.plugins_registry, _REGISTRATION)
+        self._directories = (os.path.dirname(paths.dra_directory), paths.plugins_registry)
         self._driver = RpcServer(DraDriver(self._host, self._claims, node, counts).methods())
         self._registrar = RpcServer(
             dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
@@ -198,21 +200,29 @@ class DraService:
             await changed.wait()
 
     async def _serve(self) -> None:
-        """Serve both sockets. The kubelet finds the one in its registry, now and after each of its starts."""
+        """Serve both sockets. The kubelet finds the one in its registry, now and after each of its starts.
+
+        Raises HostError if one of the kubelet's directories is removed or replaced.
+        """
         while True:
+            directories: list[KubeletDirectory] = []
             try:
-                for path in (self._endpoint, self._registration):
-                    os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
+                directories.extend(map(KubeletDirectory, self._directories))
+                os.makedirs(os.path.dirname(self._endpoint), mode=0o750, exist_ok=True)
                 await self._driver.open(self._endpoint)
                 await self._registrar.open(self._registration)
                 self._failures.clear()
-                while self._driver.is_reachable and self._registrar.is_reachable:  # noqa: ASYNC110
+                while self._driver.is_reachable and self._registrar.is_reachable:
                     await asyncio.sleep(_POLL_S)
+                    _check(directories)
                 log.warning("%s: a socket was removed; creating it again", DRIVER)
             except OSError as error:
+                _check(directories)
                 self._failures.report(f"{error.filename or self._endpoint}: {error.strerror or error}")
                 await asyncio.sleep(_POLL_S)
             finally:
+                for directory in directories:
+                    directory.close()
                 await asyncio.gather(self._registrar.close(), self._driver.close())
 
     async def _reconcile(self) -> None:
@@ -236,6 +246,12 @@ class DraService:
         else:
             log.warning("the kubelet refused to register %s: %s", DRIVER, status.error)
         return Empty()
+
+
+def _check(directories: Iterable[KubeletDirectory]) -> None:
+    for directory in directories:
+        if not directory.is_current:
+            raise directory.replaced
 
 
 def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDevice, ...]:

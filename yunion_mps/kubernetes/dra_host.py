@@ -6,13 +6,20 @@ import asyncio
 import logging
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
-from yunion_mps.http.operations import GET_DEVICES, GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS, Operation
+from yunion_mps.http.operations import (
+    GET_DEVICES,
+    GET_GPUS,
+    GET_HEALTH,
+    GET_LEASES,
+    GET_POOLS,
+    GET_STATUS,
+    Operation,
+)
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
@@ -34,6 +41,9 @@ CHANGE_WAIT_S = 60
 _PAUSE_S = 0.2
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
 OUTAGE_S = 5.0
+#: How often the daemon is asked whether it is alive, in s: one that hangs answers none of the requests above,
+#: whose timeouts are long, because reading thousands of devices on a busy host takes its time.
+_PROBE_S = 2.0
 #: How long a claim waits for the daemon's first answer, in s.
 _KNOWN_S = 10.0
 #: How many devices are read at once: all of a large host would take 10 MiB for a moment.
@@ -58,7 +68,7 @@ class DraHost:
         self._outage_s = outage_s
         self._change_wait_s = change_wait_s
         self._stale = asyncio.Event()
-        self._failing_since_s = 0.0
+        self._failing_since_s: float | None = None
         self.offered: Sequence[OfferedDevice] | None = None
         self.failure: YunionError | None = None
         self.changed = asyncio.Event()
@@ -68,19 +78,32 @@ class DraHost:
 
     async def run(self) -> None:
         """Follow the daemon, without end."""
-        await first_of(self._watch(GET_DEVICES, limit=0), self._watch(GET_POOLS), self._read())
+        watches = self._watch(GET_DEVICES, limit=0), self._watch(GET_POOLS)
+        await first_of(*watches, self._read(), self._probe())
 
     async def _read(self) -> None:
         while True:
             await self._stale.wait()
             self._stale.clear()
+            began_s = _now_s()
             try:
                 self._publish(offered_devices(await self._facts()))
-                self._failing_since_s, self.failure = 0.0, None
+                self._failing_since_s, self.failure = None, None
             except YunionError as error:
-                self._note_failure(error)
+                self._note_failure(error, began_s)
                 self._stale.set()
             await asyncio.sleep(_PAUSE_S)
+
+    async def _probe(self) -> None:
+        """Notice within `outage_s` and an interval that the daemon hangs."""
+        while True:
+            await asyncio.sleep(_PROBE_S)
+            began_s = _now_s()
+            try:
+                await self._daemon.call(GET_HEALTH, self._outage_s)
+            except YunionError as error:
+                self._note_failure(error, began_s)
+                self._stale.set()  # everything is read once it answers again
 
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered; raises YunionError if it does not."""
@@ -140,11 +163,12 @@ class DraHost:
         found = _PCIE_ROOT.search(path)
         return found[1] if found else ""
 
-    def _note_failure(self, error: YunionError) -> None:
+    def _note_failure(self, error: YunionError, began_s: float) -> None:
+        """Note that a request that began at this time failed."""
         self._counts.errors[DAEMON] += 1
-        now_s = time.monotonic()
-        self._failing_since_s = self._failing_since_s or now_s
-        if now_s - self._failing_since_s >= self._outage_s and isinstance(error, UnreachableError):
+        if self._failing_since_s is None:
+            self._failing_since_s = began_s
+        if _now_s() - self._failing_since_s >= self._outage_s and isinstance(error, UnreachableError):
             is_new, self.failure = self.failure is None, error
             if self.offered is not None:
                 taint, reason = DAEMON_UNREACHABLE, error.message
@@ -172,6 +196,10 @@ class DraHost:
     def _wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _host_device(device: Device) -> HostDevice:

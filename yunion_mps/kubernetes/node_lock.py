@@ -26,54 +26,72 @@ _POLL_S = 1.0
 _MODE = 0o750
 
 
-class NodeLock:
-    """A lock that lasts until the process that took it releases it or ends."""
+class KubeletDirectory:
+    """A directory of the kubelet, held open to notice that it has been removed or replaced.
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._descriptor: int | None = None
+    The unit and pods have it mounted, and would still see the old one, so they have to be started again.
+    """
 
-    def take(self) -> bool:
-        """Take the lock, unless another process has it; raises OSError, and HostError if we may not write."""
+    def __init__(self, path: str) -> None:
+        """Raises OSError, and HostError if it was replaced by one to which we cannot write."""
+        self._path = path
         try:
-            os.makedirs(self._directory, _MODE, exist_ok=True)
+            os.makedirs(path, _MODE, exist_ok=True)
         except OSError as error:
             if error.errno == errno.EROFS:
                 raise self.replaced from None
             raise
-        if not os.access(self._directory, os.W_OK):
+        if not os.access(path, os.W_OK):
             raise self.replaced
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return False
-            raise
-        self._descriptor = descriptor
-        return True
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     @property
-    def is_effective(self) -> bool:
-        """Whether other processes would find the lock: the directory may have been removed or replaced."""
-        assert self._descriptor is not None
-        locked = os.fstat(self._descriptor)
+    def is_current(self) -> bool:
+        """Whether other processes find the same directory."""
+        opened = os.fstat(self.descriptor)
         with contextlib.suppress(OSError):
             # a pod still sees a removed directory that was mounted into it, but it has no links
-            return bool(locked.st_nlink) and os.path.samestat(locked, os.stat(self._directory))
+            return bool(opened.st_nlink) and os.path.samestat(opened, os.stat(self._path))
         return False
 
     @property
     def replaced(self) -> HostError:
-        """The error if the directory was replaced: this unit or pod cannot write to the new one."""
         hint = "start the plugin again, unless systemd or the kubelet does"
-        return HostError(f"{self._directory} was removed or replaced", hint)
+        return HostError(f"{self._path} was removed or replaced", hint)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class NodeLock:
+    """A lock that lasts until the process that took it releases it or ends."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = directory
+        self._directory: KubeletDirectory | None = None
+
+    def take(self) -> bool:
+        """Take the lock, unless another process has it; raises what KubeletDirectory does."""
+        directory = KubeletDirectory(self._path)
+        try:
+            fcntl.flock(directory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            directory.close()
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        self._directory = directory
+        return True
+
+    def check(self) -> None:
+        """Raise HostError if other processes would not find the lock that was taken."""
+        if self._directory and not self._directory.is_current:
+            raise self._directory.replaced
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._directory:
+            self._directory.close()
+            self._directory = None
 
 
 async def run_alone(
@@ -92,8 +110,7 @@ async def run_alone(
     serving = asyncio.ensure_future(work())
     try:
         while not serving.done():
-            if not lock.is_effective:
-                raise lock.replaced
+            lock.check()
             await asyncio.wait({serving}, timeout=_POLL_S)
     finally:
         await cancel([serving])

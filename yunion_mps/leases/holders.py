@@ -228,8 +228,7 @@ def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, st
 
 def holder_label(holder: Holder, containers: Containers) -> str:
     """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
-    runs = holder.pid is not None and (
-        holder.binding != "name" or started_ticks(holder.pid) == holder.started
-    )
-    inside = containers.of(holder.pid or 0) if runs else None
-    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {holder.pid}'})"
+    pid, inside = holder.pid, None
+    if pid is not None and (holder.binding != "name" or started_ticks(pid) == holder.started):
+        inside = containers.of(pid)
+    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {pid}'})"
