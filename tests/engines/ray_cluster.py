@@ -18,13 +18,26 @@ from simhost.environment import CHECKOUT
 from simhost.host import Closes
 from waiting import readable
 
-#: `ray`, whose nodes have the address 127.0.0.1; otherwise it replaces that by the machine's own.
+#: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own; it waits for
+#: longer than 30 s until a node has started.
 _RAY = f"""\
 #!{ENGINES}/python
 import sys
+import time
 from ray._private import services
-services.get_node_ip_address = lambda address=None: "127.0.0.1"
 from ray.scripts.scripts import main
+
+def get_node(*arguments, get=services.get_node, end_s=time.monotonic() + {4 * PATIENCE_S}):
+    while True:
+        try:
+            return get(*arguments)
+        except RuntimeError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.1)
+
+services.get_node = get_node
+services.get_node_ip_address = lambda address=None: "127.0.0.1"
 sys.exit(main())
 """
 _OPTIONS = (
@@ -44,6 +57,9 @@ _SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "2",
     "RAY_health_check_timeout_ms": "60000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_rpc_server_connect_timeout_s": "300",
+    "RAY_py_gcs_connect_timeout_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
@@ -90,7 +106,12 @@ class Ray(Closes):
         log = self.folder / "start.log"
         with log.open("a") as file:
             done = self.daemons[number].host.run(
-                command, env=self.env(number), capture_output=False, stdout=file, stderr=file
+                command,
+                env=self.env(number),
+                capture_output=False,
+                stdout=file,
+                stderr=file,
+                timeout=5 * PATIENCE_S,
             )
         assert done.returncode == 0, log.read_text()
 
