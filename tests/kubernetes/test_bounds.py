@@ -185,7 +185,7 @@ class AwayServer(ApiServer):
         return made
 
     async def _events(
-        self, resource: Resource[Any], namespace: str, query: Mapping[str, str]
+        self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         await asyncio.sleep(WATCH_S)
         if self.is_away:
