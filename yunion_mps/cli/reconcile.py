@@ -22,7 +22,8 @@ _FIELDS = ("id", "name", "devices")
 def reconcile_leases(engine: str, live: str, output: str) -> None:
     """End the leases of all jobs of a scheduler, except those that are live.
 
-    Only leases that are named after a job and do not expire are ended. If no job is live, write --live "".
+    Only leases that are named after a job and do not expire are ended, after their processes, which are
+    disconnected from MPS before they are killed. If no job is live, write --live "".
 
     \b
     Examples:
