@@ -144,6 +144,18 @@ def test_a_leftover_process_keeps_the_lease_and_drains_the_node(
     assert (slurm.state(), leases_of(daemon)) == ("idle", [])
 
 
+def test_the_epilog_ends_what_its_job_has_left_behind(jobs: StandIns, slurm: Slurm, daemon: Daemon) -> None:
+    slurm.hold("epilog")
+    slurm.submit(SHOW, SHARE)
+    slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
+    with attach(jobs, daemon, leases_of(daemon)[0]):
+        slurm.release("epilog")
+        wait_unused(slurm, daemon)
+        (event,) = daemon.get("/v1/events?kind=client")[1]["events"]
+        assert event["what"].endswith("its MPS server disconnected it; ended by SIGTERM")
+    assert slurm.reason() == "none"
+
+
 @pytest.mark.parametrize("when", ["begins", "has ended"])
 @pytest.mark.parametrize("hook", ["prolog", "epilog"])
 def test_a_killed_hook_leaves_nothing_behind(slurm: Slurm, daemon: Daemon, hook: str, when: str) -> None:

@@ -51,9 +51,8 @@ def restore(lease: Lease, now_s: float) -> Lease:
 
 class HolderWatch:
     def __init__(self, end: Callable[[str, str], None]) -> None:
-        """`end` is called with a lease's id and why it has ended; so is `expire`, which can be replaced."""
+        """`end` is called with a lease's id and why it has ended."""
         self._end = end
-        self.expire = end
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -65,8 +64,9 @@ class HolderWatch:
         loop, holder = asyncio.get_running_loop(), lease.holder
         if holder.binding == "name":
             self.forget(lease.id)
+            cause = "it was not renewed in time"
             if lease.ends_s is not None:
-                self._timers[lease.id] = loop.call_at(lease.ends_s, self._end_expired, lease.id)
+                self._timers[lease.id] = loop.call_at(lease.ends_s, self._end, lease.id, cause)
             return True
         if holder.is_awaited:
             self.forget(lease.id)
@@ -86,9 +86,6 @@ class HolderWatch:
         self._processes[lease.id] = process
         loop.add_reader(process.fileno(), self._end, lease.id, "its process ended")
         return True
-
-    def _end_expired(self, lease_id: str) -> None:
-        self.expire(lease_id, "it was not renewed in time")
 
     def forget(self, lease_id: str) -> None:
         timer = self._timers.pop(lease_id, None)

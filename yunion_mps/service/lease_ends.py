@@ -1,11 +1,12 @@
-"""Leases that end before their processes do: the processes are terminated safely first."""
+"""Leases that are ended with their processes, which are terminated safely first.
+
+A lease that expires leaves its processes alone: perhaps its client merely could not renew it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import HostError, NotFoundError, YunionError
@@ -29,8 +30,6 @@ class LeaseEnds:
     def __init__(self, leases: LeaseService, terminator: Terminator) -> None:
         self._leases = leases
         self._terminator = terminator
-        self._expiring: set[asyncio.Task[None]] = set()
-        leases.holders.expire = self._expire
 
     async def terminate(self, name: str, caller: Owner, signals: SignalSequence) -> list[answers.Termination]:
         """Terminate the processes of a lease, which continues; raises NotFoundError, NotAllowedError."""
@@ -48,22 +47,6 @@ class LeaseEnds:
         lease = self._leases.lease(name, caller)
         check_may_change(self._leases.ledger.leases[lease["id"]], caller)
         return lease
-
-    def _expire(self, lease_id: str, cause: str) -> None:
-        task = asyncio.ensure_future(self._end_expired(lease_id, cause))
-        self._expiring.add(task)
-        task.add_done_callback(self._expiring.discard)
-
-    async def _end_expired(self, lease_id: str, cause: str) -> None:
-        """Kill the lease's processes safely, then end it, unless it has been renewed meanwhile."""
-        lease = self._leases.ledger.leases.get(lease_id)
-        if lease is None:
-            return
-        record = self._leases.lease(lease_id, lease.holder.owner)
-        await self._kill(record, lease.holder.uid, f"its lease ended: {cause}")
-        current = self._leases.ledger.leases.get(lease_id)
-        if current and (current.ends_s or 0.0) <= time.monotonic():
-            self._leases.end(lease_id, cause)
 
     async def _kill(self, lease: answers.LeaseRecord, uid: int, cause: str) -> None:
         late = HostError(f"they were not terminated within {_DEADLINE_S:g} s")

@@ -80,7 +80,8 @@ class Terminator:
 
         The lease's owner may also end those that run in its container as other users.
         """
-        choose, container = partial(clients_of_lease, lease), lease["container_id"] or ""
+        choose = partial(clients_of_lease, lease)
+        container = (lease["container_id"] or "") if lease["binding"] == "container" else ""
         return await self.end_all(choose, uid, cause, signals=signals, container_id=container)
 
     async def end_all(

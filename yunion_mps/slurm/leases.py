@@ -119,8 +119,10 @@ class JobLeases:
         return still_used(self._end_unused(stale_leases(holders, live())))
 
     def release(self, job: Job) -> None:
-        """End the job's lease, unless a process still uses its devices; does nothing if there is none."""
-        self._end_unused(lease for lease in self.all() if job_of(lease) == job.id)
+        """End what is left of the job's processes, and its lease; does nothing if there is none."""
+        for lease in self.all():
+            if job_of(lease) == job.id:
+                self.end(lease)
 
     def reconcile(self, live: Callable[[], Iterable[str]]) -> Reconciled:
         """End the leases of all jobs that are not live, unless a process still uses their devices.
@@ -147,6 +149,7 @@ class JobLeases:
         return used
 
     def end(self, lease: LeaseRecord) -> None:
+        """End the lease and, safely, the processes that its job has left behind."""
         try:
             self._call(END_LEASE, lease=lease["id"], terminate=True)
         except NotFoundError:  # another hook released it

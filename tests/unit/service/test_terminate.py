@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from yunion_mps.service import terminate as module
 from yunion_mps.service.terminate import _refuse_unless_job
 from yunion_mps.units import rfc3339
 
-from unit.http.by_hand import CLIENT, clients
+from unit.http.by_hand import CLIENT, LEASE, clients
 
 
 def test_the_first_process_and_the_daemon_are_not_jobs() -> None:
@@ -60,12 +61,16 @@ class Bench:
         self._supervisor = supervisor
 
     def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
-        async def work() -> Any:
-            clients = SimpleNamespace(conversation=asyncio.Lock(), clients=self._list)
-            terminator = module.Terminator(self._supervisor, clients)  # type: ignore[arg-type]
-            return (await terminator.end_all(lambda listed: listed["clients"], uid, signals=signals))[0]
+        """What becomes of the client."""
+        choose = itemgetter("clients")
+        return self.of(lambda terminator: terminator.end_all(choose, uid, signals=signals))[0]
 
-        return asyncio.run(asyncio.wait_for(work(), 60))
+    def of(self, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]) -> Any:
+        async def run() -> Any:
+            clients: Any = SimpleNamespace(conversation=asyncio.Lock(), clients=self._list)
+            return await asyncio.wait_for(work(module.Terminator(self._supervisor, clients)), 60)
+
+        return asyncio.run(run())
 
     async def _list(self) -> Any:
         return self.listed
@@ -137,3 +142,13 @@ def test_only_root_and_its_owner_may_end_a_client(bench: Bench) -> None:
     one = bench.end(uid=12345)
     assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
     assert bench.job.poll() is None
+
+
+@pytest.mark.parametrize(("binding", "is_ended"), [("container", True), ("process", False)])
+def test_a_lease_s_owner_may_end_other_users_in_its_container(
+    bench: Bench, binding: str, is_ended: bool
+) -> None:
+    bench.listed["clients"][0]["container_id"] = inside = "a" * 64
+    lease: Any = {**LEASE, "binding": binding, "container_id": inside}
+    (one,) = bench.of(lambda terminator: terminator.end_lease(lease, 12345))
+    assert (one["ended"], one["reason_code"]) == (is_ended, "" if is_ended else "not_allowed")
