@@ -48,14 +48,20 @@ def daemons(make_host: MakeHost, make_daemon: MakeDaemon) -> list[Daemon]:
 
 
 @pytest.fixture
-def cluster(daemons: list[Daemon], version: str) -> Iterator[Slurm]:
-    """Two nodes with a daemon each."""
+def cluster(daemons: list[Daemon], version: str, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """Two nodes with a daemon each; the parameter is an option of gres-conf."""
     with Slurm(daemons[0].host, version, daemons[1].host) as slurm:
-        yield slurm.install().start()
+        yield slurm.install(*getattr(request, "param", ())).start()
 
 
-def test_a_job_on_two_nodes_has_a_device_on_each(cluster: Slurm, daemons: list[Daemon]) -> None:
-    done = cluster.srun("-N2", SHARE, "printenv", "CUDA_MPS_PIPE_DIRECTORY")
+@pytest.mark.parametrize(
+    ("cluster", "gres"),
+    [((), SHARE), (("--shards",), "--gres=shard:1")],
+    ids=["mps", "shard"],
+    indirect=["cluster"],
+)
+def test_a_job_on_two_nodes_has_a_device_on_each(cluster: Slurm, daemons: list[Daemon], gres: str) -> None:
+    done = cluster.srun("-N2", gres, "printenv", "CUDA_MPS_PIPE_DIRECTORY")
     assert done.returncode == 0, f"{done.stderr}{cluster.logs()}"
     assert sorted(done.stdout.split()) == sorted(str(daemon.pipe_directory) for daemon in daemons)
     cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")

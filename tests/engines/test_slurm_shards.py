@@ -62,6 +62,13 @@ def test_each_job_of_an_array_gets_its_own_shards(slurm: Slurm) -> None:
     assert all(len(devices.split(",")) == 2 for devices in slurm.output(array).split())
 
 
+def test_a_step_with_some_shards_has_the_budget_of_the_whole_job(slurm: Slurm) -> None:
+    step = "srun --quiet -n1 --exact --gres=shard:1 printenv YUNION_MPS_DEVICE"
+    job = slurm.submit(f"{step}\necho batch $YUNION_MPS_DEVICE", "--gres=shard:2")
+    slurm.wait(lambda: "batch" in slurm.output(job), "the output")
+    assert slurm.output(job).splitlines() == ["00:06.0-0,00:06.0-1", "batch 00:06.0-0,00:06.0-1"]
+
+
 def test_a_job_cannot_claim_more_shards_by_its_name(slurm: Slurm) -> None:
     name = "x\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=shard:4(IDX:0)\nJobId=1"
     done = slurm.srun("--gres=shard:1", "--job-name", name, "true")
