@@ -355,25 +355,30 @@ def bytecode(host: Host) -> list[str]:
     return sorted(f"{path.parent.parent.name} {path.name.split('.')[0]}" for path in host.root.rglob("*.pyc"))
 
 
-def test_an_upgrade_restarts_only_a_running_plugin(host: Host, plugin_files: str) -> None:
-    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed") == []
+@pytest.mark.parametrize(
+    ("function", "calls", "left"),
+    [
+        (
+            "plugin_installed",
+            ["daemon-reload", "try-restart"],
+            ["daemon former", "h2 module", "kubernetes module"],
+        ),
+        ("plugin_going", ["stop", "disable"], ["daemon former"]),
+    ],
+)
+def test_an_upgrade_restarts_only_a_running_plugin_and_a_removal_ends_it(
+    host: Host, plugin_files: str, function: str, calls: list[str], left: list[str]
+) -> None:
+    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; {function}") == []
+    unit = "yunion-mps-kubelet-plugin.service"
     assert host.calls() == [
-        "systemctl daemon-reload",
-        "systemctl --quiet try-restart yunion-mps-kubelet-plugin.service",
+        f"systemctl {call}" if call == "daemon-reload" else f"systemctl --quiet {call} {unit}"
+        for call in calls
     ]
-    assert bytecode(host) == ["daemon former", "h2 module", "kubernetes module"]
+    assert bytecode(host) == left
 
 
 def test_a_plugin_that_does_not_restart_is_reported(host: Host, plugin_files: str) -> None:
     host.program("systemctl", 'case "$*" in *try-restart*) exit 1 ;; esac')
     (said,) = host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed")
     assert said.endswith("does not run; see: systemctl status yunion-mps-kubelet-plugin.service")
-
-
-def test_the_removal_of_the_plugin_stops_and_disables_it(host: Host, plugin_files: str) -> None:
-    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_going") == []
-    assert host.calls() == [
-        "systemctl --quiet stop yunion-mps-kubelet-plugin.service",
-        "systemctl --quiet disable yunion-mps-kubelet-plugin.service",
-    ]
-    assert bytecode(host) == ["daemon former"]
