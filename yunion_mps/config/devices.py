@@ -47,10 +47,7 @@ _OUR_KEYS = (*_DIVIDING, "memory_reserve", "thread_overcommit", "reserved_for")
 _KEYS = ("path", "type", *_OUR_KEYS)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
-_VALID_WITH = {
-    "memory_reserve": ("memory_unit",),
-    "thread_overcommit": ("slices", "memory_unit"),
-}
+_VALID_WITH = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
 
 _SLICE_KINDS: dict[str, Kind] = {
     "memory": memory(1),
