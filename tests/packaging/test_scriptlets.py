@@ -201,26 +201,21 @@ def test_foreign_control_daemons_are_reported_and_not_touched(host: Host) -> Non
     assert said.endswith("(PID 5) of another program serves /tmp/nvidia-mps/pipe; it is not touched")
 
 
-def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Host) -> None:
+@pytest.mark.parametrize(
+    ("in_container", "listed"), [(False, ""), (True, "5 a container's\n6 a container's\n")]
+)
+def test_a_control_daemon_of_a_user_or_container_is_neither_ours_nor_reported(
+    host: Host, in_container: bool, listed: str
+) -> None:
     """Who may run a program of that name may mark it as ours, too."""
     host.program("systemctl", "exit 3")
-    place = "/tmp/nvidia-mps/pipe"
-    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY=place)
-    host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
-    for pid in ("5", "6"):
+    place, inside = "/tmp/nvidia-mps/pipe", [str(host.root)] * in_container
+    host.control_daemon(5, "-d", *inside, CUDA_MPS_PIPE_DIRECTORY=place)
+    host.control_daemon(6, "-f", *inside, CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
+    for pid in () if in_container else ("5", "6"):
         os.chown(host.root / "proc" / pid, STRANGER, STRANGER)
     assert host.good("go_on") == []
-    assert host.call("control_daemons").stdout == ""
-
-
-def test_a_control_daemon_in_a_container_is_neither_ours_nor_reported(host: Host) -> None:
-    host.program("systemctl", "exit 3")
-    place = "/tmp/nvidia-mps/pipe"
-    inside = str(host.root)
-    host.control_daemon(5, "-d", inside, CUDA_MPS_PIPE_DIRECTORY=place)
-    host.control_daemon(6, "-f", inside, CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
-    assert host.good("go_on") == []
-    assert host.call("control_daemons").stdout == "5 a container's\n6 a container's\n"
+    assert host.call("control_daemons").stdout == listed
     assert host.call("others").stdout == ""
 
 
