@@ -39,16 +39,6 @@ def rows(text: str) -> list[list[str]]:
     return list(csv.reader(io.StringIO(text)))
 
 
-def test_gpus_says_what_nvidia_smi_says(ready: Daemon) -> None:
-    fields = "pci.bus_id,gpu_name,gpu_uuid,memory.total,compute_mode"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    told = ready.host.run(command, check=True).stdout.strip().split(", ")
-    row = dict(zip(*rows(printed(ready.host, "gpus", "-o", "csv"))))
-    names = ("name", "uuid", "memory_mib", "compute_mode")
-    assert [f"00000000:{row['addr']}", *(row[name] for name in names)] == told
-    assert (row["devices"], row["budget_enforced"], row["state"]) == ("4", "false", "available")
-
-
 def test_config_check_needs_no_daemon_and_changes_nothing(make_host: MakeHost) -> None:
     host = make_host()
     before = sorted(str(path) for path in host.root.rglob("*"))
@@ -216,28 +206,6 @@ def test_a_client_that_waits_for_another_users_server_is_listed(
 
 def answer(daemon: Daemon) -> dict[str, Any]:
     return dict(daemon.get("/v1/clients")[1])
-
-
-def test_events_continue_across_a_re_exec(ready: Daemon) -> None:
-    control = ready.control_pid()
-    first = printed(ready.host, "events")
-    assert re.search(r"info     compute_mode 00:06\.0: Default -> Exclusive_Process\n", first)
-    assert re.search(r"info     domain host: applying -> ready\n", first)
-    command = ["yunion-mps", "events", "--follow", "--kind", "domain", "--limit", "1"]
-    with ready.host.popen(command) as following:
-        assert following.stdout is not None
-        assert "applying -> ready" in following.stdout.readline()
-        told = rf"The daemon \(\S+\) was re-executed as PID {ready.pid}; it did not answer for \d+\.\d\d s\n"
-        assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
-        assert ready.control_pid() == control
-        os.kill(control, signal.SIGKILL)
-        text = ""
-        while f"(PID {control}) was killed by signal 9" not in text:
-            line = following.stdout.readline()
-            assert line, text
-            text += line
-        following.send_signal(signal.SIGINT)
-        assert following.wait(PATIENCE_S) == 130
 
 
 def test_a_new_program_that_would_not_start_is_refused_in_its_own_words(ready: Daemon) -> None:

@@ -17,23 +17,10 @@ GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 #: What the design says: a host id is derived from the machine id, a device's id from host, GPU and slot.
 HOST_ID = uuid.uuid5(uuid.uuid5(uuid.NAMESPACE_DNS, "yunion-mps"), MACHINE_ID)
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
-QUERY = ("nvidia-smi", "--query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode", "--format=csv")
 
 
 def device_id(slot: int) -> str:
     return str(uuid.uuid5(HOST_ID, f"{GPU}/{slot}"))
-
-
-def smi(daemon: Daemon) -> list[str]:
-    done = daemon.host.run(QUERY, check=True)
-    return list(done.stdout.splitlines())
-
-
-def said(compute_mode: str) -> list[str]:
-    return [
-        "uuid, name, pci.bus_id, memory.total [MiB], compute_mode",
-        f"{GPU}, Tesla P40, 00000000:00:06.0, 23040 MiB, {compute_mode}",
-    ]
 
 
 def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None:
@@ -76,26 +63,6 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
     }
     assert '"mps_thread_percentage": 25,' in done.stdout, "a whole number, not 25.0"
     assert ready_daemon.get("/v1/devices?limit=0") == (200, answer)
-
-
-def test_nvidia_smi_says_exclusive_process_only_while_the_daemon_runs(daemon: Daemon) -> None:
-    assert smi(daemon) == said("Default")
-    daemon.start().wait_ready()
-    assert smi(daemon) == said("Exclusive_Process")
-    assert daemon.stop() == 0
-    assert smi(daemon) == said("Default")
-
-
-def test_the_real_control_daemon_answers_the_limits(ready_daemon: Daemon) -> None:
-    """5760 MiB are shown as 5G, cut to whole G; that M and not G was set, the log tells."""
-    answer = ready_daemon.control(
-        "get_default_device_pinned_mem_limit 0",
-        "get_default_active_thread_percentage",
-        "get_default_device_pinned_mem_limit 1",
-    )
-    assert answer == ["5G", "25.0"]
-    (domain,) = ready_daemon.status()["domains"]
-    assert (domain["memory_limits_mib"], domain["thread_percentage"]) == ([5760], 25.0)
 
 
 KINDS = (

@@ -151,7 +151,7 @@ class Answering:
         self._loop, self._answers = loop, answers
         self._listener = loop.run(asyncio.start_server(self._serve, "127.0.0.1"))
         port = self._listener.sockets[0].getsockname()[1]
-        path.write_text(KUBECONFIG.format(server=f"http://127.0.0.1:{port}", user="token: x"))
+        path.write_text(kubeconfig(f"server: 'http://127.0.0.1:{port}'", "token: x"))
         self.server = ApiServer(Kubeconfig(str(path)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -254,12 +254,19 @@ def test_delays_double_up_to_the_longest() -> None:
     assert backoff.next_s() <= 1
 
 
-KUBECONFIG = """\
-current-context: c
+SERVER = "server: 'http://a:1'"
+
+
+def kubeconfig(cluster: str = SERVER, user: str = "", context: str = "c") -> str:
+    return f"""\
+current-context: {context}
 contexts: [{{name: c, context: {{cluster: k, user: u}}}}]
-clusters: [{{name: k, cluster: {{server: "{server}"}}}}]
+clusters: [{{name: k, cluster: {{{cluster}}}}}]
 users: [{{name: u, user: {{{user}}}}}]
 """
+
+
+INVALID = "certificate-authority-data: " + base64.b64encode("ü".encode()).decode()
 
 
 @pytest.mark.parametrize(
@@ -267,11 +274,25 @@ users: [{{name: u, user: {{{user}}}}}]
     [
         ("", "has no current context"),
         ("a: [", "is not YAML"),
+        ("[" * 3000, "is not YAML"),
+        ("- 1\n", "has no current context"),
+        ("current-context: 9999-99-99\n", "is not YAML"),
         ("current-context: nothing\ncontexts: []\n", "has no current context"),
-        (KUBECONFIG.format(server="http://a", user="exec: {}"), "exec is not supported"),
-        (KUBECONFIG.format(server="http://a", user="tokenFile: missing"), "missing cannot be read"),
-        (KUBECONFIG.format(server="https://a", user="client-certificate-data: '*'"), "is not base64"),
-        (KUBECONFIG.format(server="https://a", user="client-certificate-data: YQ=="), "is invalid"),
+        ("current-context: a\ncontexts: [{}]\n", "has no current context"),
+        (kubeconfig(context="another"), "has no current context"),
+        (kubeconfig(user="exec: {}"), "exec is not supported"),
+        (kubeconfig(user="tokenFile: missing"), "missing cannot be read"),
+        (kubeconfig(user=r'tokenFile: "a\0b"'), "embedded null byte"),
+        (kubeconfig(user=r'token: "a\nb"'), "the token contains invalid"),
+        (kubeconfig(user="token: ü"), "the token contains invalid"),
+        (kubeconfig().replace("user: {}", "user: text"), "has no current context"),
+        (kubeconfig("server: 'https://a'", "client-certificate-data: '*'"), "is not base64"),
+        (kubeconfig("server: 'https://a'", "client-certificate-data: YQ=="), "is invalid"),
+        (kubeconfig(f"server: 'https://a', {INVALID}"), "certificate authority is invalid"),
+        (kubeconfig("server: ''"), "is not a host name"),
+        (kubeconfig("server: 'http://127.0.0.1:1/ü'"), "the path contains invalid"),
+        (kubeconfig("server: 'https://ü..x:1'"), "the host contains invalid"),
+        (kubeconfig(f"server: 'https://{'a' * 64}:1'"), "is not a host name"),
     ],
 )
 def test_an_invalid_kubeconfig_is_explained(tmp_path: Path, text: str, reason: str) -> None:
@@ -283,7 +304,7 @@ def test_an_invalid_kubeconfig_is_explained(tmp_path: Path, text: str, reason: s
 
 def test_a_token_is_read_again_for_each_request(tmp_path: Path) -> None:
     path, token = tmp_path / "kubeconfig", tmp_path / "token"
-    path.write_text(KUBECONFIG.format(server="https://api.example:6443/prefix/", user="tokenFile: token"))
+    path.write_text(kubeconfig("server: 'https://api.example:6443/prefix/'", "tokenFile: token"))
     for text in ("first", "second"):
         token.write_text(f"{text}\n")
         access = Kubeconfig(str(path)).access()
@@ -328,44 +349,3 @@ def _certificate(directory: Path) -> Path:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
     return directory
-
-
-SERVER = "server: 'http://127.0.0.1:1'"
-CONFIGURATION = """\
-current-context: {context}
-contexts: [{{name: a, context: {{cluster: c, user: u}}}}]
-clusters: [{{name: c, cluster: {{{cluster}}}}}]
-users: [{{name: u, user: {user}}}]
-"""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        CONFIGURATION.format(context="another", cluster=SERVER, user="{}"),
-        CONFIGURATION.format(context="a", cluster=SERVER, user="text"),
-        CONFIGURATION.format(context="a", cluster=SERVER, user=r'{token: "a\nb"}'),
-        CONFIGURATION.format(context="a", cluster=SERVER, user="{token: ü}"),
-        CONFIGURATION.format(context="a", cluster="server: ''", user="{}"),
-        CONFIGURATION.format(context="a", cluster="server: 'http://127.0.0.1:1/ü'", user="{}"),
-        CONFIGURATION.format(context="a", cluster="server: 'https://ü..x:1'", user="{}"),
-        CONFIGURATION.format(context="a", cluster=f"server: 'https://{'a' * 64}:1'", user="{}"),
-        CONFIGURATION.format(
-            context="a",
-            cluster="server: 'https://a', certificate-authority-data: "
-            + base64.b64encode("ü".encode()).decode(),
-            user="{}",
-        ),
-        CONFIGURATION.format(context="a", cluster=SERVER, user=r'{tokenFile: "a\0b"}'),
-        "- 1\n",
-        "",
-        "current-context: a\ncontexts: [{}]\n",
-        "[" * 3000,
-        "current-context: 9999-99-99\n",
-    ],
-)
-def test_an_invalid_kubeconfig_is_an_error_of_the_api_server(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "kubeconfig"
-    path.write_text(text)
-    with pytest.raises(ApiServerError):
-        Kubeconfig(str(path)).access()

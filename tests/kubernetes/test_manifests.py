@@ -153,30 +153,13 @@ EXAMPLES = sorted((MANIFESTS / "examples").glob("*.yaml"))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("directory", ["", "dra"], ids=["the DaemonSet", "DRA"])
-def test_kubectl_builds_objects_of_known_fields(directory: str) -> None:
-    objects = kustomized(MANIFESTS / directory)
-    assert len(objects) > 2
+@pytest.mark.parametrize("path", [MANIFESTS, MANIFESTS / "dra", *EXAMPLES], ids=lambda path: path.stem)
+def test_the_manifests_are_objects_of_known_fields(path: Path) -> None:
+    objects = loaded(path) if path in EXAMPLES else kustomized(path)
+    assert objects
     for each in objects:
-        members = {
-            "apiVersion": ANY,
-            "kind": ANY,
-            "metadata": _META,
-            **TYPES[each["apiVersion"], each["kind"]],
-        }
-        assert unknown_members(each, members) == []
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_the_examples_are_objects_of_known_fields(path: Path) -> None:
-    for each in loaded(path):
-        members = {
-            "apiVersion": ANY,
-            "kind": ANY,
-            "metadata": _META,
-            **TYPES[each["apiVersion"], each["kind"]],
-        }
-        assert unknown_members(each, members) == []
+        kind = {"apiVersion": ANY, "kind": ANY, "metadata": _META, **TYPES[each["apiVersion"], each["kind"]]}
+        assert unknown_members(each, kind) == []
 
 
 def test_the_pods_of_the_examples_request_our_resources(tmp_path: Path) -> None:

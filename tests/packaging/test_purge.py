@@ -73,23 +73,17 @@ def test_a_purge_removes_mps_files_by_name_in_recorded_directories(host: Host) -
     assert left == ["log", "log/mine", "old"]
 
 
-def test_a_purge_keeps_foreign_logs_in_a_shared_directory(host: Host) -> None:
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_purge_keeps_foreign_logs_and_a_directory_that_was_never_used(host: Host, is_used: bool) -> None:
     logs = host.root / "srv/logs"
-    recorded(host, f"theirs {logs}/server.log", f"used {logs}")
+    (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
+    if is_used:
+        recorded(host, f"theirs {logs}/server.log", f"used {logs}")
     files(logs, "server.log", "control.log")
     files(logs / "kafka", "server.log")
     host.good("purge")
-    assert sorted(path.name for path in logs.iterdir()) == ["kafka", "server.log"]
-    assert (logs / "kafka/server.log").exists()
-
-
-def test_a_purge_keeps_a_directory_that_was_never_used(host: Host) -> None:
-    logs = host.root / "srv/logs"
-    (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
-    files(logs, "server.log")
-    files(logs / "kafka", "server.log")
-    host.good("purge")
-    assert (logs / "server.log").exists()
+    kept = [] if is_used else ["control.log"]
+    assert sorted(path.name for path in logs.iterdir()) == [*kept, "kafka", "server.log"]
     assert (logs / "kafka/server.log").exists()
 
 

@@ -201,26 +201,21 @@ def test_foreign_control_daemons_are_reported_and_not_touched(host: Host) -> Non
     assert said.endswith("(PID 5) of another program serves /tmp/nvidia-mps/pipe; it is not touched")
 
 
-def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Host) -> None:
+@pytest.mark.parametrize(
+    ("in_container", "listed"), [(False, ""), (True, "5 a container's\n6 a container's\n")]
+)
+def test_a_control_daemon_of_a_user_or_container_is_neither_ours_nor_reported(
+    host: Host, in_container: bool, listed: str
+) -> None:
     """Who may run a program of that name may mark it as ours, too."""
     host.program("systemctl", "exit 3")
-    place = "/tmp/nvidia-mps/pipe"
-    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY=place)
-    host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
-    for pid in ("5", "6"):
+    place, inside = "/tmp/nvidia-mps/pipe", [str(host.root)] * in_container
+    host.control_daemon(5, "-d", *inside, CUDA_MPS_PIPE_DIRECTORY=place)
+    host.control_daemon(6, "-f", *inside, CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
+    for pid in () if in_container else ("5", "6"):
         os.chown(host.root / "proc" / pid, STRANGER, STRANGER)
     assert host.good("go_on") == []
-    assert host.call("control_daemons").stdout == ""
-
-
-def test_a_control_daemon_in_a_container_is_neither_ours_nor_reported(host: Host) -> None:
-    host.program("systemctl", "exit 3")
-    place = "/tmp/nvidia-mps/pipe"
-    inside = str(host.root)
-    host.control_daemon(5, "-d", inside, CUDA_MPS_PIPE_DIRECTORY=place)
-    host.control_daemon(6, "-f", inside, CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
-    assert host.good("go_on") == []
-    assert host.call("control_daemons").stdout == "5 a container's\n6 a container's\n"
+    assert host.call("control_daemons").stdout == listed
     assert host.call("others").stdout == ""
 
 
@@ -355,25 +350,30 @@ def bytecode(host: Host) -> list[str]:
     return sorted(f"{path.parent.parent.name} {path.name.split('.')[0]}" for path in host.root.rglob("*.pyc"))
 
 
-def test_an_upgrade_restarts_only_a_running_plugin(host: Host, plugin_files: str) -> None:
-    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed") == []
+@pytest.mark.parametrize(
+    ("function", "calls", "left"),
+    [
+        (
+            "plugin_installed",
+            ["daemon-reload", "try-restart"],
+            ["daemon former", "h2 module", "kubernetes module"],
+        ),
+        ("plugin_going", ["stop", "disable"], ["daemon former"]),
+    ],
+)
+def test_an_upgrade_restarts_only_a_running_plugin_and_a_removal_ends_it(
+    host: Host, plugin_files: str, function: str, calls: list[str], left: list[str]
+) -> None:
+    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; {function}") == []
+    unit = "yunion-mps-kubelet-plugin.service"
     assert host.calls() == [
-        "systemctl daemon-reload",
-        "systemctl --quiet try-restart yunion-mps-kubelet-plugin.service",
+        f"systemctl {call}" if call == "daemon-reload" else f"systemctl --quiet {call} {unit}"
+        for call in calls
     ]
-    assert bytecode(host) == ["daemon former", "h2 module", "kubernetes module"]
+    assert bytecode(host) == left
 
 
 def test_a_plugin_that_does_not_restart_is_reported(host: Host, plugin_files: str) -> None:
     host.program("systemctl", 'case "$*" in *try-restart*) exit 1 ;; esac')
     (said,) = host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_installed")
     assert said.endswith("does not run; see: systemctl status yunion-mps-kubelet-plugin.service")
-
-
-def test_the_removal_of_the_plugin_stops_and_disables_it(host: Host, plugin_files: str) -> None:
-    assert host.good(f"{plugin_files}; systemd_runs() {{ :; }}; plugin_going") == []
-    assert host.calls() == [
-        "systemctl --quiet stop yunion-mps-kubelet-plugin.service",
-        "systemctl --quiet disable yunion-mps-kubelet-plugin.service",
-    ]
-    assert bytecode(host) == ["daemon former"]

@@ -35,8 +35,7 @@ class Domain(TypedDict):
     log_directory: str
     gpus: Annotated[list[str], Field("UUIDs of its GPUs, in CUDA's order.")]
     memory_limits_mib: Annotated[
-        list[Mib | None],
-        Field("A client's default memory limit on each GPU; null if no longer configured."),
+        list[Mib | None], Field("A client's default memory limit on each GPU; null if no longer configured.")
     ]
     thread_percentage: Annotated[
         Percentage,

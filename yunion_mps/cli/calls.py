@@ -35,11 +35,7 @@ def blocking_transport() -> BlockingTransport:
 
 
 def call(
-    operation: Operation[T],
-    timeout_s: float | None = None,
-    *,
-    until_closed: bool = False,
-    **arguments: Value,
+    operation: Operation[T], timeout_s: float | None = None, *, until_closed: bool = False, **arguments: Value
 ) -> T:
     """Call the daemon and return its answer; raises YunionError.
 

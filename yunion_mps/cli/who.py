@@ -226,10 +226,7 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     """Format failed servers, clients, their servers, waiting clients, and errors."""
     servers = answer["servers"]
     failed = notes(
-        (
-            f"Fault: {_describe_server(server)}",
-            "its jobs failed; it accepts new ones after they have exited",
-        )
+        (f"Fault: {_describe_server(server)}", "its jobs failed; it accepts new ones after they have exited")
         for server in servers
         if server["state"] == SERVER_FAULT
     )

@@ -78,11 +78,7 @@ class ClientQueries:
         return [QueuedRequest.of(queued) for queued in (await self._call(GET_LEASES))["waiting"]]
 
     async def events(
-        self,
-        *,
-        since: datetime | timedelta | None = None,
-        kind: str | None = None,
-        follow: bool = False,
+        self, *, since: datetime | timedelta | None = None, kind: str | None = None, follow: bool = False
     ) -> AsyncGenerator[Event, None]:
         first = format_since(since)
         answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
@@ -159,11 +155,7 @@ class Client(LeaseMethod[Lease]):
         return run_blocking(self._queries.queue())
 
     def events(
-        self,
-        *,
-        since: datetime | timedelta | None = None,
-        kind: str | None = None,
-        follow: bool = False,
+        self, *, since: datetime | timedelta | None = None, kind: str | None = None, follow: bool = False
     ) -> Iterator[Event]:
         """Yield the events since a time or within the last timedelta, oldest first: at most the newest 1000.
 

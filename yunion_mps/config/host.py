@@ -63,9 +63,7 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_mps_scope": Key(one_of("host", "gpu"), "host", "one control daemon for all GPUs, or one for each"),
     "cuda_mps_thread_percentage": Key(
-        one_of("equal", "double", "none"),
-        "equal",
-        "SM percentage of a device: 100/n, 200/n, or unlimited",
+        one_of("equal", "double", "none"), "equal", "SM percentage of a device: 100/n, 200/n, or unlimited"
     ),
     "cuda_mps_combine": Key(
         whole_number(1, MAX_DEVICES_PER_GPU),

@@ -25,22 +25,9 @@ from yunion_mps.host.proc import all_pids, describe_process, environment_of, pro
 from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import find
-from yunion_mps.mps.conversation import (
-    Probe,
-    UnresponsiveError,
-    connections,
-    diagnose,
-    front_end_at,
-    peer_of,
-)
+from yunion_mps.mps.conversation import Probe, UnresponsiveError, connections, diagnose, front_end_at, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
-from yunion_mps.mps.processes import (
-    DEFAULT_PIPE_DIRECTORY,
-    MARK,
-    PROGRAM,
-    orphaned_servers,
-    server_pids,
-)
+from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, MARK, PROGRAM, orphaned_servers, server_pids
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     CONTROL_DAEMON_ERROR,

@@ -10,15 +10,7 @@ from functools import partial
 from typing import NamedTuple, TypedDict
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
-from yunion_mps.doctor.checks import (
-    NAGIOS_CODES,
-    SKIPPED,
-    UNKNOWN,
-    Check,
-    Finding,
-    Host,
-    findings_of,
-)
+from yunion_mps.doctor.checks import NAGIOS_CODES, SKIPPED, UNKNOWN, Check, Finding, Host, findings_of
 from yunion_mps.enums import PROBLEM
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads

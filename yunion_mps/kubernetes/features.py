@@ -59,10 +59,7 @@ class FeatureFile:
     """Keeps the file current, and removes it at the end: labels of a node that offers nothing are wrong."""
 
     def __init__(
-        self,
-        path: str,
-        labels: Callable[[], dict[str, str]],
-        changes: Callable[[], Iterable[asyncio.Event]],
+        self, path: str, labels: Callable[[], dict[str, str]], changes: Callable[[], Iterable[asyncio.Event]]
     ) -> None:
         """`changes` returns the events that are set when the result of `labels` may have changed."""
         self._path = path

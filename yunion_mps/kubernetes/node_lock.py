@@ -95,10 +95,7 @@ class NodeLock:
 
 
 async def run_alone(
-    directory: str,
-    other: str,
-    report: Callable[[str], None],
-    work: Callable[[], Coroutine[Any, Any, None]],
+    directory: str, other: str, report: Callable[[str], None], work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """Do the work while no other plugin serves the node; raises what it raises.
 

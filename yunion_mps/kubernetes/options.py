@@ -161,17 +161,13 @@ KEYS = {
         boolean, default=False, help="Whether to refuse containers that request several devices."
     ),
     "preferred": Key(
-        one_of(*PLACEMENTS),
-        BINPACK,
-        "Whether GPUs with the fewest or the most free devices are preferred.",
+        one_of(*PLACEMENTS), BINPACK, "Whether GPUs with the fewest or the most free devices are preferred."
     ),
     "memoryResource": Key(
         _resource, "yunion.io/mps-memory", "The extended resource that counts units of the memory of pools."
     ),
     "memoryUnit": Key(
-        _memory_unit,
-        None,
-        "A unit of memoryResource; if not set, the largest memory_unit of the GPUs.",
+        _memory_unit, None, "A unit of memoryResource; if not set, the largest memory_unit of the GPUs."
     ),
     "dra": Key(boolean, default=False, help="Whether to offer the devices to resource claims (DRA) instead."),
     "kubeconfig": Key(absolute_path, None, "The file with the address and credentials of the API server."),

@@ -13,13 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.containers.spec import SHARED_MEMORY
-from yunion_mps.errors import (
-    BusyError,
-    InfeasibleError,
-    NothingFreeError,
-    UnreachableError,
-    YunionError,
-)
+from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
 from yunion_mps.http.parameters import Value

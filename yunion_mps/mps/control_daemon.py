@@ -44,12 +44,7 @@ class ControlDaemon:
     """A domain's control daemon: its process, if any, its history and its log."""
 
     def __init__(
-        self,
-        plan: DomainPlan,
-        program: str,
-        emit: Callable[[Event], None],
-        *,
-        is_recorded: bool,
+        self, plan: DomainPlan, program: str, emit: Callable[[Event], None], *, is_recorded: bool
     ) -> None:
         """`is_recorded`: the limits of its servers are recorded."""
         self.program = program

@@ -20,13 +20,7 @@ from yunion_mps.mps.conversation import (
     peer_of,
 )
 from yunion_mps.mps.log_file import log_hint
-from yunion_mps.mps.processes import (
-    GRACE_S,
-    UNKILLABLE_S,
-    describe_servers,
-    running_servers,
-    signal_server,
-)
+from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, describe_servers, running_servers, signal_server
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, Reason
 
 log = logging.getLogger(__name__)

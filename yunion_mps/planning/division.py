@@ -42,11 +42,7 @@ _FIRST_WITH_MPS = (3, 5)
 
 #: Clients that MPS serves on one GPU (NVIDIA's MPS documentation), by minimum compute capability and driver
 #: release. The first matching row applies.
-MPS_CLIENTS = (
-    (VOLTA, 590, 60),
-    (VOLTA, 0, 48),
-    (_FIRST_WITH_MPS, 0, 16),
-)
+MPS_CLIENTS = ((VOLTA, 590, 60), (VOLTA, 0, 48), (_FIRST_WITH_MPS, 0, 16))
 
 #: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
 MAX_GPUS_PER_DOMAIN = 32

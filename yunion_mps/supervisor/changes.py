@@ -14,17 +14,7 @@ from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.enums import STOPPED
 from yunion_mps.errors import ConfigError
-from yunion_mps.models import (
-    Config,
-    Device,
-    DomainPlan,
-    DomainStatus,
-    Event,
-    Gpu,
-    Inventory,
-    Plan,
-    Snapshot,
-)
+from yunion_mps.models import Config, Device, DomainPlan, DomainStatus, Event, Gpu, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths

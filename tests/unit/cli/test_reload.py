@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.errors import ConfigError, HostError, Problem
+from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.reasons import CONTROL_DAEMON_ERROR, Reason
 
@@ -104,11 +104,6 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
     own.host.snapshot = pending()
     assert own.good("reload") == "Reloaded with these changes:\n" + TABLE + PENDING + HINT
     assert own.host.reloader.done == ["reload"]
-
-
-def test_a_reload_that_is_refused_is_a_failed_request(own: Cli) -> None:
-    own.host.reloader.error = HostError("/p is another's", "give it back")
-    assert own("reload") == (1, "", "yunion-mps: /p is another's [host_error]\nyunion-mps: give it back\n")
 
 
 @pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])

@@ -45,22 +45,19 @@ def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> No
     assert ended == {"lease": "a lease"}
 
 
-def test_an_interrupted_caller_that_got_nothing_has_nothing_to_release() -> None:
-    transport = InterruptedTransport(KeyboardInterrupt(), NothingFreeError("nothing"))
-    with pytest.raises(KeyboardInterrupt):
-        run_blocking(take(transport, {}, 0, lambda _: None))
-    assert len(transport.calls) == 2
-
-
-def test_a_lease_with_a_name_is_left_to_its_time_to_live() -> None:
-    transport = InterruptedTransport(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        run_blocking(take(transport, {"holder": {"name": "job-17", "ttl_s": 60}}, 0, lambda _: None))
-    assert len(transport.calls) == 1
-
-
-def test_a_failed_request_is_not_followed_by_a_release() -> None:
-    transport = InterruptedTransport(YunionError("it is wrong"))
-    with pytest.raises(YunionError, match="it is wrong"):
-        run_blocking(take(transport, {}, 0, lambda _: None))
-    assert len(transport.calls) == 1
+@pytest.mark.parametrize(
+    ("outcomes", "asked", "calls"),
+    [
+        ([KeyboardInterrupt(), NothingFreeError("nothing")], {}, 2),
+        ([KeyboardInterrupt()], {"holder": {"name": "job-17", "ttl_s": 60}}, 1),
+        ([YunionError("it is wrong")], {}, 1),
+    ],
+    ids=["it got nothing", "its time to live ends it", "it was refused"],
+)
+def test_nothing_is_released_if_no_lease_was_taken(
+    outcomes: list[BaseException], asked: Any, calls: int
+) -> None:
+    transport = InterruptedTransport(*outcomes)
+    with pytest.raises(type(outcomes[0])):
+        run_blocking(take(transport, asked, 0, lambda _: None))
+    assert len(transport.calls) == calls

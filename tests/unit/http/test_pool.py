@@ -143,14 +143,22 @@ def test_a_waiting_event_request_is_closed_to_make_room(crowded: Serve) -> None:
     eventually(lambda: len(host.events.waiting) == 1, "one that waits")
 
 
-def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serve) -> None:
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [(request("/v1/plan"), 200), (request("/v1/leases", "POST", "Content-Length: 0"), 201)],
+    ids=["a plan", "a lease"],
+)
+def test_a_request_that_is_being_answered_is_not_ended_for_another(
+    crowded: Serve, asked: bytes, status: int
+) -> None:
     host = crowded(connections=2)
-    host.reloader.gate.clear()
-    clients = fill(host, 2, send=request("/v1/plan"))
-    eventually(lambda: len(host.reloader.asked) == 2, "two that are being answered")
+    service = host.reloader if status == 200 else host.leases
+    service.gate.clear()
+    clients = fill(host, 2, send=asked)
+    eventually(lambda: len(service.asked) == 2, "two that are being answered")
     assert_turned_away(host)
-    host.reloader.gate.set()
-    assert [client.answer().status for client in clients] == [200, 200]
+    service.gate.set()
+    assert [client.answer().status for client in clients] == [status, status]
 
 
 def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded: Serve) -> None:
@@ -181,17 +189,6 @@ def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> No
     fill(host, 1, send=request("/v1/devices?limit=0"))
     eventually(lambda: host.server.pool.unread_bytes(0), "an answer that is not taken")
     host.assert_serves()
-
-
-def test_a_request_for_a_lease_is_never_ended_for_another(crowded: Serve) -> None:
-    host = crowded(connections=2)
-    host.leases.gate.clear()
-    waiting = request("/v1/leases", "POST", "Content-Length: 0")
-    clients = fill(host, 2, send=waiting)
-    eventually(lambda: len(host.leases.asked) == 2, "two that wait")
-    assert_turned_away(host)
-    host.leases.gate.set()
-    assert [client.answer().status for client in clients] == [201, 201]
 
 
 @pytest.mark.parametrize("part", [b"", b"G", request("/v1/gpus", "GET", "Content-Length: 9") + b"half"])

@@ -100,20 +100,11 @@ def test_names_from_the_driver_are_escaped(open_host: OpenHost) -> None:
 def test_a_second_scan_reads_again_only_what_can_change(open_host: OpenHost) -> None:
     opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
     scanner = Scanner(opened.paths)
-    first = scanner.scan(opened.nvml)
+    first = scanner.scan(opened.nvml).gpus
     (opened.sim.root / "sys/bus/pci/devices/0000:00:06.0").unlink()  # nothing of it is read again
     opened.sim.gpus[0].mig = True
-    second = scanner.scan(opened.nvml)
-    assert second.gpus == (first.gpus[0]._replace(mig_enabled=True), first.gpus[1])
-
-
-def test_the_first_scan_of_a_scanner_trusts_an_earlier_scan(open_host: OpenHost) -> None:
-    opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
-    first = opened.scan()
-    (opened.sim.root / "sys/bus/pci/devices/0000:00:06.0").unlink()  # nothing of it is read again
-    opened.sim.gpus[0].mig = True
-    second = Scanner(opened.paths, first.gpus).scan(opened.nvml)
-    assert second.gpus == (first.gpus[0]._replace(mig_enabled=True), first.gpus[1])
+    for again in (scanner, Scanner(opened.paths, first)):
+        assert again.scan(opened.nvml).gpus == (first[0]._replace(mig_enabled=True), first[1])
 
 
 def test_a_scan_after_a_loss_reads_the_gpu_again(open_host: OpenHost) -> None:

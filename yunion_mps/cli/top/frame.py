@@ -103,13 +103,7 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
         state, now_s,
     )  # fmt: skip
     devices, devices_over = _table(
-        "DEVICE",
-        sort_devices(scene.devices, state.order),
-        layout.devices,
-        state.offset,
-        widths,
-        state,
-        now_s,
+        "DEVICE", sort_devices(scene.devices, state.order), layout.devices, state.offset, widths, state, now_s
     )
     lines = [*top, *gpus, *devices, *hidden, *_events(scene, state, layout.events, now_s)]
     if whole:
