@@ -99,6 +99,8 @@ class LeaseMethod(Generic[TakenT]):
         """
         if ttl_s is not None and name is None:
             raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
+        if thread_percentage is not None and memory is None:
+            raise _invalid("thread_percentage: requires memory", "add memory, or omit thread_percentage")
         if isinstance(devices, str):
             raise _invalid(
                 f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"

@@ -180,8 +180,8 @@ class Handlers:
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
             raise BadRequestError("devices cannot be combined with count or memory", "omit one of them")
         if thread_percentage is not None and memory_mib is None and memory_units is None:
-            what = "thread_percentage only applies to requests for memory"
-            raise BadRequestError(what, "request an amount of memory, too, or omit it")
+            what = "thread_percentage requires memory_mib or memory_units"
+            raise BadRequestError(what, "add one of them, or omit thread_percentage")
         if across and count == 1:
             raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
         mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib

@@ -57,6 +57,7 @@ def test_a_negative_wait_is_refused() -> None:
         ("count", 65, "invalid value for count: 65; write a whole number from 1 to 64"),
         ("name", "a b", "invalid value for name: 'a b'; write letters, digits and"),
         ("ttl_s", 0, "invalid value for ttl_s: 0; write a whole number from 1 to "),
+        ("thread_percentage", 101, "invalid value for thread_percentage: 101; write a whole"),
         ("placement", "pack", "invalid value for placement: 'pack'; write one of binpack, spread"),
     ],
 )
@@ -64,9 +65,16 @@ def test_an_argument_out_of_bounds_is_named_as_the_caller_wrote_it(
     argument: str, value: Any, said: str
 ) -> None:
     with pytest.raises(YunionError) as raised:
-        Requests().lease(**{"name": "job-17", argument: value})
+        Requests().lease(**{"name": "job-17", "memory": "6GiB", argument: value})
     assert f"{raised.value.message}; {raised.value.hint}".startswith(said)
     assert raised.value.code == "invalid_request"
+
+
+def test_a_thread_percentage_is_sent_with_the_memory_that_it_requires() -> None:
+    members = Requests().lease(memory="6GiB", thread_percentage=25).members
+    assert (members["memory_mib"], members["thread_percentage"]) == (6144, 25)
+    with pytest.raises(YunionError, match="thread_percentage: requires memory"):
+        Requests().lease(thread_percentage=25)
 
 
 def test_a_beginning_is_a_time_or_so_long_ago() -> None:

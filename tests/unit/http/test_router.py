@@ -262,8 +262,8 @@ CDI_NAME = "write lower-case letters, digits and - inside, at most 32"
         ("memory_mib=1&memory_units=1", TOGETHER, "use one of them"),
         (
             "thread_percentage=10",
-            "thread_percentage only applies to requests for memory",
-            "request an amount of memory, too, or omit it",
+            "thread_percentage requires memory_mib or memory_units",
+            "add one of them, or omit thread_percentage",
         ),
         ("across=true", "across requires several devices, but count is 1", "set count to 2 or more"),
         ("holder.name=job", NEEDS, SO),
