@@ -204,7 +204,7 @@ def test_foreign_control_daemons_are_reported_and_not_touched(host: Host) -> Non
 @pytest.mark.parametrize(
     ("in_container", "listed"), [(False, ""), (True, "5 a container's\n6 a container's\n")]
 )
-def test_a_control_daemon_of_a_user_or_container_is_neither_ours_nor_reported(
+def test_a_control_daemon_of_a_user_or_container_is_not_reported(
     host: Host, in_container: bool, listed: str
 ) -> None:
     """Who may run a program of that name may mark it as ours, too."""
