@@ -11,13 +11,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually, is_running
+from integration.gateway_host import free_port
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.host import Closes
@@ -53,7 +53,7 @@ class Slurm(Closes):
             "PATH": f"{self.installed}/bin:{host.env['PATH']}",
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
-        self._ports = _free_ports(1 + len(self.hosts))
+        self._ports = [free_port() for _ in range(1 + len(self.hosts))]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # -- its configuration
@@ -349,14 +349,6 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _processes_of(folder: str) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from engines.processes import ENGINES, kill_all_of, processes_of, with_engines
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from integration.lease_host import ADDRESSES, given, holders, leases_of, wait_until_wait
+from integration.lease_host import ADDRESSES, given, holders, leases_of, who_waits
 from simhost import SimHost
 from simhost.host import Closes
 
@@ -86,7 +86,7 @@ def test_each_worker_of_dask_has_a_device_until_it_ends(engine: Engine, daemon: 
     engine.start(ENGINES / "dask", "scheduler", "--port=0", *options)
     workers = [engine.start(*WORKER.split(), *options) for _ in ADDRESSES]
     client = engine.start(ENGINES / "python", "-c", DASK, scheduler)
-    assert client.wait(PATIENCE_S) == 0, engine.log()
+    assert client.wait(4 * PATIENCE_S) == 0, engine.log()
     devices, device = json.loads((engine.folder / "devices.json").read_text())
     assert devices == given(daemon) == ADDRESSES
     assert device in devices
@@ -97,10 +97,10 @@ def test_each_worker_of_dask_has_a_device_until_it_ends(engine: Engine, daemon: 
 
 def test_each_app_of_parsl_has_a_device_and_the_fifth_waits(engine: Engine, daemon: Daemon) -> None:
     program = engine.start(ENGINES / "python", "-c", PARSL)
-    wait_until_wait(daemon, 1)
+    eventually(lambda: len(who_waits(daemon)) == 1, "the fifth app", 4 * PATIENCE_S, engine.log)
     assert given(daemon) == ADDRESSES
     (engine.folder / "go").touch()
-    assert program.wait(PATIENCE_S) == 0, engine.log()
+    assert program.wait(4 * PATIENCE_S) == 0, engine.log()
     found = [path.read_text().strip() for path in engine.folder.glob("*.txt")]
     assert sorted(set(found)) == ADDRESSES
     assert len(found) == 5

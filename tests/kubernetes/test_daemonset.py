@@ -137,4 +137,5 @@ def test_a_daemonset_s_plugin_serves_once_the_service_has_ended(
         assert plugin.end(signal.SIGTERM) == 0
         kubelet.wait_registered(3)
         assert kubelet.wait_healthy(4) == ADDRESSES
-        assert contained.log.count("registered yunion.io/mps with the kubelet") == 3
+        registered = "registered yunion.io/mps with the kubelet"  # it is logged a moment later
+        eventually(lambda: contained.log.count(registered) == 3, "the third registration in its log")
