@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from yunion_mps.host.proc import parent_of
 
 from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
-from integration.daemon_host import Daemon, eventually, is_running
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
 from integration.mps_jobs import JOB, STUBBORN_JOB, ended, ends_of, job_in_container, started
 from integration.podman_host import Podman, spec_of
@@ -42,8 +43,31 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
     assert how.startswith(DISCONNECTED)
 
 
-def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork) -> None:
-    with started(at_work.daemon.host, *RUN, "--", *JOB, "careful") as job:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN], ids=str)
+def test_batch_systems_signals_harm_no_other_job(at_work: AtWork, number: int) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
+        job.send_signal(number)
+        ended(job)
+    assert ends_of(at_work.daemon) == [DISCONNECTED]
+
+
+def test_nothing_is_left_behind_if_nobody_reads_the_messages(at_work: AtWork) -> None:
+    daemon = at_work.daemon
+    reader, writer = os.pipe()
+    job = daemon.host.popen([*AT_ONCE, *STUBBORN_JOB], stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    os.close(reader)
+    assert job.stdout
+    assert [job.stdout.readline() for _ in range(2)] == ["asking\n", "attached\n"]
+    daemon.kill()
+    job.terminate()
+    out, _ = job.communicate(timeout=PATIENCE_S)
+    assert (job.returncode, out) == (KILLED, "")
+
+
+@pytest.mark.parametrize("kind", ["careful", "waiting"])
+def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork, kind: str) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB, kind) as job:
         job.terminate()
         assert ended(job) == (0, ["saved"], "")
     assert ends_of(at_work.daemon) == []
