@@ -83,8 +83,10 @@ def find_excesses(
     """
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
     found: dict[JobBudget, Excess] = {}
+    leases = list(leases)
+    holders = {lease["pid"] for lease in leases}
     for lease in leases:
-        own = [client for client in counted if _belongs(client, lease)]
+        own = [client for client in counted if _belongs(client, lease, holders)]
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
@@ -97,11 +99,14 @@ def find_excesses(
     return found
 
 
-def _belongs(client: MpsClient, lease: LeaseRecord) -> bool:
+def _belongs(client: MpsClient, lease: LeaseRecord, holders: Collection[int | None]) -> bool:
+    if client["pid"] in holders:
+        return client["pid"] == lease["pid"]
     if client["lease"]:
         return client["lease"] == lease["id"]
-    is_inside = client["container_id"] is not None and client["container_id"] == lease["container_id"]
-    return is_inside or client["pid"] == lease["pid"]
+    # Jobs with leases of their own may share a container, and users can name control groups like containers.
+    is_ours = lease["binding"] in ("container", "name") and lease["uid"] in (0, client["uid"])
+    return is_ours and client["container_id"] is not None and client["container_id"] == lease["container_id"]
 
 
 def _mib(client: MpsClient, gpu: str) -> int:
