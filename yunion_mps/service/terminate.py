@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,10 +195,11 @@ class Terminator:
         loop = asyncio.get_running_loop()
         plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
         program = find_control_program()
-        end_s = loop.time() + _OCCUPIED_S
+        end_s = math.inf  # until its turn, for which many other clients may be before it
         while True:
             try:
                 async with self._clients.conversation:
+                    end_s = min(end_s, loop.time() + _OCCUPIED_S)
                     return await on_thread(lambda: terminate(program, plan, server, pid))
             except OccupiedError:
                 if loop.time() > end_s:
