@@ -236,10 +236,10 @@ class BudgetEnforcer:
         def choose_again(listed: ClientList) -> list[MpsClient]:
             return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
 
-        end_all = self._terminator.end_all
-        ended = await end_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
+        terminate_all = self._terminator.terminate_all
+        ended = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
         if any(not one["ended"] and not one["reason_code"] for one in ended):
-            ended = await end_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
+            ended = await terminate_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
             if not all(one["ended"] for one in ended):
                 self._survivors.update(map(_identity, victims))
         self.terminations[budget.gpu] += sum(one["ended"] for one in ended)

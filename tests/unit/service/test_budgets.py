@@ -143,7 +143,7 @@ class World:
         use = None if self.taken_s is None else SimpleNamespace(taken_s=self.taken_s, gpus=self.reported)
         return self.listed, use
 
-    async def end_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
+    async def terminate_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
         assert (uid, code) == (0, OVER_BUDGET_TERMINATED)
         self.causes.add(cause)
         chosen = choose(self.confirmed or self.listed)
@@ -240,13 +240,13 @@ def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -
 
 def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) -> None:
     excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
-    real = world.end_all
+    real = world.terminate_all
 
     async def reloading(*arguments: Any, **options: Any) -> Any:
         world.config = world.config._replace(over_budget="report")
         return await real(*arguments, **options)
 
-    world.end_all = reloading  # type: ignore[method-assign]
+    world.terminate_all = reloading  # type: ignore[method-assign]
     world.loop.run_until_complete(world.enforcer.end(excess))
     assert world.ended == []
 
@@ -255,7 +255,7 @@ def test_a_stop_of_the_daemon_leaves_the_process_to_it(world: World) -> None:
     async def stopping(*_: Any, **__: Any) -> Any:
         raise BusyError("the daemon is stopping", "")
 
-    world.end_all = stopping  # type: ignore[method-assign]
+    world.terminate_all = stopping  # type: ignore[method-assign]
     assert world.follow(100, 110, *OVER) == 110
     assert world.enforcer.terminations[GPU] == 0
 

@@ -63,7 +63,7 @@ class Bench:
     def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
         """What becomes of the client."""
         choose = itemgetter("clients")
-        return self.of(lambda terminator: terminator.end_all(choose, uid, signals=signals))[0]
+        return self.of(lambda terminator: terminator.terminate_all(choose, uid, signals=signals))[0]
 
     def of(self, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]) -> Any:
         async def run() -> Any:
@@ -150,5 +150,5 @@ def test_a_lease_s_owner_may_end_other_users_in_its_container(
 ) -> None:
     bench.listed["clients"][0]["container_id"] = inside = "a" * 64
     lease: Any = {**LEASE, "binding": binding, "container_id": inside}
-    (one,) = bench.of(lambda terminator: terminator.end_lease(lease, 12345))
+    (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345))
     assert (one["ended"], one["reason_code"]) == (is_ended, "" if is_ended else "not_allowed")
