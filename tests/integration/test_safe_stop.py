@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from yunion_mps.host.proc import parent_of
 
 from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
-from integration.daemon_host import Daemon, eventually, is_running
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
 from integration.mps_jobs import JOB, STUBBORN_JOB, ended, ends_of, job_in_container, started
 from integration.podman_host import Podman, spec_of
@@ -42,8 +43,32 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
     assert how.startswith(DISCONNECTED)
 
 
-def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork) -> None:
-    with started(at_work.daemon.host, *RUN, "--", *JOB, "careful") as job:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN], ids=str)
+def test_batch_systems_signals_harm_no_other_job(at_work: AtWork, number: int) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
+        job.send_signal(number)
+        ended(job)
+    (how,) = ends_of(at_work.daemon)
+    assert how.startswith(DISCONNECTED)
+
+
+def test_nothing_is_left_behind_if_nobody_reads_the_messages(at_work: AtWork) -> None:
+    daemon = at_work.daemon
+    reader, writer = os.pipe()
+    job = daemon.host.popen([*AT_ONCE, *STUBBORN_JOB], stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    os.close(reader)
+    assert job.stdout
+    assert [job.stdout.readline() for _ in range(2)] == ["asking\n", "attached\n"]
+    daemon.kill()
+    job.terminate()
+    out, _ = job.communicate(timeout=PATIENCE_S)
+    assert (job.returncode, out) == (KILLED, "")
+
+
+@pytest.mark.parametrize("kind", ["careful", "waiting"])
+def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork, kind: str) -> None:
+    with started(at_work.daemon.host, *RUN, "--", *JOB, kind) as job:
         job.terminate()
         assert ended(job) == (0, ["saved"], "")
     assert ends_of(at_work.daemon) == []
@@ -159,11 +184,15 @@ def test_a_job_s_own_device_is_inherited(ready_daemon: Daemon) -> None:
     assert (lease, device, lines) == (outer, "00:06.0-0", "2")
 
 
-def test_without_a_device_or_with_a_request_there_is_nothing_to_inherit(ready_daemon: Daemon) -> None:
+def test_without_a_lease_or_with_a_request_there_is_nothing_to_inherit(ready_daemon: Daemon) -> None:
     done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         1, "yunion-mps: --inherit: this environment has no device: YUNION_MPS_DEVICE is not set [host_error]",
     )  # fmt: skip
+    script = "yunion-mps lease release $YUNION_MPS_LEASE; yunion-mps run --inherit echo started"
+    done = ready_daemon.host.run(["yunion-mps", "run", "sh", "-c", script])
+    assert (done.returncode, "started" in done.stdout) == (1, False)
+    assert "of this environment has ended, so another job may have its devices" in done.stderr
     done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "--gpu", "00:06.0", "true"])
     assert (done.returncode, "omit --gpu" in done.stderr) == (2, True)
 

@@ -1,11 +1,12 @@
 """A stand-in for a CUDA client of MPS: attaches through the real control daemon, stays, and tells of it.
 
-Usage: mps_client.py [UID | stubborn | careful]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
+Usage: mps_client.py [UID | stubborn | careful | waiting]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
 
 It prints a line each time that something happens to it: `asking`, `attached`, and then at its end one of
 `refused` (the control daemon closed the connection), `terminated` (by `terminate_client`) or `server gone`.
 SIGTERM ends it as a job ends. A stubborn one ignores SIGTERM, and continues whatever happens to it.
-A careful one catches SIGTERM, and prints `saved` before it ends.
+A careful one catches SIGTERM, and prints `saved` before it ends. A waiting one does the same, but blocks
+SIGTERM, and has a thread that waits for it (sigwait(3)).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 
 _AS_CLIENT = struct.pack("i", 2)
 _ATTACHED = struct.pack("i", 0)
@@ -76,6 +78,9 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif sys.argv[1:] == ["careful"]:
         signal.signal(signal.SIGTERM, save)
+    elif sys.argv[1:] == ["waiting"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=lambda: save(signal.sigwait({signal.SIGTERM})), daemon=True).start()
     elif len(sys.argv) > 1:
         os.setuid(int(sys.argv[1]))
     say(live())

@@ -5,6 +5,7 @@ Tables are complete in a pipe, and fitted to the width of a terminal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -356,9 +357,10 @@ def date_and_time(moment: str) -> str:
 
 
 def print_notice(text: str) -> None:
-    """Print progress to standard error, for people."""
+    """Print progress to standard error, for people; what cannot be printed stops nothing."""
     if sys.stderr is not None:  # print would use standard output instead
-        print(f"yunion-mps: {printable(text)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"yunion-mps: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def refuse_closed_output() -> None:

@@ -23,9 +23,10 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.errors import HostError, YunionError
-from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
+from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable
+from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
@@ -206,11 +207,21 @@ def _report_to_none(lease_id: str) -> None:
 
 
 def _refuse_without_device() -> None:
-    """Raise HostError unless the environment names a device that can be reached."""
+    """Raise HostError unless the environment names a device that can be reached, and whose lease lasts."""
+    hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
     if not os.environ.get("YUNION_MPS_DEVICE") or not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-        hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
         raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
     refuse_unreachable(os.environ)
+    if lease := os.environ.get(LEASE_VARIABLE):
+        try:
+            call(GET_LEASE, lease=lease)
+        except NotFoundError:
+            what = (
+                f"--inherit: lease {lease} of this environment has ended, so another job may have its devices"
+            )
+            raise HostError(what, hint) from None
+        except YunionError:  # a Slurm job's user need not be in the daemon's group
+            pass
 
 
 def _inherit_environment(*, with_device: bool = False) -> dict[str, str]:

@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import click
@@ -22,7 +22,14 @@ import click
 from yunion_mps.cli.calls import call
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import NO_SIGNAL
-from yunion_mps.errors import HostError, NotFoundError, ShortageError, UnreachableError, YunionError
+from yunion_mps.errors import (
+    BusyError,
+    HostError,
+    NotFoundError,
+    ShortageError,
+    UnreachableError,
+    YunionError,
+)
 from yunion_mps.host.proc import descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
@@ -35,20 +42,11 @@ _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
 
-_FORWARDED = {
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-    signal.SIGTSTP,
-    signal.SIGCONT,
-}
-#: Those that are meant to end a process.
-_DEADLY = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL}
-_WATCHED = {*_FORWARDED, signal.SIGCHLD}
+#: Not passed on: those that no process can catch, and those that our own actions cause.
+_OWN = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU}
+#: Those that end no process by default (signal(7)).
+_HARMLESS = {signal.SIGWINCH, signal.SIGURG, signal.SIGTSTP, signal.SIGCONT}
+_WATCHED = {*(signal.valid_signals() - _OWN), signal.SIGCHLD}
 #: The code of a signal from the kernel, such as Ctrl-C, which COMMAND gets as well (sigaction(2)).
 _SI_KERNEL = 0x80
 #: prctl(2): orphaned descendants become our children.
@@ -165,8 +163,9 @@ class _Parent:
         self._due_s = time.monotonic() + _KILL_AGAIN_S
         if self._killed_s is None:
             self._killed_s = time.monotonic()
+            self._is_alone = False  # the daemon may be back
             if self._engine and (lease_id := self._lease_id()):
-                self._try(partial(self._disconnect_container, lease_id))
+                self._try("COMMAND", partial(_disconnect_container, lease_id))
                 if self._kill_container(lease_id):
                     self._due_s = time.monotonic() + _ENGINE_S
                     return
@@ -174,39 +173,38 @@ class _Parent:
 
     def _send(self, number: int, pids: Sequence[int]) -> None:
         """Send a signal; the MPS clients that would die of it are disconnected from their server first."""
-        dying = [pid for pid in pids if dies_of(pid, number)] if number in _DEADLY else []
+        dying = [] if number in _HARMLESS else [pid for pid in pids if dies_of(pid, number)]
         if dying and not self._engine:
-            self._try(partial(self._disconnect, dying))
+            self._try("COMMAND", partial(self._disconnect, set(dying)))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # ended, or another user's
                 os.kill(pid, number)
 
-    def _try(self, disconnect: Callable[[float], None]) -> None:
-        """Call `disconnect` with a deadline; if the daemon does not answer by then, go on without it."""
+    def _try(self, what: str, disconnect: Callable[[float], object]) -> None:
+        """Call `disconnect` with a timeout; if the daemon does not answer by then, go on without it."""
         end_s = time.monotonic() + _DAEMON_S
         while not self._is_alone:
             try:
-                disconnect(end_s)
-            except YunionError as error:
-                if not isinstance(error, UnreachableError) or time.monotonic() + _RETRY_S > end_s:
-                    self._is_alone = True
-                    print_notice(f"COMMAND ends without being disconnected from MPS: {error.message}")
-                time.sleep(_RETRY_S)
-            else:
-                return
-
-    def _disconnect(self, pids: Container[int], end_s: float) -> None:
-        listed = call(GET_CLIENTS, _left_s(end_s))
-        for client in listed["clients"]:
-            if client["pid"] in pids and client["server"]:
                 with contextlib.suppress(NotFoundError):  # it has ended
-                    call(TERMINATE_CLIENT, _left_s(end_s), pid=client["pid"], signals=NO_SIGNAL)
+                    disconnect(max(0.1, end_s - time.monotonic()))
+            except YunionError as error:
+                is_silent = isinstance(error, (UnreachableError, BusyError))
+                if is_silent and time.monotonic() + _RETRY_S < end_s:
+                    time.sleep(_RETRY_S)
+                    continue
+                self._is_alone = is_silent
+                print_notice(f"{what} ends without being disconnected from MPS: {error.message}")
+            return
+
+    def _disconnect(self, pids: set[int], timeout_s: float) -> None:
+        """Disconnect the clients among the processes, each of which is then removed from `pids`."""
+        listed = call(GET_CLIENTS, timeout_s)
+        for pid in [client["pid"] for client in listed["clients"] if client["server"]]:
+            if pid in pids:
+                pids.remove(pid)
+                self._try(f"PID {pid}", partial(call, TERMINATE_CLIENT, pid=pid, signals=NO_SIGNAL))
         if listed["errors"]:
             raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
-
-    def _disconnect_container(self, lease_id: str, end_s: float) -> None:
-        with contextlib.suppress(NotFoundError):  # it ended with its container
-            call(TERMINATE_LEASE, _left_s(end_s), lease=lease_id, signals=NO_SIGNAL)
 
     def _lease_id(self) -> str:
         """The id of the container's lease; empty if there is none yet."""
@@ -233,5 +231,5 @@ def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:
     return signal.sigtimedwait(_WATCHED, timeout_s)
 
 
-def _left_s(end_s: float) -> float:
-    return max(0.1, end_s - time.monotonic())
+def _disconnect_container(lease_id: str, timeout_s: float) -> None:
+    call(TERMINATE_LEASE, timeout_s, lease=lease_id, signals=NO_SIGNAL)

@@ -129,9 +129,14 @@ def is_stopped(pid: int) -> bool:
 
 
 def dies_of(pid: int, number: int) -> bool:
-    """Whether the signal would end the process by its default action: it neither catches nor ignores it."""
+    """Whether the signal would end the process by its default action: it does not handle the signal.
+
+    It may catch or ignore it, or wait for it (sigwait(3), signalfd(2)). Then its main thread blocks it; other
+    threads say nothing, because libraries' threads often block all signals, and a waiting one blocks none.
+    """
     rows = (line.split() for line in _read(pid, "status").splitlines())
-    masks = [int(row[1], 16) for row in rows if row[:1] in ([b"SigCgt:"], [b"SigIgn:"])]
+    handled = ([b"SigCgt:"], [b"SigIgn:"], [b"SigBlk:"])
+    masks = [int(row[1], 16) for row in rows if row[:1] in handled]
     return not any(mask >> (number - 1) & 1 for mask in masks)
 
 

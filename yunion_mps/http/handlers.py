@@ -132,11 +132,11 @@ class Handlers:
         return await self._services.clients.clients(seen=seen)
 
     async def terminate_client(self, request: Request, *, pid: int, signals: str) -> answers.Termination:
-        return await self._services.terminator.end_process(pid, request.uid, signals=SIGNALS[signals])
+        return await self._services.terminator.terminate_client(pid, request.uid, signals=SIGNALS[signals])
 
     async def terminate_lease(self, request: Request, *, lease: str, signals: str) -> answers.TerminationList:
         return _list(
-            await self._services.lease_ends.terminate(lease, _caller(request).owner, SIGNALS[signals])
+            await self._services.lease_terminator.terminate(lease, _caller(request).owner, SIGNALS[signals])
         )
 
     async def terminate_device(
@@ -147,7 +147,9 @@ class Handlers:
         signals: str,
     ) -> answers.TerminationList:
         choose = partial(clients_of_device, self._services.queries.device(id)["addr"])
-        return _list(await self._services.terminator.end_all(choose, request.uid, signals=SIGNALS[signals]))
+        return _list(
+            await self._services.terminator.terminate_all(choose, request.uid, signals=SIGNALS[signals])
+        )
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
         return await self._services.status.leases()
@@ -199,7 +201,7 @@ class Handlers:
 
     async def end_lease(self, request: Request, *, lease: str, terminate: bool) -> answers.LeaseRecord:
         if terminate:
-            return await self._services.lease_ends.release(lease, _caller(request).owner)
+            return await self._services.lease_terminator.release(lease, _caller(request).owner)
         return self._services.leases.release(lease, _caller(request).owner)
 
     async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:

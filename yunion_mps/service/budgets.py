@@ -83,8 +83,10 @@ def find_excesses(
     """
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
     found: dict[JobBudget, Excess] = {}
+    leases = list(leases)
+    holders = {lease["pid"] for lease in leases}
     for lease in leases:
-        own = [client for client in counted if _belongs(client, lease)]
+        own = [client for client in counted if _belongs(client, lease, holders)]
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
@@ -97,11 +99,14 @@ def find_excesses(
     return found
 
 
-def _belongs(client: MpsClient, lease: LeaseRecord) -> bool:
+def _belongs(client: MpsClient, lease: LeaseRecord, holders: Collection[int | None]) -> bool:
+    if client["pid"] in holders:
+        return client["pid"] == lease["pid"]
     if client["lease"]:
         return client["lease"] == lease["id"]
-    is_inside = client["container_id"] is not None and client["container_id"] == lease["container_id"]
-    return is_inside or client["pid"] == lease["pid"]
+    # Jobs with leases of their own may share a container, and users can name control groups like containers.
+    is_ours = lease["binding"] in ("container", "name") and lease["uid"] in (0, client["uid"])
+    return is_ours and client["container_id"] is not None and client["container_id"] == lease["container_id"]
 
 
 def _mib(client: MpsClient, gpu: str) -> int:
@@ -236,10 +241,10 @@ class BudgetEnforcer:
         def choose_again(listed: ClientList) -> list[MpsClient]:
             return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
 
-        end_all = self._terminator.end_all
-        ended = await end_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
+        terminate_all = self._terminator.terminate_all
+        ended = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
         if any(not one["ended"] and not one["reason_code"] for one in ended):
-            ended = await end_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
+            ended = await terminate_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
             if not all(one["ended"] for one in ended):
                 self._survivors.update(map(_identity, victims))
         self.terminations[budget.gpu] += sum(one["ended"] for one in ended)

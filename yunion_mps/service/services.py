@@ -9,7 +9,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.budgets import BudgetEnforcer
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
-from yunion_mps.service.lease_ends import LeaseEnds
+from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
@@ -27,7 +27,7 @@ class Services(NamedTuple):
     observer: Observer
     clients: ClientService
     terminator: Terminator
-    lease_ends: LeaseEnds
+    lease_terminator: LeaseTerminator
     budgets: BudgetEnforcer
     status: StatusService
     events: EventService
@@ -56,7 +56,7 @@ class Services(NamedTuple):
             observer,
             clients,
             terminator,
-            LeaseEnds(leases, terminator),
+            LeaseTerminator(leases, terminator),
             BudgetEnforcer(supervisor, queries, leases, observer, terminator),
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +56,7 @@ class Terminator:
         self._supervisor = supervisor
         self._clients = clients
 
-    async def end_process(
+    async def terminate_client(
         self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
     ) -> answers.Termination:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
@@ -68,7 +69,7 @@ class Terminator:
         self._refuse_while_stopping()
         return await self._end(find_client(await self._list(), pid), uid, cause, signals)
 
-    async def end_lease(
+    async def terminate_lease(
         self,
         lease: answers.LeaseRecord,
         uid: int,
@@ -76,15 +77,15 @@ class Terminator:
         *,
         signals: SignalSequence = TERM,
     ) -> list[answers.Termination]:
-        """Terminate all clients of a lease, as `end_all` does.
+        """Terminate all clients of a lease, as `terminate_all` does.
 
         The lease's owner may also end those that run in its container as other users.
         """
         choose = partial(clients_of_lease, lease)
         container = (lease["container_id"] or "") if lease["binding"] == "container" else ""
-        return await self.end_all(choose, uid, cause, signals=signals, container_id=container)
+        return await self.terminate_all(choose, uid, cause, signals=signals, container_id=container)
 
-    async def end_all(
+    async def terminate_all(
         self,
         choose: Callable[[answers.ClientList], Iterable[AnyClient]],
         uid: int,
@@ -94,7 +95,7 @@ class Terminator:
         container_id: str = "",
         code: str = reasons.CLIENT_TERMINATED,
     ) -> list[answers.Termination]:
-        """Terminate the chosen clients at the same time, each as `end_process` does.
+        """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
         An error of one client is in its termination. The user also owns the container with this id. `code` is
         that of the events. Raises only BusyError, during a stop.
@@ -194,10 +195,11 @@ class Terminator:
         loop = asyncio.get_running_loop()
         plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
         program = find_control_program()
-        end_s = loop.time() + _OCCUPIED_S
+        end_s = math.inf  # until its turn, for which many other clients may be before it
         while True:
             try:
                 async with self._clients.conversation:
+                    end_s = min(end_s, loop.time() + _OCCUPIED_S)
                     return await on_thread(lambda: terminate(program, plan, server, pid))
             except OccupiedError:
                 if loop.time() > end_s:

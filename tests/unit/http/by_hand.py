@@ -20,7 +20,7 @@ from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.holdings import NO_CLIENTS
-from yunion_mps.service.lease_ends import LeaseEnds
+from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
@@ -166,17 +166,17 @@ class FakeClients(_ByHand, ClientService, Terminator):
         await self._pass("clients")
         return self.found
 
-    async def end_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
+    async def terminate_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
         """One by one; an error is in the termination."""
         found = []
         for client in choose(self.found):
             try:
-                found.append(await self.end_process(client["pid"], uid, cause, signals=more["signals"]))
+                found.append(await self.terminate_client(client["pid"], uid, cause, signals=more["signals"]))
             except YunionError as error:
                 found.append(_termination(client, error.message, ended=False, code=error.code))
         return found
 
-    async def end_process(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
+    async def terminate_client(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
         await self._pass(f"terminate {pid} for {uid}" + (" force" if signals is KILL else ""))
         client = find_client(self.found, pid)
         if self.refusal:
@@ -252,13 +252,13 @@ class FakeLeases(_ByHand, LeaseService):
         return self.given
 
 
-class FakeLeaseEnds(LeaseEnds):
+class FakeLeaseTerminator(LeaseTerminator):
     def __init__(self, leases: FakeLeases, clients: FakeClients) -> None:
         self._fakes = leases, clients
 
     async def terminate(self, name: str, caller: Owner, signals: Any) -> Any:
         leases, clients = self._fakes
-        return await clients.end_lease(leases.lease(name, caller), caller.uid, signals=signals)
+        return await clients.terminate_lease(leases.lease(name, caller), caller.uid, signals=signals)
 
     async def release(self, name: str, caller: Owner) -> Any:
         await self.terminate(name, caller, KILL)
@@ -271,9 +271,9 @@ def services(
     """What the handlers call; there is no supervisor, and nothing observes processes."""
     absent: Any = None
     status = StatusService(queries, leases, clients)
-    ends: Any = FakeLeaseEnds(leases, clients)
-    killing = (clients, ends, absent)
-    return Services(absent, queries, leases, absent, clients, *killing, status, events, absent, reloader)
+    lease_terminator: Any = FakeLeaseTerminator(leases, clients)
+    terminators = (clients, lease_terminator, absent)
+    return Services(absent, queries, leases, absent, clients, *terminators, status, events, absent, reloader)
 
 
 def router(service: Queries) -> Router:

@@ -90,9 +90,31 @@ def test_what_is_not_surely_the_jobs_does_not_count(fields: dict[str, Any]) -> N
 
 def test_the_holder_and_its_container_count_without_the_leases_id() -> None:
     inside: Any = {"lease": None, "container_id": CONTAINER}
-    lease = {**LEASE, "pid": OLD, "container_id": CONTAINER}
+    lease = {**LEASE, "binding": "container", "pid": OLD, "container_id": CONTAINER}
     holder = process(5000, OLD, lease=None)
     assert found(holder, process(5000, **inside), lease=lease)[0].used_mib == 10_000
+
+
+def test_jobs_with_leases_of_their_own_may_share_a_container() -> None:
+    """Programs that took their leases themselves, as by the Python client, do not have the lease's id."""
+    inside: Any = {"lease": None, "container_id": CONTAINER}
+    lease = {**LEASE, "binding": "process", "pid": OLD, "container_id": CONTAINER}
+    assert found(process(5000, OLD, **inside), process(5000, **inside), lease=lease) == []
+
+
+def test_a_process_that_holds_another_lease_does_not_count() -> None:
+    """It was started with the first one, then took its own."""
+    second: Any = {**LEASE, "id": OTHER, "pid": NEW}
+    leases = [{**LEASE, "pid": OLD}, second]
+    assert find_excesses(leases, [process(5000, OLD), process(5000)], {GPU}) == {}
+
+
+@pytest.mark.parametrize(("owner", "is_found"), [(0, True), (1000, True), (1001, False)])
+def test_a_user_s_lease_counts_no_one_else_in_a_container(owner: int, is_found: bool) -> None:
+    """A user can name a control group like another user's container, and take a lease for that."""
+    inside = process(6000, lease=None, container_id=CONTAINER)
+    lease = {**LEASE, "uid": owner, "binding": "container", "pid": OLD, "container_id": CONTAINER}
+    assert bool(found(inside, lease=lease)) is is_found
 
 
 def test_naming_anothers_lease_endangers_only_oneself() -> None:
@@ -143,7 +165,7 @@ class World:
         use = None if self.taken_s is None else SimpleNamespace(taken_s=self.taken_s, gpus=self.reported)
         return self.listed, use
 
-    async def end_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
+    async def terminate_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
         assert (uid, code) == (0, OVER_BUDGET_TERMINATED)
         self.causes.add(cause)
         chosen = choose(self.confirmed or self.listed)
@@ -240,13 +262,13 @@ def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -
 
 def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) -> None:
     excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
-    real = world.end_all
+    real = world.terminate_all
 
     async def reloading(*arguments: Any, **options: Any) -> Any:
         world.config = world.config._replace(over_budget="report")
         return await real(*arguments, **options)
 
-    world.end_all = reloading  # type: ignore[method-assign]
+    world.terminate_all = reloading  # type: ignore[method-assign]
     world.loop.run_until_complete(world.enforcer.end(excess))
     assert world.ended == []
 
@@ -255,7 +277,7 @@ def test_a_stop_of_the_daemon_leaves_the_process_to_it(world: World) -> None:
     async def stopping(*_: Any, **__: Any) -> Any:
         raise BusyError("the daemon is stopping", "")
 
-    world.end_all = stopping  # type: ignore[method-assign]
+    world.terminate_all = stopping  # type: ignore[method-assign]
     assert world.follow(100, 110, *OVER) == 110
     assert world.enforcer.terminations[GPU] == 0
 

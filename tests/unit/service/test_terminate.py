@@ -63,7 +63,7 @@ class Bench:
     def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
         """What becomes of the client."""
         choose = itemgetter("clients")
-        return self.of(lambda terminator: terminator.end_all(choose, uid, signals=signals))[0]
+        return self.of(lambda terminator: terminator.terminate_all(choose, uid, signals=signals))[0]
 
     def of(self, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]) -> Any:
         async def run() -> Any:
@@ -132,6 +132,31 @@ def test_a_busy_control_daemon_is_asked_again(bench: Bench) -> None:
     assert [event.cause for event in bench.events] == ["requested by root"]
 
 
+def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many clients, its turn may come later than the time that a busy control daemon is given."""
+    monkeypatch.setattr(module, "_OCCUPIED_S", 0.5)
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    answers = [OccupiedError("/pipe")]
+
+    def serve() -> bool:
+        if answers:
+            raise answers.pop()
+        return True
+
+    async def work(terminator: module.Terminator) -> Any:
+        lock = terminator._clients.conversation
+        await lock.acquire()
+        ending = asyncio.ensure_future(terminator.end_all(itemgetter("clients"), 0))
+        await asyncio.sleep(1)
+        lock.release()
+        return await ending
+
+    bench.serve = serve
+    assert bench.of(work)[0]["how"] == "its MPS server disconnected it; ended by SIGTERM"
+
+
 def test_without_signals_a_client_is_only_disconnected(bench: Bench) -> None:
     one = bench.end(signals=())
     assert (one["ended"], one["how"]) == (False, "its MPS server disconnected it")
@@ -150,5 +175,5 @@ def test_a_lease_s_owner_may_end_other_users_in_its_container(
 ) -> None:
     bench.listed["clients"][0]["container_id"] = inside = "a" * 64
     lease: Any = {**LEASE, "binding": binding, "container_id": inside}
-    (one,) = bench.of(lambda terminator: terminator.end_lease(lease, 12345))
+    (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345))
     assert (one["ended"], one["reason_code"]) == (is_ended, "" if is_ended else "not_allowed")

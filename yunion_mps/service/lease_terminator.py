@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 _DEADLINE_S = 30.0
 
 
-class LeaseEnds:
+class LeaseTerminator:
     def __init__(self, leases: LeaseService, terminator: Terminator) -> None:
         self._leases = leases
         self._terminator = terminator
 
     async def terminate(self, name: str, caller: Owner, signals: SignalSequence) -> list[answers.Termination]:
         """Terminate the processes of a lease, which continues; raises NotFoundError, NotAllowedError."""
-        return await self._terminator.end_lease(self._own(name, caller), caller.uid, signals=signals)
+        return await self._terminator.terminate_lease(self._own(name, caller), caller.uid, signals=signals)
 
     async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """Kill the lease's processes safely, then end it; raises what `LeaseService.release` raises."""
@@ -51,7 +51,7 @@ class LeaseEnds:
     async def _kill(self, lease: answers.LeaseRecord, uid: int, cause: str) -> None:
         late = HostError(f"they were not terminated within {_DEADLINE_S:g} s")
         try:
-            work = self._terminator.end_lease(lease, uid, cause, signals=KILL)
+            work = self._terminator.terminate_lease(lease, uid, cause, signals=KILL)
             await within(_DEADLINE_S, work, late)
         except YunionError as error:
             log.warning("processes of lease %s may still be running: %s", lease["id"], error.message)

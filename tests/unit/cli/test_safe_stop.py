@@ -1,0 +1,27 @@
+"""`yunion-mps run --safe-stop`: what it asks the daemon, which answers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from yunion_mps.errors import ControlError
+
+from unit.cli.conftest import Cli
+from unit.http.by_hand import CLIENT, clients
+from unit.http.server_host import PATIENCE_S
+
+
+def test_a_client_that_cannot_be_disconnected_does_not_affect_the_others(own: Cli, tmp_path: Path) -> None:
+    """MPS servers differ: one may be hung, while another can still disconnect its clients."""
+    own.env |= {"YUNION_MPS_DEVICE": "00:06.0-1", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    (tmp_path / "control").touch()
+    script = "trap '' TERM; sleep 600 & echo $$ $!; exec sleep 600"
+    with own.start("run", "--inherit", "--safe-stop=0s", "--", "sh", "-c", script) as job:
+        assert job.stdout
+        pids = [int(word) for word in job.stdout.readline().split()]
+        own.host.clients.found = clients(*({**CLIENT, "pid": pid} for pid in pids))
+        own.host.clients.refusal = ControlError("its MPS server refused")
+        job.terminate()
+        _, err = job.communicate(timeout=PATIENCE_S)
+    ends = [f"PID {pid} ends without being disconnected from MPS: its MPS server refused" for pid in pids]
+    assert sorted(err.splitlines()) == sorted(f"yunion-mps: {end}" for end in ends)
