@@ -26,7 +26,6 @@ from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable
-from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
@@ -212,7 +211,7 @@ def _refuse_without_device() -> None:
     if not os.environ.get("YUNION_MPS_DEVICE") or not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
         raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
     refuse_unreachable(os.environ)
-    if lease := os.environ.get(LEASE_VARIABLE):
+    if lease := os.environ.get("YUNION_MPS_LEASE"):
         try:
             call(GET_LEASE, lease=lease)
         except NotFoundError:
