@@ -48,6 +48,13 @@ REPORT, TERMINATE = "report", "terminate"
 NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 
+#: Variables that only a device's environment sets, and all that it may set.
+BUDGET_VARIABLES = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE",
+)  # fmt: skip
+DEVICE_VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
+
 #: The state of an MPS server that has failed, as NVIDIA's control daemon reports it.
 SERVER_FAULT = "FAULT"
 

@@ -32,7 +32,7 @@ def kill_all_of(folder: Path) -> None:
 def processes_of(folder: Path) -> list[int]:
     """All processes, except this one, with the engine's folder in their environment or a file of it open.
 
-    Some write their title over their environment.
+    Some, such as slurmstepd, write their title over their environment.
     """
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.processes import kill_all_of, processes_of
 from integration.daemon_host import PATIENCE_S, eventually, is_running
 from integration.gateway_host import free_port
 from simhost import SimHost
@@ -226,13 +227,13 @@ class Slurm(Closes):
         """Kill the daemons, and the jobs that they have started. At a SIGTERM, slurmctld takes 9 s."""
         for name in self._processes:
             self.kill(name)
-        self.kill_jobs(all_others=True)
+        kill_all_of(self.folder)
 
-    def kill_jobs(self, *, all_others: bool = False) -> None:
-        """Kill the processes that slurmd has started, as a reboot does, or all that are left."""
+    def kill_jobs(self) -> None:
+        """Kill the processes that slurmd has started, as a reboot does."""
         daemons = {process.pid for process in self._processes.values()}
-        for pid in _processes_of(str(self.folder)):
-            if pid not in daemons and (all_others or b"slurmctld" not in _command(pid)):
+        for pid in processes_of(self.folder):
+            if pid not in daemons and b"slurmctld" not in _command(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
@@ -349,22 +350,6 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _processes_of(folder: str) -> list[int]:
-    """All processes of this cluster: those with its folder in their environment, or with a file of it open.
-
-    slurmstepd writes its title over its environment.
-    """
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            proc = Path("/proc", entry)
-            files = {os.readlink(link) for link in (proc / "fd").iterdir()}
-            is_ours = folder.encode() in (proc / "environ").read_bytes()
-            if int(entry) != os.getpid() and (is_ours or any(file.startswith(folder) for file in files)):
-                found.append(int(entry))
-    return found
 
 
 def environment(text: str) -> dict[str, str]:

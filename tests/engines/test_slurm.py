@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.enums import DEVICE_VARIABLES
 
 from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
@@ -61,6 +62,20 @@ def test_two_shares_are_one_budget_and_a_step_can_have_one_share(slurm: Slurm) -
         "0 00:06.0-0 0=4096M",
         "batch 00:06.0-0,00:06.0-1",
     ]
+
+
+@pytest.mark.parametrize("submitter", ["", "srun --quiet "], ids=["script", "step"])
+def test_a_job_inherits_no_device_of_the_job_that_submits_it(slurm: Slurm, submitter: str) -> None:
+    show = slurm.folder / "out/show"
+    job = slurm.submit(
+        f"echo '#!/bin/sh\nenv' > {show}; {submitter}sbatch -W --output={show}.%j {show}; echo end", SHARE
+    )
+    slurm.wait(lambda: "end" in slurm.output(job), "the output")
+    (output,) = show.parent.glob("show.*")
+    found = environment(output.read_text())
+    assert {name for name in found if name in DEVICE_VARIABLES} == set()
+    assert found["SLURM_JOB_ID"] != job
+    slurm.wait_job(job, "COMPLETED")
 
 
 def test_a_job_that_cannot_have_its_devices_fails_with_the_reason(slurm: Slurm, daemon: Daemon) -> None:

@@ -67,6 +67,18 @@ def test_a_job_on_two_nodes_has_a_device_on_each(cluster: Slurm, daemons: list[D
     cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
 
 
+def test_each_component_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daemons: list[Daemon]) -> None:
+    show = ["printenv", "CUDA_MPS_PIPE_DIRECTORY"]
+    done = cluster.srun(SHARE, *show, ":", SHARE, *show)
+    assert done.returncode == 0, f"{done.stderr}{cluster.logs()}"
+    assert sorted(done.stdout.split()) == sorted(str(daemon.pipe_directory) for daemon in daemons)
+    step = f"srun --quiet --het-group=1 {' '.join(show)}\necho end"
+    job = cluster.submit(f"#SBATCH {SHARE}\n#SBATCH hetjob\n#SBATCH {SHARE}\n{step}")
+    cluster.wait(lambda: "end" in cluster.output(job), "the output")
+    assert cluster.output(job).split() in ([str(daemon.pipe_directory), "end"] for daemon in daemons)
+    cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
+
+
 def test_a_node_at_fault_leaves_the_other_to_the_jobs(cluster: Slurm, daemons: list[Daemon]) -> None:
     daemons[0].stop()
     cluster.check_health()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
-from yunion_mps.cli.options import BUDGET_VARIABLES
 from yunion_mps.containers.command import mount_words, set_variables
 from yunion_mps.containers.spec import driver_nodes, gpu_nodes
+from yunion_mps.enums import DEVICE_VARIABLES
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
@@ -27,9 +27,6 @@ from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
-
-#: All variables that a device's environment may set.
-_VARIABLES = {*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"}
 
 #: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]
@@ -59,7 +56,7 @@ def run_container(
         words = ["--device", f"{CDI_KIND}={lease['id']}", "--label", _label(lease["id"])]
     else:
         # CDI sets variables after the user's own; without CDI, the user's would silently loosen the budget.
-        for name in sorted(set_variables(argv) & _VARIABLES):
+        for name in sorted(set_variables(argv).intersection(DEVICE_VARIABLES)):
             what = (
                 f"--env {name} would override the device's value, because this {engine} does not support CDI"
             )

@@ -167,11 +167,6 @@ def confirm(question: str, yes: bool) -> None:
         raise YunionError("cancelled: nothing was changed, and no job was ended")
 
 
-#: Variables that only a device's environment sets.
-BUDGET_VARIABLES = (
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE",
-)  # fmt: skip
 #: Formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
 _REQUEST_OPTIONS = (

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from yunion_mps.cli.calls import add_option_hints, call, preview, take, warn_unenforced_budgets
 from yunion_mps.cli.options import (
-    BUDGET_VARIABLES,
     Duration,
     DurationOption,
     RequestCommand,
@@ -23,6 +22,7 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
+from yunion_mps.enums import BUDGET_VARIABLES
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TypedDict
 
-from yunion_mps.enums import UNAVAILABLE
+from yunion_mps.enums import DEVICE_VARIABLES, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
@@ -63,16 +63,25 @@ class Hooks:
         return 0
 
     def task_prolog(self) -> tuple[int, list[str]]:
-        """The exit status, and the lines for slurmstepd: `export NAME=VALUE` and `print TEXT`."""
+        """The exit status, and the lines for slurmstepd: `export NAME=VALUE`, `unset NAME` and `print TEXT`.
+
+        A job inherits the variables of the job that submitted it, so those of its devices are removed.
+        """
         job, record = Job.of(self._environment), read_record(self._paths)
-        if record is None or not (job.indices or job.step_indices):
+        if record is None:
             return 0, []
         try:
-            environment = environment_of_task(job, self._read(job))
-            refuse_unreachable(environment)
+            content = self._read(job)
+            environment = environment_of_task(job, content) if content else {}
+            if environment:
+                refuse_unreachable(environment)
         except YunionError as error:
             return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]
-        return 0, [f"export {name}={value}" for name, value in environment.items()]
+        inherited = [name for name in DEVICE_VARIABLES if name not in environment]
+        return 0, [
+            *(f"unset {name}" for name in inherited if name in self._environment),
+            *(f"export {name}={value}" for name, value in environment.items()),
+        ]
 
     def epilog(self) -> int:
         """Release the job's devices; returns 0, because the health check retries what failed."""
@@ -83,7 +92,7 @@ class Hooks:
         except YunionError as error:
             self._drain(error)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(job))
+            os.unlink(self._path(job.id))
         return 0
 
     def health_check(self) -> int:
@@ -178,12 +187,12 @@ class Hooks:
     def _leases(self) -> JobLeases:
         return JobLeases(self._paths, self._on_message)
 
-    def _path(self, job: Job) -> str:
-        return os.path.join(self._paths.slurm_jobs, f"{job.id}.json")
+    def _path(self, job_id: str) -> str:
+        return os.path.join(self._paths.slurm_jobs, f"{job_id}.json")
 
     def _write(self, job: Job, content: JobFile) -> None:
         """Write the job's file, which the job's user can read but not change."""
-        path = self._path(job)
+        path = self._path(job.id)
         try:
             write_atomically(path, json.dumps(content))
             os.chmod(path, 0o400)
@@ -193,12 +202,16 @@ class Hooks:
                 f"{path}: cannot be written: {error.strerror}", "check the free space: df -h /run"
             ) from None
 
-    def _read(self, job: Job) -> JobFile:
-        path = self._path(job)
+    def _read(self, job: Job) -> JobFile | None:
+        """Return the content of the job's file; None if Slurm has not assigned devices to it."""
+        path = next(filter(os.path.exists, map(self._path, job.components)), self._path(job.id))
         try:
             with open(path, encoding="utf-8") as file:
                 content: JobFile = json.load(file)
         except (OSError, ValueError) as error:
+            # Slurm removes this variable from jobs without devices, but no indices that they have inherited.
+            if isinstance(error, FileNotFoundError) and not self._environment.get("CUDA_VISIBLE_DEVICES"):
+                return None
             what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None

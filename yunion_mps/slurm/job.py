@@ -17,16 +17,23 @@ L = TypeVar("L", bound="LeaseRecord")
 #: The largest job id is below 2^32 (slurm.h).
 JOB_ID = "[1-9][0-9]{0,9}"
 _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
+#: Set by sbatch, and by an srun that starts the job itself.
+_COMPONENT = re.compile(r"SLURM_JOB_ID_(HET|PACK)_GROUP_[0-9]+")
 _INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 
 
 class Job(NamedTuple):
-    """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step."""
+    """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step.
+
+    `components` are the ids of the jobs that a heterogeneous job consists of, none of which share a node: a
+    task of any of them has the id of the first one.
+    """
 
     id: str
     uid: int = 0
     indices: tuple[int, ...] = ()
     step_indices: tuple[int, ...] = ()
+    components: tuple[str, ...] = ()
 
     @property
     def lease_name(self) -> str:
@@ -41,7 +48,10 @@ class Job(NamedTuple):
             hint = "set this hook in slurm.conf, so that Slurm runs it"
             raise HostError(what, hint, INVALID_REQUEST)
         job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
-        return cls(job_id, int(uid), job, step)
+        components = [value for name, value in environment.items() if _COMPONENT.fullmatch(name)]
+        if job_id not in components or not all(re.fullmatch(JOB_ID, one) for one in components):
+            components = []  # inherited from another job
+        return cls(job_id, int(uid), job, step, tuple(components))
 
 
 def indices_of(text: str) -> tuple[int, ...]:

@@ -44,6 +44,15 @@ def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
     assert Job.of({"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}) == Job("17", 0, (), (1,))
 
 
+@pytest.mark.parametrize("kind", ["HET", "PACK"])
+def test_a_job_has_the_components_of_a_heterogeneous_job_that_it_is_of(kind: str) -> None:
+    groups = {f"SLURM_JOB_ID_{kind}_GROUP_0": "17", f"SLURM_JOB_ID_{kind}_GROUP_1": "18"}
+    assert Job.of({"SLURM_JOB_ID": "17", **groups}).components == ("17", "18")
+    assert Job.of({"SLURM_JOB_ID": "19", **groups}).components == ()  # inherited by another job
+    forged = {"SLURM_JOB_ID": "17", **groups, f"SLURM_JOB_ID_{kind}_GROUP_2": "../18"}
+    assert Job.of(forged).components == ()
+
+
 @pytest.mark.parametrize("job_id", ["", "0", "../17", "17_1", "99999999999"])
 def test_an_environment_without_a_valid_job_id_is_refused(job_id: str) -> None:
     with pytest.raises(HostError, match="not set by Slurm"):
