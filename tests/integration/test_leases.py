@@ -215,6 +215,8 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
 def test_the_threads_of_a_pool_are_leased_and_waited_for(daemon: Daemon) -> None:
     host = daemon.host
     host.divide("memory_unit: 1GiB\n  thread_percentage: 40")
+    told = host.run(["yunion-mps", "config", "show"]).stdout
+    assert "units of 1024 MiB, 40 % of the threads each" in told
     daemon.start().wait_ready()
     assert daemon.control("get_default_active_thread_percentage") == ["100.0"]
     first = take(daemon, "memory_mib=1024&holder.name=first&holder.ttl_s=600")
@@ -230,6 +232,9 @@ def test_the_threads_of_a_pool_are_leased_and_waited_for(daemon: Daemon) -> None
     assert refused.stderr.startswith(
         f"yunion-mps: 1024 MiB with 61 % of the threads cannot be allocated now: {left}\n"
     )
+    second = take(daemon, "memory_mib=1024&thread_percentage=60&holder.name=second&holder.ttl_s=600")
+    assert "0 of 16384 MiB can be leased" in host.run(["yunion-mps", "gpus"]).stdout
+    assert daemon.ask("DELETE", f"/v1/leases/{second['id']}")[0] == 200
     with host.popen(["yunion-mps", "run", *memory, "61", "--wait=1h", "true"]) as waiting:
         wait_until_wait(daemon, 1)
         assert daemon.ask("DELETE", f"/v1/leases/{first['id']}")[0] == 200

@@ -67,6 +67,7 @@ def test_lists_name_the_container_that_started_last_with_a_claim(
     (lease,) = leases_of(ready_daemon)
     assert (lease["name"], lease["pid"]) == (f"claim:default/trainer@{claim.uid}", container.pid)
     containerd.stop_container(container)
+    assert leases_of(ready_daemon)[0]["pid"] is None, "another process may get the PID"
     restart(ready_daemon)
     assert all("root (claim:default/trainer@" in text for text in holders())
 

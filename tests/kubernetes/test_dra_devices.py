@@ -202,6 +202,12 @@ def test_devices_that_are_made_for_leases_are_not_offered() -> None:
     assert [one.address for one in made] == ["06:00.0"]
 
 
+def test_a_device_of_a_gpu_that_was_replaced_is_not_offered() -> None:
+    old = share(6, 0, gpu_uuid=uuid_of(99), state="unavailable")
+    (made,) = offered_devices(facts([share(6, 0), old]))
+    assert (made.gpu, made.taint) == (uuid_of(6), "")
+
+
 def result(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDevice:
     made: AllocatedDevice = {"request": "gpu", "driver": "mps.yunion.io", "pool": in_pool, "device": device}
     if memory:

@@ -228,6 +228,21 @@ def test_a_daemon_that_hangs_taints_its_devices_until_it_continues(
     assert driver.process.poll() is None
 
 
+def test_a_gpu_is_published_although_a_claim_has_the_one_that_it_replaced(
+    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+) -> None:
+    assert dra_kubelet.prepared(dra_kubelet.allocate("trainer", [NAMES[0]]))
+    new = f"GPU-{UID}"
+    ready_daemon.stop()
+    ready_daemon.host.gpus[0].replace(new)
+    ready_daemon.start().wait_ready()
+
+    def published() -> list[str]:
+        return [one["attributes"]["uuid"]["string"] for one in dra_kubelet.devices() if not one.get("taints")]
+
+    eventually(lambda: published() == [new] * 4, "the devices of the new GPU")
+
+
 def test_sockets_that_are_removed_are_created_again(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
     root = driver.host.root / "var/lib/kubelet"
     for path in ("plugins_registry/mps.yunion.io-reg.sock", "plugins/mps.yunion.io/dra.sock"):

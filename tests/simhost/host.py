@@ -253,6 +253,12 @@ class SimGpu:
             self._slot.lost = 0
             self._slot.present = 1
 
+    def replace(self, uuid: str) -> None:
+        """Put another GPU of the same model in its place; not while a daemon runs."""
+        self.description = self.description._replace(uuid=uuid)
+        with self._file.changing():
+            self._slot.uuid = uuid.encode()
+
     def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
         """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C or M+C; `sm` in percent."""
         self._file.add_process(self.slot, pid, used_mib, kind, sm)

@@ -210,7 +210,8 @@ def _entry_text(entry: DeviceEntry) -> str:
     if entry.slices:
         return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
     if entry.memory_unit_mib:
-        return f"units of {entry.memory_unit_mib} MiB{action}"
+        each = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
+        return f"units of {entry.memory_unit_mib} MiB{each}{action}"
     return count(entry.virtual_number, "equal device") + action
 
 

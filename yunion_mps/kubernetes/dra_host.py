@@ -147,14 +147,14 @@ class DraHost:
         """All devices; if their number has changed between two pages, they are read again."""
         while True:
             devices: list[HostDevice] = []
-            total = 1
-            while len(devices) < total:
+            totals: set[int] = set()
+            while len(devices) < max(totals, default=1):
                 page = await self._daemon.call(GET_DEVICES, limit=_PAGE, offset=len(devices))
                 devices += map(_host_device, page["isolated_devices"])
-                total = page["total"]
+                totals.add(page["total"])
                 if not page["isolated_devices"]:
                     break
-            if len({device["addr"] for device in devices}) == total:
+            if totals == {len(devices)}:
                 return devices
 
     def _pcie_root(self, address: str) -> str:

@@ -311,8 +311,15 @@ class MemoryResource(ExtendedResource):
 
 
 def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[list[DeviceT], list[Pool]]:
-    """What is offered: what is reserved for Kubernetes if anything is, otherwise everything."""
-    offered = [device for device in devices if not _is_made_for_a_lease(device)]
+    """What is offered: what is reserved for Kubernetes if anything is, otherwise everything.
+
+    Devices of leases are last. Those of a GPU that was replaced have the addresses of the new one's.
+    """
+    by_address: dict[str, DeviceT] = {}
+    for device in devices:
+        if not _is_made_for_a_lease(device):
+            by_address.setdefault(device["addr"], device)
+    offered = list(by_address.values())
     reserved = [device for device in offered if device["reserved_for"] == KUBERNETES]
     reserved_pools = [pool for pool in pools if pool["reserved_for"] == KUBERNETES]
     return (reserved, reserved_pools) if reserved or reserved_pools else (offered, list(pools))

@@ -102,7 +102,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if request.memory_mib:
         sizes = [_describe_most(candidate) for candidate in pools]
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
-        hint = _hint_for_memory(request, candidates, has_pools=bool(pools))
+        hint = _hint_for_memory(request, candidates, pools)
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
 
@@ -112,10 +112,10 @@ def _describe_most(candidate: PoolCandidate) -> str:
     return f"at most {pool.memory_mib} MiB{threads} of GPU {candidate.gpu}"
 
 
-def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools: bool) -> str:
+def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Sequence[PoolCandidate]) -> str:
     """Say what would satisfy an infeasible request for memory: equal devices, or another configuration."""
     divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
-    if request.thread_percentage and not has_pools and candidates.usable_pools(request):
+    if request.thread_percentage and not pools and candidates.usable_pools(request):
         return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
     fits = sorted(
         (not candidate.device.budget_enforced, candidate.device.memory_limit_mib, candidate.device.addr)
@@ -125,10 +125,9 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, *, has_pools
     if len(fits) >= request.number:
         _, mib, address = fits[0]
         return f"request a device without an amount of memory, such as {address} with {mib} MiB; or {divide}"
-    less = (
-        "request less memory, or a lower percentage" if request.thread_percentage else "request less memory"
-    )
-    return less if has_pools else divide
+    if any(candidate.pool.thread_percentage for candidate in pools):
+        return "request less memory, or a lower percentage"
+    return "request less memory" if pools else divide
 
 
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:

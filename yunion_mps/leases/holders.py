@@ -162,7 +162,8 @@ def _holder_json(holder: Holder, since_s: float, containers: Containers | None) 
     runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
     inside = containers.of(pid) if containers and pid is not None and runs else None
     return {
-        "pid": pid,
+        # A claim outlives its containers, whose PIDs are reused.
+        "pid": pid if runs or holder.binding != "name" else None,
         "uid": holder.uid,
         "user": user_name(holder.uid),
         "command": (holder.command or command_of(pid)) if pid is not None and runs else None,

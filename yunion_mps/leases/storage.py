@@ -223,6 +223,7 @@ def recorded_ledger(store: Store, copies: str) -> Ledger:
     with contextlib.suppress(HostError, AssertionError):
         for lease in LeaseStorage(store, copies).read():
             holder = lease.holder
-            if holder.pid is None or started_ticks(holder.pid) == holder.started:
+            is_kept = holder.binding == "name" or holder.pid is None
+            if is_kept or started_ticks(holder.pid or 0) == holder.started:
                 ledger.add(lease)
     return ledger

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from yunion_mps import answers
 
 
+#: The least percentage of the SM threads that a request can name, in tenths.
+_LEAST_TENTHS = 10
+
+
 class Filters(NamedTuple):
     """Selects the devices of a listing; None matches all."""
 
@@ -161,7 +165,9 @@ class Queries:
         return 0 if unusable_reasons(snapshot)[pool.gpu_uuid] else self._free_mib(pool)
 
     def _free_mib(self, pool: Pool) -> int:
-        return self.ledger.free_mib(pool)
+        """How much memory one more client can get: nothing if there is not a single percent of threads."""
+        lacks_threads = pool.thread_percentage and self.ledger.free_tenths(pool) < _LEAST_TENTHS
+        return 0 if lacks_threads else self.ledger.free_mib(pool)
 
     @property
     def state(self) -> str:

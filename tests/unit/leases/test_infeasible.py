@@ -32,6 +32,7 @@ def test_an_infeasible_request_is_refused_at_once(requested: LeaseRequest, there
         (300, [], "request a device without an amount of memory, such as 01:00.0-0 with 300 MiB; or divide"),
         (90_000, [], "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"),
         (90_000, [pool(0)], "request less memory"),
+        (90_000, [pool(0, thread_percentage=10)], "request less memory, or a lower percentage"),
     ],
 )
 def test_the_hint_for_infeasible_memory_names_what_is_feasible(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.leases.storage import REPEAT_TIMEOUT_S, LeaseStorage, MemoryPeaks, QueuePositions
+from yunion_mps.leases.storage import (
+    REPEAT_TIMEOUT_S,
+    LeaseStorage,
+    MemoryPeaks,
+    QueuePositions,
+    recorded_ledger,
+)
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
@@ -110,6 +117,15 @@ def test_only_leases_taken_by_name_survive_a_reboot(store: Store, storage: Lease
     storage.write(B._replace(holder=B.holder._replace(pid=4260, started=77)))
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
     assert storage.read() == [B]
+
+
+def test_a_lease_by_name_is_recorded_although_its_container_has_ended(
+    store: Store, storage: LeaseStorage, paths: Paths
+) -> None:
+    ended = {"pid": os.getpid(), "started": 0}
+    storage.write(A._replace(holder=A.holder._replace(**ended)))
+    storage.write(B._replace(holder=B.holder._replace(**ended)))
+    assert [*recorded_ledger(store, paths.lease_copies).leases] == ["b"]
 
 
 @pytest.mark.usefixtures("storage")
