@@ -73,7 +73,7 @@ def test_a_job_cannot_claim_more_shards_by_its_name(slurm: Slurm) -> None:
     name = "x\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=shard:4(IDX:0)\nJobId=1"
     done = slurm.srun("--gres=shard:1", "--job-name", name, "true")
     assert done.returncode != 0
-    assert "Slurm has several answers" in done.stdout, done
+    assert "Slurm gives contradictory answers" in done.stdout, done
 
 
 def test_a_whole_gpu_is_all_of_its_devices(slurm: Slurm) -> None:

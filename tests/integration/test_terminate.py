@@ -64,7 +64,7 @@ def test_all_processes_of_a_lease_or_a_device_are_ended_and_no_others(jobs: Jobs
     assert is_running(theirs.pid)
     assert is_running(jobs.bystander.pid)
     assert len(given(jobs.daemon)) == 2, "a named lease continues"
-    assert jobs.terminate(target) == (0, [], f"yunion-mps: no processes use {said(kind, lease)}\n")
+    assert jobs.terminate(target) == (0, [], f"yunion-mps: {said(kind, lease)} has no processes\n")
 
 
 def said(kind: str, lease: dict[str, Any]) -> str:

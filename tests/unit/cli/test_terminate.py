@@ -54,7 +54,9 @@ def test_the_question_says_that_a_process_is_outside_mps(own: Cli) -> None:
     code, text = own.answered(b"n\n", "terminate", "4711")
     assert code == 1
     who = "PID 4711 (./old-job) of mallory"
-    assert text.startswith(f"{who} runs outside MPS, so no MPS server disconnects it first. End it? [y/N]: n")
+    assert text.startswith(
+        f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it? [y/N]: n"
+    )
 
 
 def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
@@ -66,7 +68,7 @@ def test_a_process_that_only_holds_a_lease_can_be_ended_by_itself(own: Cli) -> N
     own.host.clients.found = clients()
     own.host.leases.found["leases"] = [LEASE]
     told = f"yunion-mps: PID 4260 uses no GPU, but holds lease {LEASE['id'][:8]} [not_found]\n"
-    told += "yunion-mps: end it, and the lease ends as well: kill 4260\n"
+    told += "yunion-mps: terminate it, and the lease ends as well: kill 4260\n"
     assert own("terminate", "4260", "--yes") == (1, "", told)
 
 
@@ -88,7 +90,9 @@ def test_the_processes_of_a_lease_are_named_before_they_are_ended(own: Cli) -> N
     code, text = own.answered(b"n\n", "terminate", target)
     assert code == 1
     assert text.startswith(f"yunion-mps: {WHO}\n")
-    assert f"End 1 process of lease {LEASE['id']}? [y/N]: n" in text.replace("\n", " ").replace("  ", " ")
+    assert f"Terminate 1 process of lease {LEASE['id']}? [y/N]: n" in text.replace("\n", " ").replace(
+        "  ", " "
+    )
     assert not any(done.startswith("terminate") for done in own.host.clients.done)
     done = own("terminate", target, "--yes", "--force", "-o", "csv")
     assert done.out.splitlines() == [
@@ -108,5 +112,5 @@ def test_the_processes_that_are_another_user_s_are_named(own: Cli) -> None:
 
 def test_without_processes_there_is_nothing_to_end(own: Cli) -> None:
     own.host.clients.found = clients()
-    told = f"yunion-mps: no processes use lease {LEASE['id']}\n"
+    told = f"yunion-mps: lease {LEASE['id']} has no processes\n"
     assert own("terminate", "job-17", "--yes") == (0, "", told)

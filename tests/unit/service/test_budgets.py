@@ -166,7 +166,7 @@ class World:
         """Sample every second; end what is due. Returns when that was, None if never."""
         for at_s in range(begin_s, end_s + 1):
             if excess := self.sample(at_s, *processes):
-                self.loop.run_until_complete(self.enforcer.end(excess))
+                self.loop.run_until_complete(self.enforcer.enforce(excess))
                 return at_s
         return None
 
@@ -189,7 +189,7 @@ def test_a_job_over_budget_for_the_grace_time_loses_its_newest_process(world: Wo
     assert world.ended == [(NEW, TERM)]
     assert world.enforcer.terminations == {GPU: 1}
     (cause,) = world.causes
-    assert cause == f"{found(*OVER)[0].text} for at least 10 s"
+    assert cause == f"{found(*OVER)[0].text} and have exceeded the budget for at least 10 s"
 
 
 def test_a_sample_within_the_budget_starts_the_time_again(world: World) -> None:
@@ -247,7 +247,7 @@ def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) ->
         return await real(*arguments, **options)
 
     world.terminate_all = reloading  # type: ignore[method-assign]
-    world.loop.run_until_complete(world.enforcer.end(excess))
+    world.loop.run_until_complete(world.enforcer.enforce(excess))
     assert world.ended == []
 
 
