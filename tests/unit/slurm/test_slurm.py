@@ -129,7 +129,7 @@ def test_a_job_whose_shards_are_unclear_is_refused(
         number_of_shards(Job("17", 0, indices), gres)
 
 
-def test_some_devices_of_a_gpu_are_requested_by_their_number() -> None:
+def test_some_devices_of_a_gpu_are_requested_by_count() -> None:
     addresses = ["00:06.0-0", "00:06.0-1"]
     assert Assignment(addresses).request == Assignment(addresses, 2).request == {"devices": addresses}
     assert Assignment(addresses, 1).request == {"count": 1, "gpu": "00:06.0"}
