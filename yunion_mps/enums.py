@@ -26,7 +26,7 @@ PLACEMENTS = (BINPACK, SPREAD)
 NORMAL = "normal"
 PRIORITIES = (NORMAL, "below_normal")
 RELOAD_MODES = ("drain", "now")
-#: What a client is sent after its MPS server has disconnected it: SIGTERM, or also SIGKILL.
+#: What a client is sent after its MPS server has disconnected it: nothing, SIGTERM, or also SIGKILL.
 NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"
 CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 

@@ -49,7 +49,7 @@ class DeviceEntry(NamedTuple):
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
     `thread_overcommit` is None, `cuda_mps_thread_percentage` applies, and if `over_budget` is empty,
-    host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
+    that of host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
     proportion to memory.
     """
 

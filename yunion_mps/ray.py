@@ -1,4 +1,4 @@
-"""Tasks and actors of Ray that have a device: what `@ray.remote` takes. Neither needs nor imports Ray.
+"""Options of `@ray.remote` for tasks and actors that have a device. Neither needs nor imports Ray.
 
 `py_executable` of a runtime environment is the command that starts a worker. So `yunion-mps run` becomes the
 worker, and the lease of its device ends with it. The driver needs neither the daemon nor a GPU.
@@ -28,8 +28,8 @@ def options(
     """The resources and the runtime environment of a task with devices: `@ray.remote(**options())`.
 
     The arguments are those of `runtime_env`; its other keys are in the argument `runtime_env`. With `memory`,
-    the task requires `yunion_mps_memory`, which nodes have whose GPUs are divided by memory_unit; without it,
-    `yunion_mps`.
+    the task requires `yunion_mps_memory`, a resource of nodes with GPUs that are divided by memory_unit;
+    without it, `yunion_mps`.
     """
     request = _ARGUMENTS.lease(memory=memory, count=count)
     amount = request.members["memory_mib"]
@@ -42,10 +42,10 @@ def options(
 def runtime_env(memory: str | None = None, *, count: int = 1, **others: Any) -> dict[str, Any]:
     """The runtime environment of a worker that has devices of its own.
 
-    `memory` and `count` are those of `Client.lease`. `others` are further keys of Ray's, such as `pip` or
+    `memory` and `count` are those of `Client.lease`. `others` are other keys of Ray's, such as `pip` or
     `env_vars`; `py_executable` is the Python of the worker. Raises YunionError.
 
-    The worker waits for its devices, because Ray retries a worker that ends before it has started only after
+    The worker waits for its devices, because Ray retries a worker that exits before it has started only after
     a minute.
     """
     request = _ARGUMENTS.lease(memory=memory, count=count)
@@ -53,7 +53,7 @@ def runtime_env(memory: str | None = None, *, count: int = 1, **others: Any) -> 
 
 
 class _Arguments(LeaseMethod[LeaseArguments]):
-    """Checks the arguments of a lease, and takes none."""
+    """Checks the arguments of a lease without taking one."""
 
     def _take(self, request: LeaseArguments) -> LeaseArguments:
         return request

@@ -175,7 +175,7 @@ PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
     _END_JOB)
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 OVER_BUDGET_TERMINATED = _code("over_budget_terminated",
-    "A job's newest process was terminated because its processes together exceeded the job's budget.",
+    "A job's newest process was terminated because the job's processes together exceeded its budget.",
     "request more memory, or use fewer processes; or leave such jobs alone: over_budget: report")
 PROCESS_MEMORY_UNKNOWN = _code("process_memory_unknown",
     "The memory of processes on a GPU is unknown, so over_budget: terminate has no effect there.",

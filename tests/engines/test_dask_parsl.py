@@ -56,7 +56,7 @@ def engine(daemon: Daemon) -> Iterator[Engine]:
 
 
 class Engine(Closes):
-    """Programs of an engine, which run in a folder of the host; at the end, all processes are ended."""
+    """Programs of an engine, which run in a folder of the host; at the end, all processes are killed."""
 
     def __init__(self, host: SimHost) -> None:
         self.folder = host.root / "engine"

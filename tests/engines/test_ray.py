@@ -84,7 +84,7 @@ def test_memory_is_a_resource_of_the_node_that_leases_it_in_units(cluster: Ray, 
     assert ray("ray.get(third)").startswith("1/00:07.0-m")
 
 
-def test_only_a_task_that_runs_has_a_device(cluster: Ray, ray: Driver) -> None:
+def test_a_task_has_a_device_only_while_it_runs(cluster: Ray, ray: Driver) -> None:
     """Ray starts no worker in advance, and an idle one ends."""
     place = ray("ray.get(task(**on(0)).remote())")
     assert leased(cluster) in ([place], [])
@@ -108,7 +108,7 @@ def test_a_worker_waits_for_a_device_that_is_leased_outside_ray(cluster: Ray, ra
     assert ray("ray.get(waiting)") in PLACES
 
 
-def test_an_actor_whose_worker_is_killed_has_a_device_again(cluster: Ray, ray: Driver) -> None:
+def test_an_actor_whose_worker_is_killed_gets_a_device_again(cluster: Ray, ray: Driver) -> None:
     ray(f"actors = [actor({RESTARTED}, **on(1)) for _ in range(4)]")
     pids = ray("ray.get([one.pid.remote() for one in actors])")
     os.kill(pids[0], signal.SIGKILL)

@@ -144,7 +144,9 @@ def test_a_leftover_process_keeps_the_lease_and_drains_the_node(
     assert (slurm.state(), leases_of(daemon)) == ("idle", [])
 
 
-def test_the_epilog_ends_what_its_job_has_left_behind(jobs: StandIns, slurm: Slurm, daemon: Daemon) -> None:
+def test_the_epilog_terminates_leftover_processes_of_its_job(
+    jobs: StandIns, slurm: Slurm, daemon: Daemon
+) -> None:
     slurm.hold("epilog")
     slurm.submit(SHOW, SHARE)
     slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")

@@ -11,7 +11,7 @@ import pytest
 from engines.slurm import Slurm
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
-from integration.mps_jobs import STUBBORN_JOB, ends_of
+from integration.mps_jobs import STUBBORN_JOB, terminations_of
 from simhost import SimHost
 from simhost.mps import StandIns
 
@@ -57,4 +57,4 @@ def test_a_client_is_disconnected_before_slurm_kills_its_job(
         slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
     slurm.wait_job(job, "CANCELLED", "TIMEOUT")
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
-    assert ends_of(daemon) == ["its MPS server disconnected it"], daemon.log
+    assert terminations_of(daemon) == ["its MPS server disconnected it"], daemon.log

@@ -69,11 +69,11 @@ def test_a_step_with_some_shards_has_the_budget_of_the_whole_job(slurm: Slurm) -
     assert slurm.output(job).splitlines() == ["00:06.0-0,00:06.0-1", "batch 00:06.0-0,00:06.0-1"]
 
 
-def test_a_job_cannot_claim_more_shards_by_its_name(slurm: Slurm) -> None:
+def test_a_job_cannot_get_more_shards_by_its_name(slurm: Slurm) -> None:
     name = "x\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=shard:4(IDX:0)\nJobId=1"
     done = slurm.srun("--gres=shard:1", "--job-name", name, "true")
     assert done.returncode != 0
-    assert "Slurm has several answers" in done.stdout, done
+    assert "Slurm gives contradictory answers" in done.stdout, done
 
 
 def test_a_whole_gpu_is_all_of_its_devices(slurm: Slurm) -> None:

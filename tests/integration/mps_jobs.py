@@ -23,7 +23,7 @@ STUBBORN_JOB = (*JOB, "stubborn")
 def started(
     host: SimHost, *command: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command with one client, which is attached; both are killed in the end."""
+    """A command with one client, which is attached; both are killed at the end."""
     env = {**host.env, **(variables or {})}
     job = host.popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -37,13 +37,13 @@ def started(
 
 
 def ended(job: subprocess.Popen[str]) -> tuple[int, list[str], str]:
-    """Wait for its end: the exit status, what the client said last, and what the command wrote to stderr."""
+    """Wait for its end; return the exit status, the client's last output, and the command's stderr."""
     out, err = job.communicate(timeout=PATIENCE_S)
     assert not is_running(job.pid)
     return job.returncode, out.split("\n")[:-1], err
 
 
-def ends_of(daemon: Daemon) -> list[str]:
+def terminations_of(daemon: Daemon) -> list[str]:
     """What was done to clients that were terminated, as the event log has it."""
     events = daemon.get("/v1/events?kind=client")[1]["events"]
     return [one["what"].rpartition(": ")[2] for one in events if one["code"] == "client_terminated"]

@@ -55,7 +55,7 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
             (problem,) = (one for one in daemon.status()["problems"] if one["code"] == "over_budget")
             used = f"{DEVICE} uses {budget_mib + 512} of {budget_mib} MiB"
             assert problem["text"].startswith(used)
-            assert problem["text"].endswith("; if this lasts, the newest process is terminated")
+            assert problem["text"].endswith("; if this lasts, the newest process will be terminated")
             eventually(lambda: daemon.polls() and not is_running(newest.pid), "its end")
             assert newest.stdout
             assert newest.stderr

@@ -13,7 +13,7 @@ from yunion_mps.host.proc import parent_of
 from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, ends_of, job_in_container, started
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, job_in_container, started, terminations_of
 from integration.podman_host import Podman, spec_of
 from integration.tmux import Tmux
 
@@ -30,7 +30,7 @@ def test_a_stubborn_client_is_disconnected_before_it_is_killed(at_work: AtWork) 
     with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         job.terminate()
         assert ended(job)[::2] == (KILLED, "")
-    assert ends_of(daemon) == [DISCONNECTED]
+    assert terminations_of(daemon) == [DISCONNECTED]
     assert (at_work.jobs.servers(), is_running(at_work.job.pid)) == (servers, True)
     eventually(lambda: given(daemon) == [], "the end of the lease")
 
@@ -39,7 +39,7 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
     with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.terminate()
         assert ended(job)[2] == ""
-    (how,) = ends_of(at_work.daemon)
+    (how,) = terminations_of(at_work.daemon)
     assert how.startswith(DISCONNECTED)
 
 
@@ -48,7 +48,7 @@ def test_batch_systems_signals_harm_no_other_job(at_work: AtWork, number: int) -
     with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.send_signal(number)
         ended(job)
-    (how,) = ends_of(at_work.daemon)
+    (how,) = terminations_of(at_work.daemon)
     assert how.startswith(DISCONNECTED)
 
 
@@ -71,21 +71,19 @@ def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: A
     with started(at_work.daemon.host, *RUN, "--", *JOB, kind) as job:
         job.terminate()
         assert ended(job) == (0, ["saved"], "")
-    assert ends_of(at_work.daemon) == []
+    assert terminations_of(at_work.daemon) == []
 
 
-def test_what_outlives_the_command_ends_with_it(at_work: AtWork) -> None:
+def test_processes_that_outlive_the_command_are_terminated(at_work: AtWork) -> None:
     script = f"{shlex.join(STUBBORN_JOB)} & exec sleep 600"
     with started(at_work.daemon.host, *AT_ONCE, "sh", "-c", script) as job:
         job.terminate()
         assert ended(job)[::2] == (TERMINATED, "")
-    assert ends_of(at_work.daemon) == [DISCONNECTED]
+    assert terminations_of(at_work.daemon) == [DISCONNECTED]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hanging"])
-def test_without_the_daemon_the_command_is_killed_all_the_same(
-    at_work: AtWork, number: signal.Signals
-) -> None:
+def test_the_command_is_killed_even_without_the_daemon(at_work: AtWork, number: signal.Signals) -> None:
     daemon = at_work.daemon
     with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         daemon.signal(number)
@@ -96,14 +94,14 @@ def test_without_the_daemon_the_command_is_killed_all_the_same(
     assert err.startswith("yunion-mps: COMMAND ends without being disconnected from MPS: the daemon ")
 
 
-def test_the_daemon_may_restart_just_then(at_work: AtWork) -> None:
+def test_the_daemon_may_restart_during_a_safe_stop(at_work: AtWork) -> None:
     daemon = at_work.daemon
     with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         daemon.kill()
         job.terminate()
         daemon.start()
         assert ended(job)[::2] == (KILLED, "")
-    assert ends_of(daemon) == [DISCONNECTED]
+    assert terminations_of(daemon) == [DISCONNECTED]
 
 
 def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daemon) -> None:
@@ -161,11 +159,13 @@ def test_on_a_terminal_keys_reach_the_command_once(ready_daemon: Daemon) -> None
 
 
 @pytest.mark.parametrize(("command", "status"), [(["sh", "-c", "exit 3"], 3), (["/no/such/program"], 127)])
-def test_the_exit_status_is_the_command_s(ready_daemon: Daemon, command: list[str], status: int) -> None:
+def test_the_exit_status_is_that_of_the_command(
+    ready_daemon: Daemon, command: list[str], status: int
+) -> None:
     assert ready_daemon.host.run([*RUN, "--", *command]).returncode == status
 
 
-def test_a_request_that_waits_is_ended_by_a_signal(ready_daemon: Daemon) -> None:
+def test_a_signal_ends_a_request_that_waits(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     with host.popen(["yunion-mps", "run", "--device", "all", "sleep", "600"]) as holder:
         eventually(lambda: leases_of(ready_daemon), "a lease of everything")
@@ -176,7 +176,7 @@ def test_a_request_that_waits_is_ended_by_a_signal(ready_daemon: Daemon) -> None
         holder.kill()
 
 
-def test_a_job_s_own_device_is_inherited(ready_daemon: Daemon) -> None:
+def test_the_device_of_a_job_is_inherited(ready_daemon: Daemon) -> None:
     inner = "yunion-mps run --inherit --safe-stop -- printenv YUNION_MPS_LEASE YUNION_MPS_DEVICE"
     script = f'echo "$YUNION_MPS_LEASE"; {inner}; yunion-mps lease list -o csv | wc -l'
     done = ready_daemon.host.run(["yunion-mps", "run", "sh", "-c", script], check=True)
@@ -184,7 +184,7 @@ def test_a_job_s_own_device_is_inherited(ready_daemon: Daemon) -> None:
     assert (lease, device, lines) == (outer, "00:06.0-0", "2")
 
 
-def test_without_a_lease_or_with_a_request_there_is_nothing_to_inherit(ready_daemon: Daemon) -> None:
+def test_inherit_requires_a_device_and_excludes_a_request(ready_daemon: Daemon) -> None:
     done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         1, "yunion-mps: --inherit: this environment has no device: YUNION_MPS_DEVICE is not set [host_error]",
@@ -217,7 +217,7 @@ def podman_at_work(
 
 
 @pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
-def test_a_container_s_clients_are_disconnected_before_it_is_killed(
+def test_clients_in_a_container_are_disconnected_before_it_is_killed(
     podman_at_work: tuple[AtWork, Podman], is_dead: bool
 ) -> None:
     (daemon, *_), podman = podman_at_work
@@ -231,5 +231,5 @@ def test_a_container_s_clients_are_disconnected_before_it_is_killed(
     state = podman.good("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "trainer")
     assert state == f"exited {KILLED}"
     if not is_dead:
-        assert ends_of(daemon) == [DISCONNECTED]
+        assert terminations_of(daemon) == [DISCONNECTED]
         eventually(lambda: given(daemon) == [], "the end of the lease")

@@ -14,7 +14,7 @@ import pytest
 from integration.conftest import AtWork
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import given, needs_root, stranger, take
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, ends_of, started
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
 from simhost import SimHost
 
 DISCONNECTED = "its MPS server disconnected it"
@@ -24,7 +24,7 @@ Job = subprocess.Popen[str]
 
 
 class Jobs:
-    """Jobs of leases on the host of an AtWork, whose own job has no lease; all are ended at the end."""
+    """Jobs of leases on the host of an AtWork, whose own job has no lease; all are killed at the end."""
 
     def __init__(self, at_work: AtWork, stack: ExitStack) -> None:
         self.daemon = at_work.daemon
@@ -53,7 +53,7 @@ def jobs(at_work: AtWork) -> Iterator[Jobs]:
 
 
 @pytest.mark.parametrize("kind", ["name", "id", "device"])
-def test_all_processes_of_a_lease_or_a_device_are_ended_and_no_others(jobs: Jobs, kind: str) -> None:
+def test_only_the_processes_of_the_lease_or_device_are_terminated(jobs: Jobs, kind: str) -> None:
     lease, other = jobs.lease("job-17"), jobs.lease("job-18")
     ours, theirs = [jobs.begin(lease), jobs.begin(lease)], jobs.begin(other)
     target = {"name": "job-17", "id": lease["id"][:8], "device": lease["devices"][0]}[kind]
@@ -64,21 +64,21 @@ def test_all_processes_of_a_lease_or_a_device_are_ended_and_no_others(jobs: Jobs
     assert is_running(theirs.pid)
     assert is_running(jobs.bystander.pid)
     assert len(given(jobs.daemon)) == 2, "a named lease continues"
-    assert jobs.terminate(target) == (0, [], f"yunion-mps: no processes use {said(kind, lease)}\n")
+    assert jobs.terminate(target) == (0, [], f"yunion-mps: {target_name(kind, lease)} has no processes\n")
 
 
-def said(kind: str, lease: dict[str, Any]) -> str:
+def target_name(kind: str, lease: dict[str, Any]) -> str:
     return f"device {lease['devices'][0]}" if kind == "device" else f"lease {lease['id']}"
 
 
-def test_people_see_what_was_ended(jobs: Jobs) -> None:
+def test_the_output_names_each_terminated_process(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17"))
     done = jobs.host.run(["yunion-mps", "terminate", "job-17", "--yes"], check=True)
     assert done.stdout.startswith(f"PID {job.pid} (")
     assert done.stdout.endswith(f") of root: {BY_TERM}\n")
 
 
-def test_a_client_that_ignores_everything_is_killed_only_by_force(jobs: Jobs) -> None:
+def test_a_client_that_ignores_sigterm_is_killed_only_with_force(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17"), *STUBBORN_JOB)
     status, done, err = jobs.terminate("job-17")
     assert (status, done) == (1, [(job.pid, f"{DISCONNECTED}; it is still running after 5 s")])
@@ -99,13 +99,13 @@ def test_a_released_lease_leaves_nothing_behind_if_requested(jobs: Jobs) -> None
 def test_an_expired_lease_leaves_its_processes_alone(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17", "holder.ttl_s=1"))
     eventually(lambda: given(jobs.daemon) == [], "the end of the lease")
-    assert ends_of(jobs.daemon) == []
+    assert terminations_of(jobs.daemon) == []
     assert jobs.terminate(str(job.pid))[0] == 0
     ended(job)
 
 
 @needs_root
-def test_another_user_s_processes_are_not_ended(jobs: Jobs) -> None:
+def test_processes_of_another_user_are_not_terminated(jobs: Jobs) -> None:
     lease = jobs.lease("job-17")
     job = jobs.begin(lease)
     with stranger(jobs.daemon) as other:
@@ -119,7 +119,7 @@ def test_another_user_s_processes_are_not_ended(jobs: Jobs) -> None:
     assert is_running(job.pid)
 
 
-def test_what_does_not_exist_is_an_error(ready_daemon: Daemon) -> None:
+def test_an_unknown_target_is_an_error(ready_daemon: Daemon) -> None:
     done = ready_daemon.host.run(["yunion-mps", "terminate", "job-17", "--yes"])
     said = "yunion-mps: there is no lease job-17, and there is no device job-17 [not_found]\n"
     hint = "yunion-mps: list leases and devices: yunion-mps who; list processes: yunion-mps who --clients\n"

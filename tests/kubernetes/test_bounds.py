@@ -151,12 +151,12 @@ def test_a_daemon_that_hangs_is_noticed_long_before_its_requests_time_out(short_
         assert OUTAGE_S <= run(SkippingLoop(), tainted_s()) <= OUTAGE_S + 2
 
 
-class AwayServer(ApiServer):
-    """An API server in memory that is away until `is_away` is False: it refuses, or `is_silent`."""
+class UnreachableServer(ApiServer):
+    """An API server in memory. While it `is_unreachable`, it refuses calls or, if `is_silent`, hangs."""
 
     def __init__(self, *, is_silent: bool) -> None:
         super().__init__(Kubeconfig("/nonexistent"))
-        self.is_away, self._is_silent = True, is_silent
+        self.is_unreachable, self._is_silent = True, is_silent
         self.attempts_s: list[float] = []
         self.stored: dict[str, Any] = {}
         self.stored_s = 0.0
@@ -170,7 +170,7 @@ class AwayServer(ApiServer):
         body: object = None,
     ) -> Any:
         self.attempts_s.append(now_s())
-        if self.is_away:
+        if self.is_unreachable:
             if self._is_silent:
                 await asyncio.sleep(TIMEOUT_S)
             raise ApiServerError("away")
@@ -188,7 +188,7 @@ class AwayServer(ApiServer):
         self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         await asyncio.sleep(WATCH_S)
-        if self.is_away:
+        if self.is_unreachable:
             raise ApiServerError("away")
         events: list[tuple[str, Any]] = []
         for event in events:
@@ -197,8 +197,8 @@ class AwayServer(ApiServer):
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent: bool) -> None:
-    """It is asked ever more rarely, but not more rarely than that bound, and again after another hour."""
-    server = AwayServer(is_silent=is_silent)
+    """The interval between retries grows up to that bound, also in a second outage of an hour."""
+    server = UnreachableServer(is_silent=is_silent)
     publisher = SlicePublisher(server, "node-1", Counts(), sleep=asyncio.sleep)
 
     def published() -> int:
@@ -206,7 +206,7 @@ def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent:
 
     async def returned() -> None:
         for number in (4, 3):
-            server.is_away, began_s = True, now_s()
+            server.is_unreachable, began_s = True, now_s()
             server.attempts_s.clear()
             publisher.offer(shares(1, number))
             await asyncio.sleep(HOUR_S)
@@ -215,7 +215,7 @@ def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent:
             assert max(gaps_s) <= PUBLISHED_S
             assert len(attempts_s) <= 20 + 2 * HOUR_S / 30, "two loops, each with pauses of 30 s and more"
             assert attempts_s[0] - began_s <= PUBLISHED_S
-            server.is_away, back_s = False, now_s()
+            server.is_unreachable, back_s = False, now_s()
             while published() != number:  # noqa: ASYNC110 - an event of the test would not be its clock
                 await asyncio.sleep(1)
             assert server.stored_s - back_s <= PUBLISHED_S

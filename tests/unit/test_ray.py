@@ -29,7 +29,7 @@ def test_a_task_requires_a_device_and_leases_it_as_its_worker_starts() -> None:
         ({"memory": "512MiB", "count": 2}, {"yunion_mps_memory": 1024}, "--gpu-mem=512MiB --count=2"),
     ],
 )
-def test_what_is_required_is_what_is_leased(
+def test_the_required_resources_match_the_lease(
     arguments: dict[str, Any], resources: dict[str, int], words: str
 ) -> None:
     found = ray.options(**arguments)

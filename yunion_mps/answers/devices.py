@@ -153,15 +153,18 @@ class Pool(TypedDict):
     ]
     thread_percentage: Annotated[
         int | None,
-        Field("What a lease has of the SM threads if its request names nothing else; null: its share of the "
-              "memory decides.", minimum=1, maximum=100),
+        Field("The percentage of the SM threads of a lease whose request names none; null: in proportion to "
+              "its memory.", minimum=1, maximum=100),
     ]  # fmt: skip
     thread_percentage_total: Annotated[
         float | None,
-        Field("What all leases together may have of the SM threads; null: not counted.", minimum=0),
+        Field(
+            "The percentage of the SM threads that all leases may have together; null: not counted.",
+            minimum=0,
+        ),
     ]
     thread_percentage_free: Annotated[
-        float | None, Field("What of that more leases can get now; null: not counted.", minimum=0)
+        float | None, Field("The part of that which can still be leased; null: not counted.", minimum=0)
     ]
     state: Annotated[str, Field("Whether it serves leases.", enum=[enums.AVAILABLE, enums.UNAVAILABLE])]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
@@ -204,7 +207,7 @@ class ContainerFields(TypedDict):
 
 
 class VariableFields(TypedDict):
-    """What a process uses, according to its environment; null if that does not say."""
+    """What a process uses, according to its environment; null if that does not name it."""
 
     device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE.")]
     lease: Annotated[str | None, Field("The id of its lease: YUNION_MPS_LEASE.")]
@@ -242,7 +245,7 @@ class ClientList(TypedDict):
 
 
 class Termination(TypedDict):
-    """How a client was ended."""
+    """How a client was terminated."""
 
     pid: Pid
     user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
@@ -253,7 +256,7 @@ class Termination(TypedDict):
 
 
 class TerminationList(TypedDict):
-    """How the clients of a lease or device were ended."""
+    """How the clients of a lease or device were terminated."""
 
     terminations: list[Termination]
     total: Annotated[Count, Field("The number of clients.")]

@@ -199,7 +199,7 @@ def renew_lease(lease: str, output: str) -> None:
 @lease_group.command("release", short_help="End a lease.")
 @click.argument("lease", shell_complete=complete_lease)
 @click.option(
-    "--terminate", is_flag=True, help="End its processes first, as yunion-mps terminate --force does."
+    "--terminate", is_flag=True, help="Terminate its processes first, as yunion-mps terminate --force does."
 )
 @output_option
 def release_lease(lease: str, terminate: bool, output: str) -> None:

@@ -179,7 +179,7 @@ _NEEDS_EQUALS = "{0} takes a duration only after =: write {0}={1}, or {0} -- {1}
 
 
 class DurationOption(click.Option):
-    """`--wait[=DURATION]`: without a space before its value, and `bare_s` without a value."""
+    """An option such as `--wait[=DURATION]`; without `=DURATION`, its value is `bare_s`."""
 
     def __init__(self, *args: Any, bare_s: int, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -266,10 +266,10 @@ def for_option(
 
 
 class RequestCommand(click.Command):
-    """A command whose `--wait` and the like take a value only after `=`, because COMMAND may follow them."""
+    """A command whose DurationOptions take a value only after `=`, because COMMAND may follow them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give a bare `--wait` its default value; raises UsageError if a duration follows it."""
+        """Give a bare DurationOption its value; raises UsageError if a duration follows it."""
         options = [option for option in self.params if isinstance(option, click.Option)]
         bare_s = {option.opts[0]: option.bare_s for option in options if isinstance(option, DurationOption)}
         valued = {name for option in options if not option.is_flag for name in option.opts}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from yunion_mps.answers import Device, Pool
 
 _OPTION = "--resources"
-#: Ray ends a worker that has been idle for a second, and starts none in advance: such workers would have
-#: devices that Ray counts as free.
+#: Makes Ray terminate workers that have been idle for a second, and start none in advance: such workers would
+#: hold devices that Ray counts as free.
 _NO_IDLE_WORKERS = {"RAY_num_workers_soft_limit": "0"}
 
 
@@ -29,7 +29,7 @@ _NO_IDLE_WORKERS = {"RAY_num_workers_soft_limit": "0"}
 def ray_group() -> None:
     """Let Ray assign devices to tasks and actors: start nodes that offer the devices of their hosts.
 
-    A task that requires such a resource leases its device by its runtime environment; in Python,
+    A task requires a resource, and its runtime environment leases the device; in Python,
     yunion_mps.ray.options() returns both.
 
     \b
@@ -67,8 +67,8 @@ def start(options: tuple[str, ...]) -> None:
     All options are passed to "ray start". Resources in its option --resources are added, and replace those of
     the same name.
 
-    Unless RAY_num_workers_soft_limit is set, it is set to 0: then Ray starts no workers in advance and ends
-    idle ones after a second. Otherwise they would keep devices that Ray considers free.
+    Unless RAY_num_workers_soft_limit is set, it is set to 0: then Ray starts no workers in advance and
+    terminates idle ones after a second. Otherwise, they would keep devices that Ray considers free.
 
     \b
     Examples:
@@ -96,7 +96,7 @@ def _resources() -> dict[str, int]:
 
 
 def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, int]:
-    """Return the number of devices and the memory of the pools, without what Ray's workers cannot lease.
+    """Return the number of devices and the memory of the pools, except what Ray's workers cannot lease.
 
     A pool's devices are only created for leases, so they are not counted.
     """
@@ -113,7 +113,7 @@ def _is_offered(one: Device | Pool) -> bool:
 
 
 def _split(options: Sequence[str]) -> tuple[dict[str, object], list[str]]:
-    """Return the resources that are given, and the other options; raises UsageError."""
+    """Return the resources in `options`, and the other options; raises UsageError."""
     given: dict[str, object] = {}
     others = []
     words = iter(options)

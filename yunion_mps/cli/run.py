@@ -72,11 +72,12 @@ class EngineCommand(RequestCommand):
 @click.option(
     "--safe-stop", "grace_s", cls=DurationOption, bare_s=_GRACE_S, type=Duration(0, MAX_WAIT_S),
     metavar="[=DURATION]",
-    help="After SIGTERM and DURATION (10s by default), disconnect COMMAND from MPS before it is killed.",
+    help="After SIGTERM, give COMMAND DURATION (10s by default) to exit; then disconnect it from MPS and "
+    "kill it.",
 )  # fmt: skip
 @click.option(
     "--inherit", is_flag=True,
-    help="Use the device that the environment names, as in a Slurm job; takes no lease.",
+    help="Use the device that the environment names, as in a Slurm job, without taking a lease.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only print which device COMMAND would get.")
 @click.option(
@@ -103,9 +104,9 @@ def run(
     YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
 
     With --safe-stop, run remains as the parent: it passes signals on and exits with COMMAND's status, or with
-    128+N if signal N ended it. After SIGTERM, COMMAND and the processes that it has started have DURATION to
-    end. Then the daemon disconnects those that use the GPU from their MPS server, so that killing them harms
-    no other job, and they are killed. If run itself is killed, COMMAND continues and keeps its device.
+    128+N if signal N killed it. After SIGTERM, COMMAND and the processes that it has started have DURATION to
+    exit. Then the daemon disconnects those that use the GPU from their MPS server, so that killing them harms
+    no other job, and run kills them. If run itself is killed, COMMAND continues and keeps its device.
 
     With --podman or --docker, COMMAND is what follows "podman run" or "docker run": options, image and
     command. The device is leased until the container ends, even with -d.
@@ -132,9 +133,9 @@ def run(
     request["holder"] = {"command": command[:COMMAND_LENGTH]}
     if inherit:
         _refuse_without_device()
-    report_lease: Callable[[str], None] = _report_to_none
+    report_lease: Callable[[str], None] = _ignore_lease
     if grace_s is not None:
-        from yunion_mps.cli.safe_stop import remain_as_parent  # with what only a parent needs
+        from yunion_mps.cli.safe_stop import remain_as_parent  # imports what only a parent needs
 
         report_lease = remain_as_parent(grace_s, engine)
     if inherit:
@@ -162,7 +163,7 @@ def _engine(ctx: click.Context, *, podman: bool, docker: bool, inherit: bool, pr
 
 
 def _environment_of_command(argv: Sequence[str], request: RequestMembers, wait_s: int) -> Mapping[str, str]:
-    """Return the environment of a new lease; empty if COMMAND may and has to run without a device."""
+    """Return the environment of a new lease; empty if COMMAND has to run without a device, and may."""
     try:
         return _environment_of_lease(request, wait_s)
     except YunionError as error:
@@ -201,7 +202,7 @@ def _show(request: RequestMembers, output: str) -> None:
     warn_unenforced_budgets(lease["unenforced_gpus"])
 
 
-def _report_to_none(lease_id: str) -> None:
+def _ignore_lease(lease_id: str) -> None:
     """Do nothing: this process becomes COMMAND."""
 
 

@@ -1,4 +1,4 @@
-"""`yunion-mps run --safe-stop`: remain as the parent of COMMAND, and end it without harming other jobs.
+"""`yunion-mps run --safe-stop`: remain as the parent of COMMAND, and stop it without harming other jobs.
 
 The parent passes signals on. After SIGTERM and the grace period, it kills COMMAND and what that has started.
 Before it sends a signal, it has the daemon disconnect the MPS clients that would die of it from their server.
@@ -36,8 +36,7 @@ from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_
 
 #: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
 _DAEMON_S, _RETRY_S = 5.0, 0.2
-#: How soon processes are killed again that have been started meanwhile, and when those that cannot be killed
-#: are left behind.
+#: How soon to kill processes that were started meanwhile, and when to give up on those that cannot be killed.
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
@@ -56,7 +55,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     """Fork; returns in the child, which is to become COMMAND. The parent raises click's Exit at the end.
 
-    `engine` is the container engine that COMMAND is, or empty. The child reports its lease by the returned
+    `engine` is the container engine that COMMAND is, or empty. The child reports its lease with the returned
     function.
     """
     reader, writer = os.pipe()
@@ -71,9 +70,9 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
         return partial(_report_lease, writer)
     os.close(writer)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if not engine:  # whose containers are not to be ours
+    if not engine:  # an engine's containers must not become our children
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with open(os.devnull, "r+b") as nothing:  # a pipe ends when COMMAND closes it, or ends
+    with open(os.devnull, "r+b") as nothing:  # so that a pipe ends once COMMAND has closed it
         for descriptor in (0, 1):
             os.dup2(nothing.fileno(), descriptor)
     raise click.exceptions.Exit(_Parent(child, grace_s, engine, reader).wait())
@@ -94,7 +93,7 @@ class _Parent:
         self._due_s: float | None = None  # when to kill
         self._killed_s: float | None = None  # when that was first done
         self._is_stopping = False
-        self._has_outlived = False  # COMMAND, which needs to be handled once
+        self._has_handled_exit = False  # of COMMAND
         self._is_alone = False  # without the daemon
 
     def wait(self) -> int:
@@ -103,7 +102,7 @@ class _Parent:
             left_s = None if self._due_s is None else self._due_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 if self._killed_s and time.monotonic() > self._killed_s + _GIVE_UP_S:
-                    print_notice("some processes cannot be killed; they are left behind")
+                    print_notice("some processes cannot be killed and are still running")
                     break
                 self._kill()
             elif received := _next_signal(left_s):
@@ -115,7 +114,7 @@ class _Parent:
         if number == signal.SIGCHLD:
             self._reap()
             return
-        # COMMAND gets signals of the terminal as we do, and what its own processes send is not for it.
+        # COMMAND gets the terminal's signals itself, and what its own processes send us is not for it.
         is_for_us = received.si_code != _SI_KERNEL and received.si_pid not in self._descendants()
         if is_for_us and number == signal.SIGTERM:
             self._begin_stop()
@@ -144,8 +143,8 @@ class _Parent:
                 if pid == self._child:
                     status = os.waitstatus_to_exitcode(raw)
                     self._status = status if status >= 0 else 128 - status
-        if self._status is not None and not self._has_outlived:
-            self._has_outlived = True
+        if self._status is not None and not self._has_handled_exit:
+            self._has_handled_exit = True
             if job_unit_of(os.getpid()):
                 self._begin_stop()
             if self._is_stopping:

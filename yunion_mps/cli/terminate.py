@@ -1,4 +1,4 @@
-"""`yunion-mps terminate`: ends the processes of a lease or a device, or one process, safely."""
+"""`yunion-mps terminate`: terminates one process, or all of a lease or device, safely."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 _FIELDS = ("pid", "user", "command", "ended", "how", "reason_code")
 
 
-@click.command("terminate", short_help="End jobs without harming other jobs.")
+@click.command("terminate", short_help="Terminate jobs without harming others.")
 @click.argument("target", metavar="LEASE|DEVICE|PID", shell_complete=complete_target)
 @click.option("--force", is_flag=True, help="If SIGTERM does not end a process, send SIGKILL.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @output_option
 def terminate(target: str, force: bool, yes: bool, output: str) -> None:
-    """End the processes of a lease or a device, or one process, safely.
+    """Terminate the processes of a lease or a device, or one process, safely.
 
-    Their MPS server disconnects them first, then they are sent SIGTERM and have 5 seconds to end. A process
+    Their MPS server disconnects them first, then they are sent SIGTERM and have 5 seconds to exit. A process
     outside MPS is only sent SIGTERM. Killing an MPS client without disconnecting it first can take down the
     other clients of its server.
 
-    LEASE is a lease's name, its id, or a unique prefix of the id. A lease that was taken by name continues;
-    yunion-mps lease release --terminate ends both. DEVICE is a device's address or id. A number of up to 7
-    digits is a PID. Users can end their own processes, root can end all.
+    LEASE is a lease's name, its id, or a unique prefix of the id. A lease that was taken by name is kept; to
+    release it as well, use yunion-mps lease release --terminate. DEVICE is a device's address or id. A number
+    of up to 7 digits is a PID. Users can terminate their own processes; root can terminate all.
 
-    If there is no such process, terminate exits with 0 for a lease or a device. If a process is still running
-    in the end, it exits with 1, or with 4 if that is another user's.
+    The exit status is 0 if no process of the lease or device is left, 1 if one is still running, and 4 if
+    only other users' processes are.
 
     \b
     Examples:
@@ -80,11 +80,11 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
         lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
         if lease:
             what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
-            raise NotFoundError(what, f"end it, and the lease ends as well: kill {pid}")
+            raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = _describe(client)
-    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. End it?"
-    confirm(outside_mps if client.get("mps") is False else f"End {who}?", yes)
+    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
+    confirm(outside_mps if client.get("mps") is False else f"Terminate {who}?", yes)
     return {"terminations": [call(TERMINATE_CLIENT, pid=pid, signals=_signals(force))], "total": 1}
 
 
@@ -95,11 +95,11 @@ def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
         print_notice(f"not all processes are known: {error}")
     clients = choose(answer)
     if not clients:
-        print_notice(f"no processes use {' '.join(name)}")
+        print_notice(f"{' '.join(name)} has no processes")
         return {"terminations": [], "total": 0}
     for client in clients:
         print_notice(_describe(client))
-    confirm(f"End {count(len(clients), 'process', 'processes')} of {' '.join(name)}?", yes)
+    confirm(f"Terminate {count(len(clients), 'process', 'processes')} of {' '.join(name)}?", yes)
     kind, found = name
     if kind == "lease":
         return call(TERMINATE_LEASE, lease=found, signals=_signals(force))

@@ -203,7 +203,7 @@ def outcome_of(
         with open(output, "rb", buffering=0) as file:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             answer = _read_all(file.fileno(), timeout_s)
-        if answer is not None:  # it has closed its answer and is about to end
+        if answer is not None:  # it has closed its output and is about to end
             readable(process.fileno(), timeout_s)
         status = process.status()
     finally:

@@ -1,4 +1,4 @@
-"""Writes a line to the standard error of a user's process, without risk for either."""
+"""Writes a line to the standard error of a user's process, without risk to the process or the daemon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_to_stderr(pid: int, uid: int, line: str) -> bool:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
         stack.callback(os.close, held)
         path = f"/proc/self/fd/{held}"
-        if not _SUITABLE.fullmatch(os.readlink(path)) or not _is_of(uid, os.fstat(held)):
+        if not _SUITABLE.fullmatch(os.readlink(path)) or not _is_owned(os.fstat(held), uid):
             return False
         opened = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         stack.callback(os.close, opened)
@@ -39,6 +39,7 @@ def write_to_stderr(pid: int, uid: int, line: str) -> bool:
     return False
 
 
-def _is_of(uid: int, found: os.stat_result) -> bool:
-    is_terminal = stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) in _PTS_MAJORS
-    return found.st_uid == uid and (is_terminal or stat.S_ISFIFO(found.st_mode))
+def _is_owned(file: os.stat_result, uid: int) -> bool:
+    """Whether it is a pipe or pseudo-terminal of this user."""
+    is_terminal = stat.S_ISCHR(file.st_mode) and os.major(file.st_rdev) in _PTS_MAJORS
+    return file.st_uid == uid and (is_terminal or stat.S_ISFIFO(file.st_mode))

@@ -174,8 +174,8 @@ class AsyncDaemonClient:
         exchange = Exchange(operation.method, operation.encode(arguments))
         return conditional_result_of(await self._send(exchange, default_timeout_s(operation, arguments)))
 
-    async def etag_once_changed(self, operation: Operation[Any], **arguments: Value) -> str:
-        """The answer's ETag. The answer is not decoded, which takes much memory if it is large."""
+    async def wait_for_change(self, operation: Operation[Any], **arguments: Value) -> str:
+        """Wait for a change; return the new ETag. The answer is not decoded: that can take much memory."""
         exchange = Exchange(operation.method, operation.encode(arguments))
         response = await self._send(exchange, default_timeout_s(operation, arguments))
         if response.status not in (*_DONE, 304):

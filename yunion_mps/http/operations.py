@@ -217,7 +217,7 @@ _LEASE = Parameter(
 )
 _SIGNALS = Parameter(
     "signals",
-    "What clients are sent: only SIGTERM, also SIGKILL, or nothing, by a caller that ends them itself.",
+    "Whether clients are sent only SIGTERM, then also SIGKILL, or nothing because the caller does it.",
     default=SIGNAL_TERM,
     choices=CLIENT_SIGNALS,
 )
@@ -353,7 +353,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
 END_LEASE: Operation[answers.LeaseRecord] = Operation(
     "end_lease", "DELETE", "/v1/leases/{lease}", "Release a lease", "LeaseRecord",
     _LEASE,
-    _flag("terminate", "Whether to terminate its clients first, by SIGKILL if nothing else ends them."),
+    _flag("terminate", "Whether to terminate its clients first, with SIGKILL if nothing else ends them."),
     access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(

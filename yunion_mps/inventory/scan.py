@@ -121,7 +121,7 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     uuids = {gpu.uuid for gpu in inventory.gpus}
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
-    uuids_served = []
+    served_uuids = []
     for gpu in served:
         now = there.get(gpu.pci_address)
         if gpu.uuid not in uuids:
@@ -132,8 +132,8 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
                 gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
             else:
                 continue
-        uuids_served.append(str(gpu.uuid))
-    return inventory._replace(gpus=in_order(gpus.values()), served=tuple(uuids_served))
+        served_uuids.append(str(gpu.uuid))
+    return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:

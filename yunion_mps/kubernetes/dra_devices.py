@@ -96,7 +96,7 @@ class OfferedDevice(NamedTuple):
 
 
 class HostDevice(KnownDevice):
-    """What is read of a `Device`."""
+    """The members of a `Device` that are used here."""
 
     model: str | None
     reason_code: str

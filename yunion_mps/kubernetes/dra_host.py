@@ -95,7 +95,7 @@ class DraHost:
             await asyncio.sleep(_PAUSE_S)
 
     async def _probe(self) -> None:
-        """Notice within `outage_s` and an interval that the daemon hangs."""
+        """Notice within `outage_s` plus one interval that the daemon hangs."""
         while True:
             await asyncio.sleep(_PROBE_S)
             began_s = _now_s()
@@ -126,7 +126,7 @@ class DraHost:
 
     async def _note_change(self, operation: Operation[Any], **arguments: Value) -> str:
         """Wait for a change, and return its ETag."""
-        etag = await self._daemon.etag_once_changed(operation, **arguments)
+        etag = await self._daemon.wait_for_change(operation, **arguments)
         self._stale.set()  # also after a wait without a change: the control daemons' limits may have changed
         return etag
 

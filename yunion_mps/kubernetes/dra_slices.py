@@ -85,7 +85,7 @@ class SliceWrite(NamedTuple):
     devices: Sequence[OfferedDevice]
 
     def build(self) -> ResourceSlice:
-        """The slice. All slices of several thousand devices at once would take much memory."""
+        """Build one slice; those of several thousand devices would take much memory at the same time."""
         spec: SliceSpec = {"driver": DRIVER, "nodeName": self.pool["name"], "pool": self.pool}
         spec["devices"] = [one.device for one in self.devices]
         return {

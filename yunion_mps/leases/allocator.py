@@ -100,13 +100,13 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if not by_gpu and candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
-        sizes = [_describe_most(candidate) for candidate in pools]
+        sizes = [_describe_maximum(candidate) for candidate in pools]
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, pools)
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
 
-def _describe_most(candidate: PoolCandidate) -> str:
+def _describe_maximum(candidate: PoolCandidate) -> str:
     pool = candidate.pool
     threads = f" and {thread_tenths(pool) / 10:g} % of the threads" if pool.thread_percentage else ""
     return f"at most {pool.memory_mib} MiB{threads} of GPU {candidate.gpu}"

@@ -205,7 +205,7 @@ def _claim(holder: Holder) -> re.Match[str] | None:
 def with_container(lease: Lease, container: Holder) -> Lease:
     """The lease of a resource claim with the process of the container that was last started with it.
 
-    Other leases that are taken by name stay as they are, because people know them by that name.
+    Other leases that are taken by name are not changed, because users look for that name.
     """
     if not _claim(lease.holder):
         return lease

@@ -242,7 +242,8 @@ CATALOGUE = (
          "Number of processes that use the GPU outside MPS, where no budget applies.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
     _gpu("yunion_mps_over_budget_terminations_total",
-         "Total number of processes on the GPU that over_budget: terminate ended since the daemon started.",
+         "Total number of processes on the GPU terminated by over_budget: terminate since the "
+         "daemon started.",
          lambda facts, gpu: facts.over_budget_terminations.get(gpu["addr"], 0), COUNTER),
 
     # There may be thousands of devices: each metric iterates over them and stores none.

@@ -221,7 +221,7 @@ def thread_tenths(pool: Pool) -> int:
 def pool_percentage(
     default: int, memory_mib: int, memory_total_mib: int, thread_overcommit: float | None
 ) -> float:
-    """Return the percentage of a pool's client that requests none: the default, or if 0, in proportion."""
+    """Return the percentage of a client that requests none: the default, or in proportion if that is 0."""
     return float(default) or share_percentage(memory_mib, memory_total_mib, thread_overcommit)
 
 

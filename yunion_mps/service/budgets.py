@@ -1,7 +1,7 @@
-"""Ends the newest process of a lease whose processes together use too much memory for too long.
+"""Terminates the newest process of a lease whose processes together exceed its memory budget for too long.
 
 MPS limits the memory of each process, so the processes of a lease may together use a multiple of its budget.
-With `over_budget: terminate` they are polled; a poll is no limit, and other jobs can run out of memory before
+With `over_budget: terminate` they are polled. A poll is not a limit: other jobs can run out of memory before
 it notices.
 """
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Between samples further apart than this, the budget may have been kept.
+#: If samples are further apart than this, the job may have been within its budget in between.
 MAX_GAP_S = 5.0
 #: Once its server has disconnected it, a process that ignores SIGTERM is safe to kill.
 _KILL = (signal.SIGKILL,)
 
 
 class JobBudget(NamedTuple):
-    """What the processes of one user share of a GPU by a lease.
+    """The memory of a GPU that the processes of one user share through a lease.
 
-    Users are counted separately: a user who names another user's lease in a process's environment endangers
-    only that process.
+    Each user's processes are counted separately: a user who names another user's lease in a process's
+    environment endangers only that process.
     """
 
     lease: str
@@ -86,7 +86,7 @@ def find_excesses(
     leases = list(leases)
     holders = {lease["pid"] for lease in leases}
     for lease in leases:
-        own = [client for client in counted if _belongs(client, lease, holders)]
+        own = [client for client in counted if _belongs_to(client, lease, holders)]
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
@@ -99,7 +99,7 @@ def find_excesses(
     return found
 
 
-def _belongs(client: MpsClient, lease: LeaseRecord, holders: Collection[int | None]) -> bool:
+def _belongs_to(client: MpsClient, lease: LeaseRecord, holders: Collection[int | None]) -> bool:
     if client["pid"] in holders:
         return client["pid"] == lease["pid"]
     if client["lease"]:
@@ -119,7 +119,7 @@ class _Span(NamedTuple):
 
 
 class ExcessClock:
-    """For how long budgets have been exceeded without interruption."""
+    """How long each budget has been exceeded without interruption."""
 
     def __init__(self) -> None:
         self._spans: dict[JobBudget, _Span] = {}
@@ -128,7 +128,7 @@ class ExcessClock:
         return bool(self._spans)
 
     def note(self, exceeded: Iterable[JobBudget], unknown: Collection[str], now_s: float) -> None:
-        """Note a sample; budgets on the `unknown` GPUs (addresses) that are not in it stay as they are."""
+        """Record which budgets a sample exceeds; others on `unknown` GPUs (addresses) stay as they are."""
         before = self._spans
         self._spans = {budget: span for budget, span in before.items() if budget.gpu in unknown}
         for budget in exceeded:
@@ -137,7 +137,7 @@ class ExcessClock:
             self._spans[budget] = _Span(span.first_s if span and is_continued else now_s, now_s)
 
     def longest(self, grace_s: float, now_s: float) -> JobBudget | None:
-        """Return the budget that has been exceeded for the longest time, of those in the sample of `now_s`.
+        """Return the budget that has been exceeded longest, among those in the sample at `now_s`.
 
         None if none has been exceeded for `grace_s`.
         """
@@ -149,14 +149,17 @@ class ExcessClock:
         return min(due)[1] if due else None
 
     def restart(self, lease: str | None = None) -> None:
-        """Forget what was noted of a lease, or of all."""
+        """Restart the time of a lease's budgets, or of all budgets."""
         self._spans = {
             budget: span for budget, span in self._spans.items() if lease not in (None, budget.lease)
         }
 
 
 class BudgetEnforcer:
-    """Only this process's samples count, so nothing is ended because of what an earlier daemon saw."""
+    """Terminates processes of jobs that exceed their budgets for too long.
+
+    Only samples of this daemon process count, not those of an earlier one.
+    """
 
     def __init__(
         self,
@@ -174,10 +177,10 @@ class BudgetEnforcer:
         self._clock = ExcessClock()
         self._config: Config | None = None
         self._taken_s = 0.0
-        self._is_ending = False
-        #: The processes that did not end, by PID and start.
+        self._is_terminating = False
+        #: Processes that still run although they were killed, by PID and start time.
         self._survivors: set[tuple[int, str | None]] = set()
-        #: How many processes were ended, by the GPU's address.
+        #: The number of terminated processes, by the GPU's address.
         self.terminations: Counter[str] = Counter()
 
     @property
@@ -186,7 +189,7 @@ class BudgetEnforcer:
         return bool(self._clock)
 
     async def sample(self) -> Excess | None:
-        """Take a sample; return what has lasted too long, to be ended by `end`.
+        """Take a sample; return the excess that has lasted too long, for `enforce`.
 
         If the driver does not answer, nothing changes.
         """
@@ -210,24 +213,27 @@ class BudgetEnforcer:
             amounts = zip(client["gpus"], client["memory_by_gpu_mib"])
             unknown.update(gpu for gpu, mib in amounts if mib is None)
         self._clock.note(excesses, unknown, now_s)
-        longest = None if self._is_ending else self._clock.longest(config.over_budget_grace_s, now_s)
+        longest = None if self._is_terminating else self._clock.longest(config.over_budget_grace_s, now_s)
         return excesses[longest] if longest else None
 
-    async def end(self, excess: Excess) -> None:
-        """End the newest process if the control daemons confirm that it is a client; then start again."""
-        self._is_ending = True
+    async def enforce(self, excess: Excess) -> None:
+        """Terminate the newest process if the control daemons confirm that it is a client.
+
+        Then the time starts again.
+        """
+        self._is_terminating = True
         try:
-            await self._end(excess, self._supervisor.config)
-        except YunionError as error:  # it is tried again, unless the daemon is stopping
-            log.warning("%s, but no process was ended: %s", excess.text, error.message)
+            await self._terminate(excess, self._supervisor.config)
+        except YunionError as error:  # it is retried, unless the daemon is stopping
+            log.warning("%s, but no process was terminated: %s", excess.text, error.message)
         finally:
-            self._is_ending = False
+            self._is_terminating = False
             self._clock.restart(excess.budget.lease)
 
-    async def _end(self, excess: Excess, config: Config) -> None:
+    async def _terminate(self, excess: Excess, config: Config) -> None:
         budget = excess.budget
         victims: list[MpsClient] = []
-        cause = f"{excess.text} for at least {config.over_budget_grace_s} s"
+        cause = f"{excess.text} and have exceeded the budget for at least {config.over_budget_grace_s} s"
 
         def choose(listed: ClientList) -> list[MpsClient]:
             if self._supervisor.config == config:  # no reload has begun meanwhile
@@ -250,9 +256,9 @@ class BudgetEnforcer:
         self.terminations[budget.gpu] += sum(one["ended"] for one in ended)
 
     def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
-        """The newest process if the budget is still exceeded by processes that are certainly MPS clients.
+        """Return the newest process if processes that are certainly MPS clients still exceed the budget.
 
-        None if one that was to end before still runs: then its memory may be that which is too much.
+        None while a killed process of the job still runs, because its memory may be the excess.
         """
         gpus = self._queries.terminating_gpus()
         clients = [client for client in _running(listed) if client["mps"] and client["server"]]
@@ -264,7 +270,7 @@ class BudgetEnforcer:
 
 
 def _running(listed: ClientList) -> list[MpsClient]:
-    """The clients without those whose memory the kernel is freeing."""
+    """The clients, except those that are exiting: the kernel is freeing their memory."""
     return [client for client in listed["clients"] if not is_exiting(client["pid"])]
 
 

@@ -29,7 +29,7 @@ _XID_SETTLE_S = 0.5
 class ClientService:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        #: Held while control daemons are asked, because each answers only one front-end at a time.
+        #: Held while control daemons are queried, because each serves only one front-end at a time.
         self.conversation = asyncio.Lock()
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:

@@ -53,7 +53,7 @@ class Facts(NamedTuple):
     daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
     is None until the driver has answered. `latest` is the last poll, `peaks_mib` the peak memory use of
     leased devices, and `pods` the labels of the pods or claims that have leased devices, by address.
-    `over_budget_terminations` are the processes ended since the start, by their GPU's address.
+    `over_budget_terminations` is how many processes were terminated since the start, by GPU address.
     """
 
     now: ClockReadings

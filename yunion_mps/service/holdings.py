@@ -286,7 +286,7 @@ def device_names(client: AnyClient) -> list[str]:
 
 
 def clients_of_device(address: str, listed: ClientList) -> list[AnyClient]:
-    """Return the processes that were started with this device, also if they wait for a server."""
+    """Return the processes that were started with this device, including those that wait for a server."""
     return [client for client in _all_clients(listed) if address in device_names(client)]
 
 

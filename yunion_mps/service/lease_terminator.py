@@ -1,6 +1,6 @@
-"""Leases that are ended with their processes, which are terminated safely first.
+"""Terminates the processes of leases safely, also before a lease is released.
 
-A lease that expires leaves its processes alone: perhaps its client merely could not renew it.
+The processes of a lease that expires are left alone: perhaps its client merely could not renew it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long the end of a lease is delayed by its processes, in s: by then they have been killed, unless the
-#: driver or the control daemon hangs.
+#: How long a release waits for the lease's processes, in s. By then they have been killed, unless the driver
+#: or the control daemon hangs.
 _DEADLINE_S = 30.0
 
 
@@ -32,11 +32,11 @@ class LeaseTerminator:
         self._terminator = terminator
 
     async def terminate(self, name: str, caller: Owner, signals: SignalSequence) -> list[answers.Termination]:
-        """Terminate the processes of a lease, which continues; raises NotFoundError, NotAllowedError."""
+        """Terminate the processes of a lease without releasing it; raises NotFoundError, NotAllowedError."""
         return await self._terminator.terminate_lease(self._own(name, caller), caller.uid, signals=signals)
 
     async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
-        """Kill the lease's processes safely, then end it; raises what `LeaseService.release` raises."""
+        """Kill the lease's processes safely, then release it; raises what `LeaseService.release` raises."""
         lease = self._own(name, caller)
         await self._kill(lease, caller.uid, f"its lease {lease['name'] or lease['id']} was released")
         with contextlib.suppress(NotFoundError):  # it ended with its process

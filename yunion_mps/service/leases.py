@@ -356,7 +356,7 @@ class LeaseService:
         return lease
 
     def _store(self, lease: Lease) -> None:
-        """Store its expiry and container; if that fails, its holder can still renew it after a restart."""
+        """Store the lease's expiry and container; if that fails, its holder can renew it after a restart."""
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 
@@ -375,7 +375,7 @@ class LeaseService:
         self.serve()
 
     def _end_connected(self, lease_id: str) -> None:
-        """End a lease because its connection was closed; not if the daemon has closed all connections."""
+        """End a lease because its connection was closed, unless the daemon has closed all connections."""
         lease = self.ledger.leases.get(lease_id)
         if lease and lease.holder.binding == "connection":
             self.end(lease_id, "its connection was closed")

@@ -61,7 +61,7 @@ class Monitor:
                     await self._poll()
                 self._tick()
                 if excess := await self._budgets.sample():
-                    self._begin(self._budgets.end(excess))
+                    self._begin(self._budgets.enforce(excess))
         finally:
             if self._events:
                 self._events.stop()

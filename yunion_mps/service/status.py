@@ -190,7 +190,7 @@ def _use_problems(
             processes = _describe_process(largest) + (f" and {more} more" if more else "")
             text = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
             if holding.lease and holding.gpu in terminating_gpus:
-                text += "; if this lasts, the newest process is terminated"
+                text += "; if this lasts, the newest process will be terminated"
             yield _problem(
                 PROBLEM,
                 reasons.OVER_BUDGET,

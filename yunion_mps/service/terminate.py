@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 SignalSequence = tuple[signal.Signals, ...]
 
-#: What a client is sent, one after the other, until it has ended.
+#: The signals that a client is sent, in this order, until it has ended.
 TERM: SignalSequence = (signal.SIGTERM,)
 KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
 SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
-#: How long to wait for another front-end of the control daemon, also for the list of clients, in s.
+#: How long to wait while another front-end occupies the control daemon, or until it lists all clients, in s.
 _OCCUPIED_S, _LIST_S, _RETRY_S = 5.0, 1.0, 0.1
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
 
@@ -61,10 +61,10 @@ class Terminator:
     ) -> answers.Termination:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
 
-        Its server disconnects it, then it gets each of `signals`, and 5 s to end. A process outside MPS only
-        gets the signals. Raises BusyError during a stop, NotFoundError if it is not a client, NotAllowedError
-        if it is another user's or not a job, and, if it is not to be killed, ControlError if its server does
-        not disconnect it.
+        Its server disconnects it, then it gets `signals`, with 5 s to end after each. A process outside MPS
+        only gets the signals. Raises BusyError during a stop, NotFoundError if it is not a client,
+        NotAllowedError if it is another user's or not a job, and, if it is not to be killed, ControlError if
+        its server does not disconnect it.
         """
         self._refuse_while_stopping()
         return await self._end(find_client(await self._list(), pid), uid, cause, signals)
@@ -79,7 +79,7 @@ class Terminator:
     ) -> list[answers.Termination]:
         """Terminate all clients of a lease, as `terminate_all` does.
 
-        The lease's owner may also end those that run in its container as other users.
+        The lease's owner may also terminate other users' processes in its container.
         """
         choose = partial(clients_of_lease, lease)
         container = (lease["container_id"] or "") if lease["binding"] == "container" else ""
@@ -97,8 +97,8 @@ class Terminator:
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
-        An error of one client is in its termination. The user also owns the container with this id. `code` is
-        that of the events. Raises only BusyError, during a stop.
+        A client's error is in its termination. The user may terminate all clients in the container with this
+        id. `code` is that of the events. Raises only BusyError, while the daemon stops.
         """
         self._refuse_while_stopping()
         chosen = choose(await self._list())
@@ -109,7 +109,7 @@ class Terminator:
         return list(await asyncio.gather(*ends))
 
     async def _list(self) -> answers.ClientList:
-        """The clients; asked again for a moment if some are unknown: another front-end may be connected."""
+        """List the clients; retry for a moment if some are unknown: another front-end may be connected."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _LIST_S
         while True:
@@ -121,7 +121,7 @@ class Terminator:
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
             what = "the daemon is stopping and waiting for running jobs to end"
-            raise BusyError(what, "end processes directly: kill PID")
+            raise BusyError(what, "terminate processes directly: kill PID")
 
     async def _try(
         self, client: AnyClient, uid: int, cause: str, signals: SignalSequence, code: str
@@ -145,7 +145,7 @@ class Terminator:
         pid = client["pid"]
         if uid != client["uid"] and not is_privileged(uid):
             what = f"PID {pid} is a job of {client['user']}"
-            raise NotAllowedError(what, "only root and its owner may end it")
+            raise NotAllowedError(what, "only root and its owner may terminate it")
         _refuse_unless_job(pid, self._supervisor.domains)
         process = Process.adopt(pid)
         if process is None:
@@ -188,7 +188,7 @@ class Terminator:
             return "; ".join([*steps, "it has ended"]), True
         if signals:
             steps.append(f"it is still running after {_GRACE_S:g} s")
-        return "; ".join(steps) or "it is not a client of MPS", False
+        return "; ".join(steps) or "it is not an MPS client", False
 
     async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
         """Have the server disconnect the client; returns False if it has none, and raises YunionError."""

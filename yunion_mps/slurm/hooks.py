@@ -133,9 +133,12 @@ class Hooks:
                 return None
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
-            files, jobs = self._files_by_job(), lru_cache(node.jobs)  # the jobs are asked for last, and once
+            files, jobs = (
+                self._files_by_job(),
+                lru_cache(node.jobs),
+            )  # Slurm is asked for its jobs last, and once
             used = leases.reconcile(jobs).used
-            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not end
+            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             held = held_outside(leases.all(), addresses) or still_used(used)
@@ -170,7 +173,7 @@ class Hooks:
     def _has_failed_recently(self) -> bool:
         """Whether a hook of a job may have failed after a check that is still running asked the daemon.
 
-        Besides, Slurm may not have noticed yet that a Prolog has failed. It leaves our drain alone, but if we
+        Also, Slurm may not have noticed yet that a Prolog has failed. It leaves our drain alone, but if we
         resume the node before that, Slurm drains it with a reason of its own, which no check may end.
         """
         try:
@@ -221,13 +224,15 @@ class Hooks:
 def number_of_shards(job: Job, gres: Collection[str]) -> int:
     """How many of a GPU's devices the job has, according to Slurm; 0 if it has whole GPUs.
 
-    Raises InfeasibleError if the job is ending, if its shards are of several GPUs, or if the answers differ.
+    Raises InfeasibleError if the job is ending, its shards are of several GPUs, or Slurm's answers differ.
     """
     if not gres:
-        raise InfeasibleError("the job has ended while its Prolog ran", "submit it again")
+        raise InfeasibleError("the job ended while its Prolog was running", "submit it again")
     number, *others = {shards_of(one) for one in gres}
     if others:
-        what = f"Slurm has several answers to what the job has on this node: {', '.join(sorted(gres))}"
+        what = (
+            f"Slurm gives contradictory answers to what the job has on this node: {', '.join(sorted(gres))}"
+        )
         raise InfeasibleError(what, "give the job a name and a comment of one line each")
     if number and len(job.indices) > 1:
         what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"

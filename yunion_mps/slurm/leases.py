@@ -40,12 +40,12 @@ _LOOK_S = 2
 
 
 class Assignment(NamedTuple):
-    """The devices that Slurm has assigned: all of `addresses`, or this `number` of them, all of one GPU."""
+    """The devices that Slurm has assigned: all of `addresses`, or any `number` of them, on one GPU."""
 
     addresses: Sequence[str]
     number: int = 0
 
-    def is_of(self, lease: LeaseRecord) -> bool:
+    def matches(self, lease: LeaseRecord) -> bool:
         number = self.number or len(self.addresses)
         return len(lease["devices"]) == number and set(lease["devices"]) <= set(self.addresses)
 
@@ -90,7 +90,7 @@ class JobLeases:
 
     def _take(self, job: Job, assignment: Assignment) -> LeaseRecord:
         for lease in self.all():
-            if lease["name"] == job.lease_name and not assignment.is_of(lease):
+            if lease["name"] == job.lease_name and not assignment.matches(lease):
                 self.end(lease)  # the job was requeued, and its Epilog did not run
         # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
         return self._call(
@@ -119,12 +119,12 @@ class JobLeases:
         return still_used(self._end_unused(stale_leases(holders, live())))
 
     def release(self, job: Job) -> None:
-        """End what is left of the job's processes, and its lease; does nothing if there is none."""
+        """Terminate the job's leftover processes and end its lease; does nothing if it has none."""
         for lease in self.all():
             if job_of(lease) == job.id:
                 self.end(lease)
 
-    def reconcile(self, live: Callable[[], Iterable[str]]) -> Reconciled:
+    def reconcile(self, live: Callable[[], Iterable[str]]) -> ReconcileResult:
         """End the leases of all jobs that are not live, unless a process still uses their devices.
 
         The leases are read first, so a job that starts meanwhile keeps its lease.
@@ -132,12 +132,12 @@ class JobLeases:
         leases = [lease for lease in self.all() if job_of(lease)]
         stale = stale_leases(leases, live()) if leases else []
         used = self._end_unused(stale)
-        return Reconciled([lease for lease in stale if lease not in used], used)
+        return ReconcileResult([lease for lease in stale if lease not in used], used)
 
     def _end_unused(self, leases: Iterable[LeaseDetails]) -> list[LeaseDetails]:
         """End the leases whose devices no process uses; returns the others.
 
-        The budget of a leftover process counts until it ends: it would take the memory of the next job.
+        A leftover process would take memory of the next job, so its lease is kept until it ends.
         """
         used = []
         for lease in leases:
@@ -149,7 +149,7 @@ class JobLeases:
         return used
 
     def end(self, lease: LeaseRecord) -> None:
-        """End the lease and, safely, the processes that its job has left behind."""
+        """Terminate the job's leftover processes safely, then end the lease."""
         try:
             self._call(END_LEASE, lease=lease["id"], terminate=True)
         except NotFoundError:  # another hook released it
@@ -160,7 +160,7 @@ class JobLeases:
         return run_blocking(self._retrier.call(operation, None, **arguments))
 
 
-class Reconciled(NamedTuple):
+class ReconcileResult(NamedTuple):
     """The leases of jobs that are not live: those that were ended, and those that are kept."""
 
     ended: Sequence[LeaseDetails]

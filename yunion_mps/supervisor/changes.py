@@ -169,9 +169,11 @@ def changes_to(
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
-        old_act, new_act = (some.over_budget.get(gpu.uuid or "", "") for some in (before, plan))
-        if old_act and new_act and old_act != new_act:
-            changes.append(Change("setting", f"over_budget of GPU {gpu.address}", old_act, new_act, AT_ONCE))
+        old_action, new_action = (some.over_budget.get(gpu.uuid or "", "") for some in (before, plan))
+        if old_action and new_action and old_action != new_action:
+            changes.append(
+                Change("setting", f"over_budget of GPU {gpu.address}", old_action, new_action, AT_ONCE)
+            )
     return changes
 
 

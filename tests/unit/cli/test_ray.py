@@ -36,7 +36,7 @@ def test_the_resources_are_the_devices_and_the_memory_of_the_pools() -> None:
 @pytest.mark.parametrize(
     "fields", [{"state": "unavailable"}, {"reserved_for": "slurm"}, {"budget_enforced": False}]
 )
-def test_what_ray_s_workers_cannot_lease_is_not_offered(fields: dict[str, object]) -> None:
+def test_devices_that_ray_workers_cannot_lease_are_not_offered(fields: dict[str, object]) -> None:
     assert ray.resources_of([device(**fields)], [pool(**fields)]) == {}
 
 
@@ -70,7 +70,7 @@ def test_a_node_is_started_with_the_resources_and_all_options(node: Cli) -> None
 
 
 @pytest.mark.parametrize("option", [["--resources={}"], ["--resources", "{}"]], ids=["joined", "apart"])
-def test_given_resources_are_added_and_take_precedence(node: Cli, option: list[str]) -> None:
+def test_resources_given_by_option_are_added_and_take_precedence(node: Cli, option: list[str]) -> None:
     words = [word.replace("{}", '{"yunion_mps": 2, "special": 1}') for word in option]
     found = started(node, "--head", *words, "--block")
     assert found == ["start", '--resources={"yunion_mps": 2, "special": 1}', "--head", "--block", "0"]

@@ -54,7 +54,9 @@ def test_the_question_says_that_a_process_is_outside_mps(own: Cli) -> None:
     code, text = own.answered(b"n\n", "terminate", "4711")
     assert code == 1
     who = "PID 4711 (./old-job) of mallory"
-    assert text.startswith(f"{who} runs outside MPS, so no MPS server disconnects it first. End it? [y/N]: n")
+    assert text.startswith(
+        f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it? [y/N]: n"
+    )
 
 
 def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
@@ -62,11 +64,11 @@ def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
     assert not any(done.startswith("terminate") for done in own.host.clients.done)
 
 
-def test_a_process_that_only_holds_a_lease_can_be_ended_by_itself(own: Cli) -> None:
+def test_for_a_process_that_only_holds_a_lease_the_hint_is_kill(own: Cli) -> None:
     own.host.clients.found = clients()
     own.host.leases.found["leases"] = [LEASE]
     told = f"yunion-mps: PID 4260 uses no GPU, but holds lease {LEASE['id'][:8]} [not_found]\n"
-    told += "yunion-mps: end it, and the lease ends as well: kill 4260\n"
+    told += "yunion-mps: terminate it, and the lease ends as well: kill 4260\n"
     assert own("terminate", "4260", "--yes") == (1, "", told)
 
 
@@ -83,12 +85,14 @@ def test_terminate_reports_a_refusal(own: Cli, error: YunionError, code: int) ->
     assert own("terminate", "4260", "--yes") == (code, "", told)
 
 
-def test_the_processes_of_a_lease_are_named_before_they_are_ended(own: Cli) -> None:
+def test_the_processes_of_a_lease_are_named_before_they_are_terminated(own: Cli) -> None:
     target = LEASE["id"][:8]
     code, text = own.answered(b"n\n", "terminate", target)
     assert code == 1
     assert text.startswith(f"yunion-mps: {WHO}\n")
-    assert f"End 1 process of lease {LEASE['id']}? [y/N]: n" in text.replace("\n", " ").replace("  ", " ")
+    assert f"Terminate 1 process of lease {LEASE['id']}? [y/N]: n" in text.replace("\n", " ").replace(
+        "  ", " "
+    )
     assert not any(done.startswith("terminate") for done in own.host.clients.done)
     done = own("terminate", target, "--yes", "--force", "-o", "csv")
     assert done.out.splitlines() == [
@@ -98,7 +102,7 @@ def test_the_processes_of_a_lease_are_named_before_they_are_ended(own: Cli) -> N
     assert own.host.clients.done[-1] == "terminate 4260 for 0 force"
 
 
-def test_the_processes_that_are_another_user_s_are_named(own: Cli) -> None:
+def test_processes_of_another_user_are_named(own: Cli) -> None:
     own.host.clients.refusal = NotAllowedError("PID 4260 is a job of bob", "hint")
     done = own("terminate", "job-17", "--yes")
     told = f"yunion-mps: {WHO}: PID 4260 is a job of bob [not_allowed]\nyunion-mps: retry as root\n"
@@ -106,7 +110,7 @@ def test_the_processes_that_are_another_user_s_are_named(own: Cli) -> None:
     assert done.err.endswith(told)
 
 
-def test_without_processes_there_is_nothing_to_end(own: Cli) -> None:
+def test_a_lease_without_processes_is_no_error(own: Cli) -> None:
     own.host.clients.found = clients()
-    told = f"yunion-mps: no processes use lease {LEASE['id']}\n"
+    told = f"yunion-mps: lease {LEASE['id']} has no processes\n"
     assert own("terminate", "job-17", "--yes") == (0, "", told)

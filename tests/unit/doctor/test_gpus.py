@@ -250,7 +250,7 @@ def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, l
     assert what in one(host, "client limit", level).what
 
 
-def test_job_budgets_need_nothing_while_they_are_only_reported(tmp_path: Path) -> None:
+def test_job_budgets_that_are_only_reported_need_nothing(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST)
     host.users = Lazy(dict)
     assert one(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
@@ -266,7 +266,7 @@ def test_job_budgets_need_nothing_while_they_are_only_reported(tmp_path: Path) -
         (None, "warning", "does not report its processes"),
     ],
 )
-def test_a_gpu_where_job_budgets_cannot_be_enforced_is_found(
+def test_a_gpu_where_job_budgets_cannot_be_enforced_is_reported(
     tmp_path: Path, processes: dict[int, int | None] | None, level: str, what: str
 ) -> None:
     host = host_of(tmp_path, FIRST, over_budget="terminate")

@@ -1,4 +1,4 @@
-"""A line reaches the terminal or pipe of a process' user, and never anything else."""
+"""A line reaches the terminal or pipe of a process's user, and never anything else."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_a_line_reaches_a_terminal_of_the_user() -> None:
         os.close(terminal)
 
 
-def test_nothing_is_written_to_what_is_another_users(pipe: tuple[int, int]) -> None:
+def test_nothing_is_written_to_a_pipe_of_another_user(pipe: tuple[int, int]) -> None:
     with process_with(pipe[1]) as pid:
         assert not write_to_stderr(pid, UID + 1, LINE)
     assert not readable(pipe[0], 0.0)
 
 
-def test_a_full_pipe_and_one_without_reader_lose_the_line(pipe: tuple[int, int]) -> None:
+def test_a_full_pipe_or_one_without_a_reader_loses_the_line(pipe: tuple[int, int]) -> None:
     os.set_blocking(pipe[1], False)
     with contextlib.suppress(BlockingIOError):
         while os.write(pipe[1], bytes(1 << 16)):

@@ -267,7 +267,7 @@ def test_several_devices_of_a_pool_each_take_the_thread_percentage() -> None:
         Allocator(Ledger([lease("a", pool(0, thread_percentage=1).make(1, 0))])).choose(requested, one)
 
 
-def test_a_thread_percentage_is_reserved_where_least_of_it_is_missing() -> None:
+def test_threads_are_reserved_on_the_gpu_that_lacks_the_fewest() -> None:
     """The GPU with more memory left has fewer threads left."""
     one = Candidates(pools=[pool(0, thread_percentage=90), pool(1, thread_percentage=60)])
     ledger = Ledger([lease("a", pool(0, thread_percentage=90).make(1, 0))])

@@ -366,7 +366,7 @@ def test_more_than_32_gpus_in_one_domain_are_an_error() -> None:
     assert messages(config(cuda_mps_scope="gpu"), inventory(*gpus)) == []
 
 
-def test_an_entry_says_what_happens_over_budget_or_else_host_conf() -> None:
+def test_over_budget_of_an_entry_overrides_host_conf() -> None:
     first, second = gpu(1), gpu(2)
     entries = entry(first.address, 2), entry(second.address, 2)._replace(over_budget="report")
     plan = planned(config(*entries, over_budget="terminate"), inventory(first, second))

@@ -1,4 +1,4 @@
-"""When a job exceeds its budget, which process is ended, and when none is."""
+"""When a job exceeds its budget, which process is terminated, and when none is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = "11111111-8a52-4f0e-8b5e-3f9d2a6c1b44"
 CONTAINER = "c" * 64
 #: Two processes that run for as long as the test does.
 OLD, NEW = os.getppid(), os.getpid()
-#: It is never there: PIDs end before.
+#: Larger than any PID.
 GONE = 1 << 22
 
 
@@ -84,7 +84,7 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
         "unknown",
     ],
 )
-def test_what_is_not_surely_the_jobs_does_not_count(fields: dict[str, Any]) -> None:
+def test_a_process_that_may_not_belong_to_the_job_does_not_count(fields: dict[str, Any]) -> None:
     assert found(process(5760, OLD), process(5760, **fields)) == []
 
 
@@ -117,12 +117,12 @@ def test_a_user_s_lease_counts_no_one_else_in_a_container(owner: int, is_found: 
     assert bool(found(inside, lease=lease)) is is_found
 
 
-def test_naming_anothers_lease_endangers_only_oneself() -> None:
+def test_naming_another_users_lease_does_not_endanger_that_user() -> None:
     (excess,) = found(process(3000, OLD), process(6000, uid=1001))
     assert [client["uid"] for client in excess.processes] == [1001]
 
 
-def test_the_newest_process_is_that_which_started_last() -> None:
+def test_the_newest_process_is_the_one_that_started_last() -> None:
     (excess,) = found(
         process(3000, 900, started="2026-08-29T10:41:00.500Z"),
         process(3000, 20, started="2026-08-29T10:41:00.510Z"),  # PIDs have begun again
@@ -134,7 +134,7 @@ def test_the_newest_process_is_that_which_started_last() -> None:
 
 
 class World:
-    """What is sampled and ended, by hand, on a loop whose clock is set."""
+    """An enforcer with samples given by hand, on a loop whose clock the test sets."""
 
     def __init__(self) -> None:
         self.config = builders.config(over_budget="terminate", over_budget_grace_s=10)
@@ -145,7 +145,7 @@ class World:
         #: What the control daemons list, if it differs.
         self.confirmed: Any = None
         self.now_s = 0.0
-        #: The PIDs and signals of what was ended, and what comes of the next ones.
+        #: The PIDs and signals of the terminations, and the results of the next ones.
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         self.outcomes: list[tuple[bool, str]] = []
         self.causes: set[str] = set()
@@ -179,16 +179,16 @@ class World:
         return self.loop.run_until_complete(self.enforcer.sample())
 
     def fail(self, at_s: float) -> None:
-        """The driver does not answer in time: the last list comes again, with an error."""
+        """The driver does not answer in time: the last list is returned again, with an error."""
         self.now_s = at_s
         self.listed = {**self.listed, "errors": ["the driver is slow to answer"]}
         assert self.loop.run_until_complete(self.enforcer.sample()) is None
 
     def follow(self, begin_s: int, end_s: int, *processes: Any) -> int | None:
-        """Sample every second; end what is due. Returns when that was, None if never."""
+        """Sample every second, and enforce what is due. Returns when that was, None if never."""
         for at_s in range(begin_s, end_s + 1):
             if excess := self.sample(at_s, *processes):
-                self.loop.run_until_complete(self.enforcer.end(excess))
+                self.loop.run_until_complete(self.enforcer.enforce(excess))
                 return at_s
         return None
 
@@ -211,7 +211,7 @@ def test_a_job_over_budget_for_the_grace_time_loses_its_newest_process(world: Wo
     assert world.ended == [(NEW, TERM)]
     assert world.enforcer.terminations == {GPU: 1}
     (cause,) = world.causes
-    assert cause == f"{found(*OVER)[0].text} for at least 10 s"
+    assert cause == f"{found(*OVER)[0].text} and have exceeded the budget for at least 10 s"
 
 
 def test_a_sample_within_the_budget_starts_the_time_again(world: World) -> None:
@@ -234,7 +234,7 @@ def test_a_gap_of_several_samples_starts_the_time_again(world: World) -> None:
     assert world.follow(125, 125, *OVER) == 125
 
 
-def test_memory_that_is_not_reported_for_once_is_no_sample(world: World) -> None:
+def test_a_sample_without_the_memory_of_a_process_changes_nothing(world: World) -> None:
     assert world.follow(100, 108, *OVER) is None
     assert world.sample(109, process(3000, OLD), process(None)) is None
     world.reported = []
@@ -260,7 +260,7 @@ def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -
     assert world.ended == []
 
 
-def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) -> None:
+def test_a_reload_spares_a_process_about_to_be_terminated(world: World) -> None:
     excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
     real = world.terminate_all
 
@@ -269,11 +269,11 @@ def test_a_reload_while_a_process_is_about_to_be_ended_saves_it(world: World) ->
         return await real(*arguments, **options)
 
     world.terminate_all = reloading  # type: ignore[method-assign]
-    world.loop.run_until_complete(world.enforcer.end(excess))
+    world.loop.run_until_complete(world.enforcer.enforce(excess))
     assert world.ended == []
 
 
-def test_a_stop_of_the_daemon_leaves_the_process_to_it(world: World) -> None:
+def test_a_daemon_that_is_stopping_terminates_no_process(world: World) -> None:
     async def stopping(*_: Any, **__: Any) -> Any:
         raise BusyError("the daemon is stopping", "")
 
@@ -295,7 +295,7 @@ def test_a_restarted_daemon_starts_the_time_again(world: World) -> None:
     assert world.follow(120, 120, *OVER) == 120
 
 
-def test_after_a_process_was_ended_the_time_starts_again(world: World) -> None:
+def test_after_a_termination_the_time_starts_again(world: World) -> None:
     assert world.follow(100, 110, *OVER) == 110
     assert world.follow(111, 120, *OVER) is None
     assert world.follow(121, 121, *OVER) == 121
@@ -307,7 +307,7 @@ def test_the_memory_of_a_process_that_has_ended_does_not_count(world: World) -> 
     assert not world.enforcer.is_watching
 
 
-def test_with_report_nothing_is_ended_or_sampled(world: World) -> None:
+def test_with_report_nothing_is_sampled_or_terminated(world: World) -> None:
     world.gpus = {}
     assert world.follow(100, 130, *OVER) is None
     assert not world.enforcer.is_watching
@@ -326,7 +326,7 @@ def test_with_report_nothing_is_ended_or_sampled(world: World) -> None:
     ],
     ids=["within its budget", "not known", "perhaps no client", "no client of ours"],
 )
-def test_nothing_is_ended_that_the_control_daemons_do_not_confirm(world: World, confirmed: Any) -> None:
+def test_nothing_is_terminated_unless_the_control_daemons_confirm_it(world: World, confirmed: Any) -> None:
     world.confirmed = confirmed
     assert world.follow(100, 110, *OVER) == 110
     assert world.ended == []
@@ -352,7 +352,7 @@ def test_a_process_that_its_server_does_not_disconnect_is_not_killed(world: Worl
     assert world.ended == [(NEW, TERM)] * 2, "it was tried again"
 
 
-def test_while_one_process_does_not_end_no_other_is_ended(world: World) -> None:
+def test_while_a_killed_process_still_runs_no_other_is_terminated(world: World) -> None:
     world.outcomes = [(False, ""), (False, "")]
     world.follow(100, 110, *OVER)
     before = list(world.ended)
@@ -360,7 +360,7 @@ def test_while_one_process_does_not_end_no_other_is_ended(world: World) -> None:
     assert world.ended == before
 
 
-def test_of_several_jobs_that_which_exceeds_for_longest_comes_first(world: World) -> None:
+def test_the_job_that_is_over_budget_longest_comes_first(world: World) -> None:
     second = {**LEASE, **lease_of({"00:06.0-2": 1000}), "id": OTHER, "pid": None}
     world.leases = [second, LEASE]
     its = process(1001, 1, lease=OTHER)

@@ -1,4 +1,4 @@
-"""Which processes are never ended as jobs, what happens at the same time, and how leases end by force."""
+"""Which processes are never terminated as jobs, and what may happen while a client is terminated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Bench:
         self._supervisor = supervisor
 
     def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
-        """What becomes of the client."""
+        """The termination of the client."""
         choose = itemgetter("clients")
         return self.of(lambda terminator: terminator.terminate_all(choose, uid, signals=signals))[0]
 
@@ -96,7 +96,7 @@ def test_a_client_may_end_by_itself_while_it_is_terminated(bench: Bench) -> None
     assert (one["ended"], one["how"], one["reason_code"]) == (True, "it has ended by itself", "")
 
 
-def test_a_client_may_have_ended_before(bench: Bench) -> None:
+def test_a_client_may_have_ended_already(bench: Bench) -> None:
     bench.close()
     assert bench.end()["how"] == "it has ended by itself"
 
@@ -107,7 +107,7 @@ def test_a_reused_pid_is_not_signalled(bench: Bench) -> None:
     assert bench.job.poll() is None
 
 
-def test_a_server_that_refuses_saves_a_client_from_anything_but_a_kill(bench: Bench) -> None:
+def test_a_client_that_is_not_disconnected_is_signalled_only_to_kill_it(bench: Bench) -> None:
     def refuse() -> bool:
         raise ControlError("the MPS server refused to disconnect it", "")
 
@@ -148,7 +148,7 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
     async def work(terminator: module.Terminator) -> Any:
         lock = terminator._clients.conversation
         await lock.acquire()
-        ending = asyncio.ensure_future(terminator.end_all(itemgetter("clients"), 0))
+        ending = asyncio.ensure_future(terminator.terminate_all(itemgetter("clients"), 0))
         await asyncio.sleep(1)
         lock.release()
         return await ending
@@ -163,14 +163,14 @@ def test_without_signals_a_client_is_only_disconnected(bench: Bench) -> None:
     assert bench.job.poll() is None
 
 
-def test_only_root_and_its_owner_may_end_a_client(bench: Bench) -> None:
+def test_only_root_and_its_owner_may_terminate_a_client(bench: Bench) -> None:
     one = bench.end(uid=12345)
     assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
     assert bench.job.poll() is None
 
 
 @pytest.mark.parametrize(("binding", "is_ended"), [("container", True), ("process", False)])
-def test_a_lease_s_owner_may_end_other_users_in_its_container(
+def test_the_owner_of_a_lease_may_terminate_all_in_its_container(
     bench: Bench, binding: str, is_ended: bool
 ) -> None:
     bench.listed["clients"][0]["container_id"] = inside = "a" * 64

@@ -125,9 +125,9 @@ def test_the_number_of_shards_is_read_from_the_jobs_gres() -> None:
 @pytest.mark.parametrize(
     ("indices", "gres", "why"),
     [
-        ((0,), (), "has ended"),
-        ((0,), ("shard:1(IDX:0)", "shard:4(IDX:0)"), "several answers"),
-        ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "several answers"),
+        ((0,), (), "the job ended"),
+        ((0,), ("shard:1(IDX:0)", "shard:4(IDX:0)"), "contradictory answers"),
+        ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "contradictory answers"),
         ((0, 1), ("shard:2(1/4,1/4)",), "shards of 2 GPUs"),
     ],
 )
@@ -138,13 +138,13 @@ def test_a_job_whose_shards_are_unclear_is_refused(
         number_of_shards(Job("17", 0, indices), gres)
 
 
-def test_some_devices_of_a_gpu_are_requested_by_their_number() -> None:
+def test_some_devices_of_a_gpu_are_requested_by_count() -> None:
     addresses = ["00:06.0-0", "00:06.0-1"]
     assert Assignment(addresses).request == Assignment(addresses, 2).request == {"devices": addresses}
     assert Assignment(addresses, 1).request == {"count": 1, "gpu": "00:06.0"}
-    assert Assignment(addresses, 1).is_of(lease("slurm:17", ("00:06.0-1",)))
-    assert not Assignment(addresses, 1).is_of(lease("slurm:17", ("00:07.0-1",)))
-    assert not Assignment(addresses).is_of(lease("slurm:17", ("00:06.0-1",)))
+    assert Assignment(addresses, 1).matches(lease("slurm:17", ("00:06.0-1",)))
+    assert not Assignment(addresses, 1).matches(lease("slurm:17", ("00:07.0-1",)))
+    assert not Assignment(addresses).matches(lease("slurm:17", ("00:06.0-1",)))
 
 
 def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
