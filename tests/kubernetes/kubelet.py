@@ -70,7 +70,7 @@ class Kubelet(Closes):
 
     def start(self) -> None:
         for path in self._directory.iterdir():
-            path.unlink()
+            path.unlink(missing_ok=True)
         self._stack = contextlib.ExitStack()
         for service, methods, path in (
             ("v1.PodResourcesLister", {"List": self._list}, self._pod_resources / "kubelet.sock"),
