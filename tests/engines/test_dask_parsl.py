@@ -61,7 +61,7 @@ class Engine(Closes):
     def __init__(self, host: SimHost) -> None:
         self.folder = host.root / "engine"
         self.folder.mkdir()
-        self._env = {**with_engines(host.env), "ENGINE": str(self.folder)}
+        self._env = {**with_engines(host.env), "ENGINE": str(self.folder), "TMPDIR": str(self.folder)}
         self._host = host
         self._started: list[subprocess.Popen[str]] = []
 

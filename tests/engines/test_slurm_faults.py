@@ -121,6 +121,19 @@ def test_a_drain_by_the_administrator_is_left_alone(slurm: Slurm, daemon: Daemon
     assert (slurm.state(), slurm.reason()) == ("drained", "new disk")
 
 
+def test_a_reboot_that_the_administrator_requests_is_not_cancelled(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.set(RebootProgram="/bin/true")
+    slurm.submit(until_told(slurm), SHARE)
+    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    daemon.stop()
+    slurm.check_health()
+    assert slurm.state() == "draining"
+    slurm.ask("scontrol", "reboot", "ASAP", "nextstate=RESUME", NODE)
+    daemon.start().wait_ready()
+    slurm.check_health()
+    assert slurm.state() == "draining@"
+
+
 def test_leases_of_jobs_that_slurm_does_not_know_are_released(slurm: Slurm, daemon: Daemon) -> None:
     host = daemon.host
     words = ["--ttl", "infinity", "--for", "slurm"]

@@ -28,8 +28,8 @@ def reconcile_leases(engine: str, live: str, output: str) -> None:
     \b
     Examples:
       yunion-mps lease reconcile --for slurm --live 17,18
-      jobs=$(squeue -h -w "$(hostname -s)" -o %A | paste -sd,)
-      yunion-mps lease reconcile --for slurm --live "$jobs"
+      jobs=$(squeue -h -w "$(hostname -s)" -o %A) &&
+        yunion-mps lease reconcile --for slurm --live "$(echo $jobs | tr ' ' ,)"
     """
     from yunion_mps.slurm.job import JOB_ID  # for schedulers only
     from yunion_mps.slurm.leases import JobLeases

@@ -48,10 +48,12 @@ class NodeState(NamedTuple):
 
     is_drained: bool
     reason: str
+    #: Resuming the node would cancel the reboot that the administrator has requested.
+    awaits_reboot: bool = False
 
     @property
     def is_ours(self) -> bool:
-        return self.is_drained and self.reason[: len(PREFIX)] == PREFIX
+        return self.is_drained and not self.awaits_reboot and self.reason.startswith(PREFIX)
 
 
 def parse_state(text: str) -> NodeState | None:
@@ -59,7 +61,7 @@ def parse_state(text: str) -> NodeState | None:
     for line in text.splitlines():
         state, separator, reason = line.partition("|")
         if separator:
-            return NodeState(state.startswith("drain"), reason.strip())
+            return NodeState(state.startswith("drain"), reason.strip(), "@" in state)
     return None
 
 

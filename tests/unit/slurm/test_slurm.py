@@ -177,6 +177,10 @@ def test_only_drains_with_our_prefix_are_ours() -> None:
     assert not NodeState(is_drained=True, reason="see yunion-mps: gpu_lost: x").is_ours
     assert parse_state("warning: x\nidle|none") == NodeState(is_drained=False, reason="none")
     assert parse_state("") is None
+    awaits_reboot = parse_state(f"draining@|{reason}")
+    assert awaits_reboot
+    assert awaits_reboot.is_drained
+    assert not awaits_reboot.is_ours
     assert len(drain_reason(Reason("x" * 900, GPU_LOST))) == 200
 
 
