@@ -44,7 +44,7 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN], ids=str)
-def test_batch_systems_signals_harm_no_other_job(at_work: AtWork, number: int) -> None:
+def test_the_signals_of_batch_systems_harm_no_other_job(at_work: AtWork, number: int) -> None:
     with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.send_signal(number)
         ended(job)
@@ -52,7 +52,7 @@ def test_batch_systems_signals_harm_no_other_job(at_work: AtWork, number: int) -
     assert how.startswith(DISCONNECTED)
 
 
-def test_nothing_is_left_behind_if_nobody_reads_the_messages(at_work: AtWork) -> None:
+def test_all_processes_are_killed_even_if_the_messages_are_not_read(at_work: AtWork) -> None:
     daemon = at_work.daemon
     reader, writer = os.pipe()
     job = daemon.host.popen([*AT_ONCE, *STUBBORN_JOB], stdout=subprocess.PIPE, stderr=writer)
@@ -91,7 +91,7 @@ def test_the_command_is_killed_even_without_the_daemon(at_work: AtWork, number: 
         status, said, err = ended(job)
         daemon.signal(signal.SIGCONT)
     assert (status, said, err.count("\n")) == (KILLED, [], 1)
-    assert err.startswith("yunion-mps: COMMAND ends without being disconnected from MPS: the daemon ")
+    assert err.startswith("yunion-mps: COMMAND was not disconnected from MPS before its signal: the daemon ")
 
 
 def test_the_daemon_may_restart_during_a_safe_stop(at_work: AtWork) -> None:
@@ -184,7 +184,7 @@ def test_the_device_of_a_job_is_inherited(ready_daemon: Daemon) -> None:
     assert (lease, device, lines) == (outer, "00:06.0-0", "2")
 
 
-def test_inherit_requires_a_device_and_excludes_a_request(ready_daemon: Daemon) -> None:
+def test_inherit_requires_a_lease_and_excludes_a_request(ready_daemon: Daemon) -> None:
     done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         1, "yunion-mps: --inherit: this environment has no device: YUNION_MPS_DEVICE is not set [host_error]",

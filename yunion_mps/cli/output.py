@@ -357,7 +357,7 @@ def date_and_time(moment: str) -> str:
 
 
 def print_notice(text: str) -> None:
-    """Print progress to standard error, for people; what cannot be printed stops nothing."""
+    """Print progress to standard error, for users. An error of the output is ignored."""
     if sys.stderr is not None:  # print would use standard output instead
         with contextlib.suppress(OSError):
             print(f"yunion-mps: {printable(text)}", file=sys.stderr, flush=True)

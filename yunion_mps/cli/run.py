@@ -207,7 +207,7 @@ def _ignore_lease(lease_id: str) -> None:
 
 
 def _refuse_without_device() -> None:
-    """Raise HostError unless the environment names a device that can be reached, and whose lease lasts."""
+    """Raise HostError unless the environment names a device that can be reached and is still leased."""
     hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
     if not os.environ.get("YUNION_MPS_DEVICE") or not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
         raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)

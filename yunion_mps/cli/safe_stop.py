@@ -41,9 +41,9 @@ _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
 
-#: Not passed on: those that no process can catch, and those that our own actions cause.
+#: Signals that are not passed on: no process can catch them, or our own actions cause them.
 _OWN = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU}
-#: Those that end no process by default (signal(7)).
+#: Signals that terminate no process by default (signal(7)).
 _HARMLESS = {signal.SIGWINCH, signal.SIGURG, signal.SIGTSTP, signal.SIGCONT}
 _WATCHED = {*(signal.valid_signals() - _OWN), signal.SIGCHLD}
 #: The code of a signal from the kernel, such as Ctrl-C, which COMMAND gets as well (sigaction(2)).
@@ -192,7 +192,7 @@ class _Parent:
                     time.sleep(_RETRY_S)
                     continue
                 self._is_alone = is_silent
-                print_notice(f"{what} ends without being disconnected from MPS: {error.message}")
+                print_notice(f"{what} was not disconnected from MPS before its signal: {error.message}")
             return
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:

@@ -129,10 +129,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def dies_of(pid: int, number: int) -> bool:
-    """Whether the signal would end the process by its default action: it does not handle the signal.
+    """Whether the process would die of the signal, because it does not handle it.
 
-    It may catch or ignore it, or wait for it (sigwait(3), signalfd(2)). Then its main thread blocks it; other
-    threads say nothing, because libraries' threads often block all signals, and a waiting one blocks none.
+    It may catch it, ignore it, or wait for it (sigwait(3), signalfd(2)). In the last case, its main thread
+    blocks it. Other threads show nothing: those of libraries often block all signals, and one that waits
+    blocks none.
     """
     rows = (line.split() for line in _read(pid, "status").splitlines())
     handled = ([b"SigCgt:"], [b"SigIgn:"], [b"SigBlk:"])

@@ -313,7 +313,7 @@ class MemoryResource(ExtendedResource):
 def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[list[DeviceT], list[Pool]]:
     """What is offered: what is reserved for Kubernetes if anything is, otherwise everything.
 
-    Devices of leases are last. Those of a GPU that was replaced have the addresses of the new one's.
+    The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.
     """
     by_address: dict[str, DeviceT] = {}
     for device in devices:

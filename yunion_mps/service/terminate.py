@@ -195,7 +195,7 @@ class Terminator:
         loop = asyncio.get_running_loop()
         plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
         program = find_control_program()
-        end_s = math.inf  # until its turn, for which many other clients may be before it
+        end_s = math.inf  # no deadline until its turn: many other clients may come first
         while True:
             try:
                 async with self._clients.conversation:

@@ -25,8 +25,8 @@ _INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 class Job(NamedTuple):
     """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step.
 
-    `components` are the ids of the jobs that a heterogeneous job consists of, none of which share a node: a
-    task of any of them has the id of the first one.
+    `components` are the ids of the jobs that form a heterogeneous job. No two of them share a node, and the
+    tasks of all of them have the id of the first.
     """
 
     id: str

@@ -23,5 +23,7 @@ def test_a_client_that_cannot_be_disconnected_does_not_affect_the_others(own: Cl
         own.host.clients.refusal = ControlError("its MPS server refused")
         job.terminate()
         _, err = job.communicate(timeout=PATIENCE_S)
-    ends = [f"PID {pid} ends without being disconnected from MPS: its MPS server refused" for pid in pids]
+    ends = [
+        f"PID {pid} was not disconnected from MPS before its signal: its MPS server refused" for pid in pids
+    ]
     assert sorted(err.splitlines()) == sorted(f"yunion-mps: {end}" for end in ends)

@@ -122,8 +122,8 @@ def test_only_leases_taken_by_name_survive_a_reboot(store: Store, storage: Lease
 def test_a_lease_by_name_is_recorded_although_its_container_has_ended(
     store: Store, storage: LeaseStorage, paths: Paths
 ) -> None:
-    for one in (A, B):
-        storage.write(one._replace(holder=one.holder._replace(pid=os.getpid(), started=0)))
+    for stored in (A, B):
+        storage.write(stored._replace(holder=stored.holder._replace(pid=os.getpid(), started=0)))
     assert [*recorded_ledger(store, paths.lease_copies).leases] == ["b"]
 
 

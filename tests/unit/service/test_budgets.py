@@ -110,7 +110,7 @@ def test_a_process_that_holds_another_lease_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("owner", "is_found"), [(0, True), (1000, True), (1001, False)])
-def test_a_user_s_lease_counts_no_one_else_in_a_container(owner: int, is_found: bool) -> None:
+def test_the_lease_of_a_user_counts_only_that_user_in_a_container(owner: int, is_found: bool) -> None:
     """A user can name a control group like another user's container, and take a lease for that."""
     inside = process(6000, lease=None, container_id=CONTAINER)
     lease = {**LEASE, "uid": owner, "binding": "container", "pid": OLD, "container_id": CONTAINER}
