@@ -28,8 +28,9 @@ def reconcile_leases(engine: str, live: str, output: str) -> None:
     \b
     Examples:
       yunion-mps lease reconcile --for slurm --live 17,18
-      jobs=$(squeue -h -w "$(hostname -s)" -o %A) &&
-        yunion-mps lease reconcile --for slurm --live "$(echo $jobs | tr ' ' ,)"
+      set -e; jobs=$(squeue -h -w "$(hostname -s)" -o %A)
+      jobs=$(echo $jobs | tr ' ' ,)
+      yunion-mps lease reconcile --for slurm --live "$jobs"
     """
     from yunion_mps.slurm.job import JOB_ID  # for schedulers only
     from yunion_mps.slurm.leases import JobLeases

@@ -53,7 +53,7 @@ class NodeState(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        return self.is_drained and not self.awaits_reboot and self.reason.startswith(PREFIX)
+        return self.is_drained and not self.awaits_reboot and self.reason[: len(PREFIX)] == PREFIX
 
 
 def parse_state(text: str) -> NodeState | None:
