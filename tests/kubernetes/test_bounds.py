@@ -25,7 +25,7 @@ from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, known_device
+from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
@@ -69,7 +69,7 @@ def test_only_an_outage_longer_than_a_reexec_makes_devices_unhealthy(tmp_path: P
         paths = Paths(str(tmp_path))
         daemon, options = AsyncDaemonClient(paths), read_options(paths)
         devices, memory = DeviceResource(options), MemoryResource(options)
-        devices.update([known_device(share(0, 0))], [])
+        devices.update([share(0, 0)], [])
         changed = devices.changed
         watch = OfferWatch(daemon, devices, memory, ContainerLeases(daemon, paths), Counts())
         await first_of(watch.run(), changed.wait())

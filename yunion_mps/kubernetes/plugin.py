@@ -6,18 +6,17 @@ it, before each start.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
-from yunion_mps.http.parameters import Value
+from yunion_mps.http.operations import GET_POOLS
 from yunion_mps.kubernetes import kubelet_api
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch, read_devices
 from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import (
     HEALTHY,
@@ -31,30 +30,25 @@ from yunion_mps.kubernetes.kubelet_api import (
     TopologyInfo,
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import DAEMON, DONE, REFUSED, Counts
+from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
     ExtendedResource,
     KnownDevice,
     MemoryResource,
-    known_device,
     only_reserved,
     preferred,
 )
 from yunion_mps.models import CDI_KIND
-from yunion_mps.tasks import first_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceList, LeaseRecord, Pool, PoolList
+    from yunion_mps.answers import LeaseRecord
 
 log = logging.getLogger(__name__)
 
 OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-#: How long each request for a change of the devices or pools waits, in s.
-_CHANGE_WAIT_S = 60
-_RETRY_S = 0.1
 #: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
 _OUTAGE_S = 0.5
 _MAX_NAMED = 4
@@ -63,7 +57,7 @@ _NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
 
 
 class OfferWatch:
-    """Keeps what is offered current: the daemon reports each change of its devices and pools."""
+    """Keeps what is offered current. While the daemon is away, nothing is healthy."""
 
     def __init__(
         self,
@@ -74,58 +68,25 @@ class OfferWatch:
         counts: Counts,
     ) -> None:
         self._daemon = daemon
-        self._counts = counts
-        self._resources = devices, memory
+        self._devices, self._memory = devices, memory
         self._leases = leases
-        #: The daemon's last answers; None while it is unreachable.
-        self._devices: list[KnownDevice] | None = None
-        self._pools: list[Pool] | None = None
+        self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
 
     async def run(self) -> None:
-        """Follow the daemon, without end. While it is unreachable, nothing is healthy."""
+        """Follow the daemon, without end."""
+        await self._watch.run()
 
-        def accept_devices(answer: DeviceList | None) -> None:
-            self._devices = answer and [known_device(device) for device in answer["isolated_devices"]]
+    async def _read(self) -> None:
+        pools = (await self._daemon.call(GET_POOLS))["pools"]
+        devices = await read_devices(self._daemon, KnownDevice)
+        leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
+        devices, pools = only_reserved(devices, pools)
+        self._devices.update(devices, leases)
+        self._memory.update(pools, leases)
 
-        def accept_pools(answer: PoolList | None) -> None:
-            self._pools = answer and answer["pools"]
-
-        await first_of(
-            self._follow(GET_DEVICES, accept_devices, limit=0), self._follow(GET_POOLS, accept_pools)
-        )
-
-    async def _follow(self, operation: Operation[Any], accept: Callable[[Any], None], **query: int) -> None:
-        condition: dict[str, Value] = {}
-        failing_since_s: float | None = None
-        while True:
-            try:
-                answer, etag = await self._daemon.call_if_changed(operation, **query, **condition)
-                if answer is not None:
-                    accept(answer)
-                    answer = None  # thousands of devices, while the next answer is awaited
-                    await self._update()
-                condition, failing_since_s = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}, None
-            except YunionError as error:
-                condition = {}
-                accept(None)
-                self._counts.errors[DAEMON] += 1
-                now_s = asyncio.get_running_loop().time()
-                failing_since_s = now_s if failing_since_s is None else failing_since_s
-                if now_s - failing_since_s >= _OUTAGE_S:
-                    for resource in self._resources:
-                        resource.lose(error.message)
-                await asyncio.sleep(_RETRY_S)
-
-    async def _update(self) -> None:
-        if self._devices is None or self._pools is None:
-            return
-        leases = await self._leases.all()
-        if self._devices is None or self._pools is None:
-            return
-        offered, pools = only_reserved(self._devices, self._pools)
-        devices, memory = self._resources
-        devices.update(offered, leases)
-        memory.update(pools, leases)
+    def _lose(self, error: YunionError) -> None:
+        for resource in (self._devices, self._memory):
+            resource.lose(error.message)
 
 
 class DevicePlugin:

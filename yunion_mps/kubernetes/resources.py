@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
@@ -25,7 +25,7 @@ from yunion_mps.planning.division import DEVICE_VARIABLE, pool_percentage
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseRecord, Pool
+    from yunion_mps.answers import LeaseRecord, Pool
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
 
 class KnownDevice(TypedDict):
-    """What is kept of a `Device`: hosts have thousands, which would take 10 MiB in full."""
+    """What is read of a `Device`: hosts have thousands, which would take 10 MiB in full."""
 
     addr: str
     gpu_uuid: str
@@ -69,11 +69,6 @@ class KnownDevice(TypedDict):
 
 
 DeviceT = TypeVar("DeviceT", bound=KnownDevice)
-
-
-def known_device(device: Device) -> KnownDevice:
-    every: Mapping[str, object] = device
-    return cast("KnownDevice", {name: every[name] for name in KnownDevice.__annotations__})
 
 
 def lease_name(resource: str, ids: Iterable[str]) -> str:
