@@ -68,6 +68,18 @@ def test_health_follows_the_daemon(kubelet: Kubelet, plugin: KubeletPlugin, read
         kubelet.wait_healthy(4)
 
 
+def test_a_daemon_that_hangs_has_no_healthy_devices_until_it_continues(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    kubelet.wait_healthy(4)
+    ready_daemon.signal(signal.SIGSTOP)
+    try:
+        kubelet.wait_healthy(0)
+    finally:
+        ready_daemon.signal(signal.SIGCONT)
+    assert kubelet.wait_healthy(4) == ADDRESSES
+
+
 def test_devices_that_others_lease_are_not_healthy(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
 ) -> None:

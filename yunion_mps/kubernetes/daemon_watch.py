@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -15,7 +16,7 @@ from yunion_mps.kubernetes.resources import KnownDevice
 from yunion_mps.tasks import first_of
 
 #: How long each request for a change waits, in s.
-CHANGE_WAIT_S = 60
+_CHANGE_WAIT_S = 60
 #: The pause between two requests, in s: many changes at once cause few of them, and failures are retried.
 _PAUSE_S = 0.2
 #: How often the daemon is asked whether it is alive, and how long it has to answer, in s. One that hangs
@@ -29,9 +30,10 @@ DeviceT = TypeVar("DeviceT", bound=KnownDevice)
 
 
 class DaemonWatch:
-    """Calls `read` whenever the daemon's devices or pools may have changed, and `lose` while it is away.
+    """Calls `read` when the daemon's devices or pools have changed, and `lose` while it is away.
 
-    It is away if it hangs, or if each `read` has failed for `outage_s`.
+    It is away if it hangs, or if each `read` has failed for `outage_s`. What else is read is read again every
+    `reread_s`.
     """
 
     def __init__(
@@ -41,14 +43,14 @@ class DaemonWatch:
         read: Callable[[], Awaitable[None]],
         lose: Callable[[YunionError], None],
         outage_s: float,
-        change_wait_s: int = CHANGE_WAIT_S,
+        reread_s: float = math.inf,
     ) -> None:
         self._daemon = daemon
         self._counts = counts
         self._read = read
         self._lose = lose
         self._outage_s = outage_s
-        self._change_wait_s = change_wait_s
+        self._reread_s = reread_s
         self._stale = asyncio.Event()
         self._failing_since_s: float | None = None
 
@@ -59,7 +61,7 @@ class DaemonWatch:
 
     async def _follow(self) -> None:
         while True:
-            await self._stale.wait()
+            await first_of(self._stale.wait(), asyncio.sleep(self._reread_s))
             self._stale.clear()
             try:
                 await self._read()
@@ -82,10 +84,12 @@ class DaemonWatch:
         while True:
             try:
                 etag = await self._daemon.wait_for_change(operation, **arguments, **condition)
-                condition = {"if_none_match": etag, "wait_s": self._change_wait_s}
-            except YunionError:  # which the attempt to read reports
+                if etag != condition.get("if_none_match"):
+                    self._stale.set()
+                condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+            except YunionError:
                 condition = {}
-            self._stale.set()  # also without a change: the control daemons' limits may have changed
+                self._stale.set()  # the attempt to read everything reports it
             await asyncio.sleep(_PAUSE_S)
 
     def _note_failure(self, error: YunionError) -> None:

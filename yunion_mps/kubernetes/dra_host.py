@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS
-from yunion_mps.kubernetes.daemon_watch import CHANGE_WAIT_S, DaemonWatch, read_devices
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch, read_devices
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -24,7 +24,9 @@ from yunion_mps.tasks import first_of
 log = logging.getLogger(__name__)
 
 #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
-OUTAGE_S = 5.0
+_OUTAGE_S = 5.0
+#: How often everything is read without a change of the devices, in s: the control daemons' limits may change.
+_REREAD_S = 60.0
 #: How long a claim waits for the daemon's first answer, in s.
 _KNOWN_S = 10.0
 #: The root of the PCI hierarchy in a device's sysfs path.
@@ -37,10 +39,10 @@ class DraHost:
     `changed` is set when either changes.
     """
 
-    def __init__(self, paths: Paths, counts: Counts, change_wait_s: int = CHANGE_WAIT_S) -> None:
+    def __init__(self, paths: Paths, counts: Counts, reread_s: float = _REREAD_S) -> None:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
-        self._watch = DaemonWatch(self._daemon, counts, self._read, self._lose, OUTAGE_S, change_wait_s)
+        self._watch = DaemonWatch(self._daemon, counts, self._read, self._lose, _OUTAGE_S, reread_s)
         self.offered: Sequence[OfferedDevice] | None = None
         self.failure: YunionError | None = None
         self.changed = asyncio.Event()
