@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -114,9 +115,16 @@ async def read_devices(daemon: AsyncDaemonClient, kind: type[DeviceT]) -> list[D
         while len(devices) < max(totals, default=1):
             page = await daemon.call(GET_DEVICES, limit=_PAGE, offset=len(devices))
             every = cast("list[Mapping[str, object]]", page["isolated_devices"])
-            devices += (cast("DeviceT", {name: device[name] for name in members}) for device in every)
+            devices += (
+                cast("DeviceT", {name: _shared(device[name]) for name in members}) for device in every
+            )
             totals.add(page["total"])
             if not every:
                 break
         if totals == {len(devices)}:
             return devices
+
+
+def _shared(value: object) -> object:
+    """The value; of equal strings, such as the UUID of a GPU's devices, only one is kept."""
+    return sys.intern(value) if isinstance(value, str) else value

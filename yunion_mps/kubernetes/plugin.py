@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
@@ -37,6 +37,7 @@ from yunion_mps.kubernetes.resources import (
     ExtendedResource,
     KnownDevice,
     MemoryResource,
+    Offer,
     only_reserved,
     preferred,
 )
@@ -100,6 +101,9 @@ class DevicePlugin:
         self._leases = leases
         self._placement = options.preferred
         self._uses_cdi = options.device_list_strategy == CDI
+        #: What the last message lists, and the message.
+        self._listed: Mapping[str, Offer] | None = None
+        self._message = b""
 
     def methods(self) -> dict[str, Method]:
         """The methods of the device plugin, by their paths."""
@@ -116,16 +120,20 @@ class DevicePlugin:
     async def _list_and_watch(self, _: bytes) -> AsyncIterator[bytes]:
         sent: bytes | None = None
         while True:
-            changed = self.resource.changed
-            devices = tuple(
-                PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
-                for name, offer in self.resource.offers.items()
-            )
-            message = kubelet_api.ListAndWatchResponse(devices).encode()
+            changed, message = self.resource.changed, self._list()
             if self.resource.status and message != sent:
                 yield message
                 sent = message
             await changed.wait()
+
+    def _list(self) -> bytes:
+        """The message with all devices, made once for each change, and device by device to save memory."""
+        offers = self.resource.offers
+        if self._listed is not offers:
+            devices = (_plugin_device(name, offer) for name, offer in offers.items())
+            self._message = b"".join(kubelet_api.ListAndWatchResponse((one,)).encode() for one in devices)
+            self._listed = offers
+        return self._message
 
     async def _get_options(self, _: kubelet_api.Empty) -> kubelet_api.DevicePluginOptions:
         return OPTIONS
@@ -231,6 +239,10 @@ def rpc_method(
 def _named(ids: Sequence[str]) -> str:
     more = len(ids) - _MAX_NAMED
     return ", ".join(ids[:_MAX_NAMED]) + (f" and {count(more, 'other')}" if more > 0 else "")
+
+
+def _plugin_device(name: str, offer: Offer) -> PluginDevice:
+    return PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
 
 
 def _topology(numa_node: int | None) -> TopologyInfo | None:

@@ -208,16 +208,19 @@ class DeviceResource(ExtendedResource):
     def __init__(self, options: PluginOptions) -> None:
         super().__init__(options.resource_name, "yunion-mps.sock", "devices")
         self._options = options
-        self._devices: dict[str, KnownDevice] = {}
+        #: The GPU, memory in MiB and percentage of SM threads of each device.
+        self._budgets: dict[str, tuple[str, int, float]] = {}
 
-    def update(self, devices: Iterable[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
+    def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
-        self._devices = {device["addr"]: device for device in devices}
+        self._budgets = {
+            one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"]) for one in devices
+        }
         self._offer(
             {
-                address: Offer(device["gpu_uuid"], device["numa_node"], unhealthy_cause(device, others))
-                for address, device in self._devices.items()
+                one["addr"]: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, others))
+                for one in devices
             }
         )
 
@@ -231,10 +234,7 @@ class DeviceResource(ExtendedResource):
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
-        devices = [self._devices[address] for address in ids]
-        return budget_variables(
-            (device["gpu_uuid"], device["memory_mib"], device["thread_percentage"]) for device in devices
-        )
+        return budget_variables(self._budgets[address] for address in ids)
 
 
 class MemoryResource(ExtendedResource):
