@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.kubernetes.api_server import NODES
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.pod_deletions import PODS
 
@@ -32,5 +33,25 @@ def test_a_malformed_object_is_explained(wrong: object, where: str) -> None:
 
 
 def test_null_is_no_value_and_unknown_members_are_kept() -> None:
-    read = PODS.read({"metadata": META, "status": None, "spec": {"nodeName": "a"}})
+    read = NODES.read({"metadata": META, "status": None, "spec": {"nodeName": "a"}})
     assert read == {"metadata": META, "spec": {"nodeName": "a"}}
+
+
+def test_only_what_is_used_of_a_pod_is_kept() -> None:
+    annotations = {"kubernetes.io/config.mirror": "a", "notes": "many"}
+    statuses = {
+        kind: [{"containerID": f"containerd://{kind}", "image": "large"}]
+        for kind in ("containerStatuses", "initContainerStatuses")
+    }
+    metadata = {**META, "deletionGracePeriodSeconds": 30, "annotations": annotations, "managedFields": [{}]}
+    assert PODS.read({"metadata": metadata, "spec": {}, "status": {"phase": "Running", **statuses}}) == {
+        "metadata": {
+            **META,
+            "deletionGracePeriodSeconds": 30,
+            "annotations": {"kubernetes.io/config.mirror": ""},
+        },
+        "status": {
+            "phase": "Running",
+            "containerStatuses": [{"containerID": one} for one in sorted(statuses)],
+        },
+    }

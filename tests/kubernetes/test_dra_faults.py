@@ -45,7 +45,7 @@ def test_two_shares_of_one_gpu_are_one_budget(
 
 
 def test_a_change_of_what_can_be_combined_is_noticed(ready_daemon: Daemon) -> None:
-    host = DraHost(Paths(str(ready_daemon.host.root)), Counts(), change_wait_s=1)
+    host = DraHost(Paths(str(ready_daemon.host.root)), Counts(), reread_s=1)
 
     async def wait(number: int) -> None:
         while not host.offered or {one.combinable for one in host.offered} != {number}:

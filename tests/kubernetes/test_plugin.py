@@ -35,6 +35,16 @@ def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin
     assert kubelet.registrations == [request]
 
 
+@pytest.mark.gpus({"kind": "v100", "count": 6, "virtual_number": 48})
+def test_devices_that_are_read_in_pages_are_all_listed(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    names = {f"00:{gpu:02x}.0-{slot}" for gpu in range(6, 12) for slot in range(48)}
+    assert set(kubelet.wait_healthy(288)) == names
+    take(ready_daemon, "devices=00:0b.0-47&holder.name=job&holder.ttl_s=600")
+    assert names - set(kubelet.wait_healthy(287)) == {"00:0b.0-47"}
+
+
 def test_a_restarted_kubelet_is_registered_with_again(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
     for times in (2, 3):
         kubelet.restart()
@@ -66,6 +76,18 @@ def test_health_follows_the_daemon(kubelet: Kubelet, plugin: KubeletPlugin, read
         assert set(kubelet.health) == set(ADDRESSES)
         ready_daemon.start().wait_ready()
         kubelet.wait_healthy(4)
+
+
+def test_a_daemon_that_hangs_has_no_healthy_devices_until_it_continues(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    kubelet.wait_healthy(4)
+    ready_daemon.signal(signal.SIGSTOP)
+    try:
+        kubelet.wait_healthy(0)
+    finally:
+        ready_daemon.signal(signal.SIGCONT)
+    assert kubelet.wait_healthy(4) == ADDRESSES
 
 
 def test_devices_that_others_lease_are_not_healthy(

@@ -32,6 +32,10 @@ class BadConfigurationError(YunionError):
     code = ConfigError.code
 
 
+class NoAnswerError(UnreachableError):
+    """The daemon did not answer in time."""
+
+
 #: The errors by status; a caller of `DaemonClient` could not correct a 400 or 415.
 _KINDS: dict[int, type[YunionError]] = {
     **{status: kind for kind, status in STATUSES.items() if status not in (400, 415)},
@@ -243,8 +247,8 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
     )
 
 
-def timeout_error(path: str, timeout_s: float) -> UnreachableError:
-    return UnreachableError(
+def timeout_error(path: str, timeout_s: float) -> NoAnswerError:
+    return NoAnswerError(
         f"the daemon did not answer on {path} within {timeout_s:g} s",
         f"see what it is doing: journalctl -u {_UNIT}; a restart kills jobs that are still running after "
         "cuda_mps_stop_timeout_s",

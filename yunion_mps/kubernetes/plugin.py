@@ -6,18 +6,17 @@ it, before each start.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import GET_DEVICES, GET_POOLS, Operation
-from yunion_mps.http.parameters import Value
+from yunion_mps.http.operations import GET_POOLS
 from yunion_mps.kubernetes import kubelet_api
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch, read_devices
 from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import (
     HEALTHY,
@@ -31,30 +30,26 @@ from yunion_mps.kubernetes.kubelet_api import (
     TopologyInfo,
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import DAEMON, DONE, REFUSED, Counts
+from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
     ExtendedResource,
     KnownDevice,
     MemoryResource,
-    known_device,
+    Offer,
     only_reserved,
     preferred,
 )
 from yunion_mps.models import CDI_KIND
-from yunion_mps.tasks import first_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceList, LeaseRecord, Pool, PoolList
+    from yunion_mps.answers import LeaseRecord
 
 log = logging.getLogger(__name__)
 
 OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-#: How long each request for a change of the devices or pools waits, in s.
-_CHANGE_WAIT_S = 60
-_RETRY_S = 0.1
 #: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
 _OUTAGE_S = 0.5
 _MAX_NAMED = 4
@@ -63,7 +58,7 @@ _NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
 
 
 class OfferWatch:
-    """Keeps what is offered current: the daemon reports each change of its devices and pools."""
+    """Keeps what is offered current. While the daemon is away, nothing is healthy."""
 
     def __init__(
         self,
@@ -74,58 +69,25 @@ class OfferWatch:
         counts: Counts,
     ) -> None:
         self._daemon = daemon
-        self._counts = counts
-        self._resources = devices, memory
+        self._devices, self._memory = devices, memory
         self._leases = leases
-        #: The daemon's last answers; None while it is unreachable.
-        self._devices: list[KnownDevice] | None = None
-        self._pools: list[Pool] | None = None
+        self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
 
     async def run(self) -> None:
-        """Follow the daemon, without end. While it is unreachable, nothing is healthy."""
+        """Follow the daemon, without end."""
+        await self._watch.run()
 
-        def accept_devices(answer: DeviceList | None) -> None:
-            self._devices = answer and [known_device(device) for device in answer["isolated_devices"]]
+    async def _read(self) -> None:
+        pools = (await self._daemon.call(GET_POOLS))["pools"]
+        devices = await read_devices(self._daemon, KnownDevice)
+        leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
+        devices, pools = only_reserved(devices, pools)
+        self._devices.update(devices, leases)
+        self._memory.update(pools, leases)
 
-        def accept_pools(answer: PoolList | None) -> None:
-            self._pools = answer and answer["pools"]
-
-        await first_of(
-            self._follow(GET_DEVICES, accept_devices, limit=0), self._follow(GET_POOLS, accept_pools)
-        )
-
-    async def _follow(self, operation: Operation[Any], accept: Callable[[Any], None], **query: int) -> None:
-        condition: dict[str, Value] = {}
-        failing_since_s: float | None = None
-        while True:
-            try:
-                answer, etag = await self._daemon.call_if_changed(operation, **query, **condition)
-                if answer is not None:
-                    accept(answer)
-                    answer = None  # thousands of devices, while the next answer is awaited
-                    await self._update()
-                condition, failing_since_s = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}, None
-            except YunionError as error:
-                condition = {}
-                accept(None)
-                self._counts.errors[DAEMON] += 1
-                now_s = asyncio.get_running_loop().time()
-                failing_since_s = now_s if failing_since_s is None else failing_since_s
-                if now_s - failing_since_s >= _OUTAGE_S:
-                    for resource in self._resources:
-                        resource.lose(error.message)
-                await asyncio.sleep(_RETRY_S)
-
-    async def _update(self) -> None:
-        if self._devices is None or self._pools is None:
-            return
-        leases = await self._leases.all()
-        if self._devices is None or self._pools is None:
-            return
-        offered, pools = only_reserved(self._devices, self._pools)
-        devices, memory = self._resources
-        devices.update(offered, leases)
-        memory.update(pools, leases)
+    def _lose(self, error: YunionError) -> None:
+        for resource in (self._devices, self._memory):
+            resource.lose(error.message)
 
 
 class DevicePlugin:
@@ -139,6 +101,9 @@ class DevicePlugin:
         self._leases = leases
         self._placement = options.preferred
         self._uses_cdi = options.device_list_strategy == CDI
+        #: What the last message lists, and the message.
+        self._listed: Mapping[str, Offer] | None = None
+        self._message = b""
 
     def methods(self) -> dict[str, Method]:
         """The methods of the device plugin, by their paths."""
@@ -155,16 +120,20 @@ class DevicePlugin:
     async def _list_and_watch(self, _: bytes) -> AsyncIterator[bytes]:
         sent: bytes | None = None
         while True:
-            changed = self.resource.changed
-            devices = tuple(
-                PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
-                for name, offer in self.resource.offers.items()
-            )
-            message = kubelet_api.ListAndWatchResponse(devices).encode()
+            changed, message = self.resource.changed, self._list()
             if self.resource.status and message != sent:
                 yield message
                 sent = message
             await changed.wait()
+
+    def _list(self) -> bytes:
+        """The message with all devices, made once for each change, and device by device to save memory."""
+        offers = self.resource.offers
+        if self._listed is not offers:
+            devices = (_plugin_device(name, offer) for name, offer in offers.items())
+            self._message = b"".join(kubelet_api.ListAndWatchResponse((one,)).encode() for one in devices)
+            self._listed = offers
+        return self._message
 
     async def _get_options(self, _: kubelet_api.Empty) -> kubelet_api.DevicePluginOptions:
         return OPTIONS
@@ -270,6 +239,10 @@ def rpc_method(
 def _named(ids: Sequence[str]) -> str:
     more = len(ids) - _MAX_NAMED
     return ", ".join(ids[:_MAX_NAMED]) + (f" and {count(more, 'other')}" if more > 0 else "")
+
+
+def _plugin_device(name: str, offer: Offer) -> PluginDevice:
+    return PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
 
 
 def _topology(numa_node: int | None) -> TopologyInfo | None:

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
-from yunion_mps.kubernetes.api_objects import ApiObject, Resource, utc_s
+from yunion_mps.kubernetes.api_objects import ApiObject, ObjectMeta, Resource, utc_s
 from yunion_mps.kubernetes.api_server import NODES, ApiServer, MissingObjectError, missing_node, node_failure
 from yunion_mps.kubernetes.credentials import ApiServerError
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
@@ -56,7 +56,22 @@ class Pod(ApiObject, total=False):
     status: PodStatus
 
 
-PODS = Resource("/api/v1", "pods", Pod)
+#: The members of a pod's metadata that are used here; others, such as managedFields, are large.
+_METADATA = ("name", "namespace", "uid", "resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds")
+
+
+def _summarized(pod: Pod) -> Pod:
+    """What is used of a pod; the whole object of each pod of a node would take several MiB."""
+    every: Mapping[str, object] = pod["metadata"]
+    metadata = cast("ObjectMeta", {name: every[name] for name in _METADATA if name in every})
+    if _MIRROR in pod["metadata"].get("annotations", {}):
+        metadata["annotations"] = {_MIRROR: ""}
+    containers: list[ContainerStatus] = [{"containerID": one} for one in sorted(_containers(pod))]
+    phase = pod.get("status", {}).get("phase", "")
+    return {"metadata": metadata, "status": {"phase": phase, "containerStatuses": containers}}
+
+
+PODS = Resource("/api/v1", "pods", Pod, page=20, keep=_summarized)
 
 
 class TerminatingPod(NamedTuple):

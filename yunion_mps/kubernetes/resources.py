@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
@@ -25,7 +25,7 @@ from yunion_mps.planning.division import DEVICE_VARIABLE, pool_percentage
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseRecord, Pool
+    from yunion_mps.answers import LeaseRecord, Pool
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
 
 class KnownDevice(TypedDict):
-    """What is kept of a `Device`: hosts have thousands, which would take 10 MiB in full."""
+    """What is read of a `Device`: hosts have thousands, which would take 10 MiB in full."""
 
     addr: str
     gpu_uuid: str
@@ -69,11 +69,6 @@ class KnownDevice(TypedDict):
 
 
 DeviceT = TypeVar("DeviceT", bound=KnownDevice)
-
-
-def known_device(device: Device) -> KnownDevice:
-    every: Mapping[str, object] = device
-    return cast("KnownDevice", {name: every[name] for name in KnownDevice.__annotations__})
 
 
 def lease_name(resource: str, ids: Iterable[str]) -> str:
@@ -213,16 +208,19 @@ class DeviceResource(ExtendedResource):
     def __init__(self, options: PluginOptions) -> None:
         super().__init__(options.resource_name, "yunion-mps.sock", "devices")
         self._options = options
-        self._devices: dict[str, KnownDevice] = {}
+        #: The GPU, memory in MiB and percentage of SM threads of each device.
+        self._budgets: dict[str, tuple[str, int, float]] = {}
 
-    def update(self, devices: Iterable[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
+    def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
-        self._devices = {device["addr"]: device for device in devices}
+        self._budgets = {
+            one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"]) for one in devices
+        }
         self._offer(
             {
-                address: Offer(device["gpu_uuid"], device["numa_node"], unhealthy_cause(device, others))
-                for address, device in self._devices.items()
+                one["addr"]: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, others))
+                for one in devices
             }
         )
 
@@ -236,10 +234,7 @@ class DeviceResource(ExtendedResource):
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
-        devices = [self._devices[address] for address in ids]
-        return budget_variables(
-            (device["gpu_uuid"], device["memory_mib"], device["thread_percentage"]) for device in devices
-        )
+        return budget_variables(self._budgets[address] for address in ids)
 
 
 class MemoryResource(ExtendedResource):

@@ -18,7 +18,7 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.client import BadConfigurationError, DaemonClient
+from yunion_mps.http.client import BadConfigurationError, DaemonClient, NoAnswerError
 from yunion_mps.http.listener import listen
 from yunion_mps.http.operations import GET_EVENTS, GET_STATUS, REEXEC, Operation
 from yunion_mps.models import Event
@@ -68,7 +68,7 @@ def failure(
     error = caught.value
     kinds: dict[int, tuple[type[YunionError], ...]] = {
         1: (YunionError, NotFoundError, BusyError),
-        3: (UnreachableError,),
+        3: (UnreachableError, NoAnswerError),
         4: (NotAllowedError,),
         6: (BadConfigurationError,),
     }
