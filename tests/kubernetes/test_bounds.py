@@ -15,6 +15,7 @@ from yunion_mps.kubernetes import dra_api
 from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
 from yunion_mps.kubernetes.dra_driver import DraDriver
 from yunion_mps.kubernetes.dra_host import DraHost
@@ -145,6 +146,43 @@ def test_a_plugin_takes_the_place_of_another_one_within_a_second(tmp_path: Path)
         return now_s()
 
     assert 0 < run(SkippingLoop(), serving_s()) <= 0.1 + NOTICED_S
+
+
+class BrieflyLeased:
+    """A daemon whose answer changes back as soon as it has been read."""
+
+    content = "leased"
+
+    async def call(self, *_: Any) -> Any:
+        return {}
+
+    async def call_if_changed(self, *_: Any, **__: Any) -> Any:
+        read, self.content = self.content, "free"
+        return {"pools": [read]}, read
+
+    async def wait_for_change(self, *_: Any, if_none_match: str, **__: Any) -> str:
+        if self.content == if_none_match:
+            await asyncio.sleep(HOUR_S)
+        return self.content
+
+
+def test_a_change_that_is_undone_at_once_is_noticed() -> None:
+    pools: list[Any] = []
+
+    async def followed() -> None:
+        done = asyncio.Event()
+
+        async def read() -> None:
+            pools.extend(await watch.pools())
+            if len(pools) == 2:
+                done.set()
+
+        daemon: Any = BrieflyLeased()
+        watch = DaemonWatch(daemon, Counts(), read, lambda _: None, REEXEC_S)
+        await first_of(watch.run(), done.wait(), asyncio.sleep(HOUR_S))
+
+    run(SkippingLoop(), followed())
+    assert pools == ["leased", "free"]
 
 
 @pytest.mark.parametrize("unhealthy_s", [unhealthy_share_s, tainted_share_s])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient, NoAnswerError
@@ -16,6 +16,10 @@ from yunion_mps.kubernetes.metrics import DAEMON, Counts
 from yunion_mps.kubernetes.resources import KnownDevice
 from yunion_mps.tasks import first_of
 
+if TYPE_CHECKING:
+    from yunion_mps.answers import Pool
+
+T = TypeVar("T")
 #: How long each request for a change waits, in s.
 _CHANGE_WAIT_S = 60
 #: The pause between two requests, in s: many changes at once cause few of them, and failures are retried.
@@ -34,7 +38,8 @@ class DaemonWatch:
     """Calls `read` when the daemon's devices or pools have changed, and `lose` while it is away.
 
     It is away if it hangs, or if each `read` has failed for `outage_s`. What else is read is read again every
-    `reread_s`.
+    `reread_s`. `read` reads the devices and pools from here: a change is one from what it has read, so it
+    notices even a change that has been undone meanwhile.
     """
 
     def __init__(
@@ -52,24 +57,63 @@ class DaemonWatch:
         self._lose = lose
         self._outage_s = outage_s
         self._reread_s = reread_s
-        self._stale = asyncio.Event()
+        #: The requests whose answers were read last, each with its ETag as a condition.
+        self._seen: list[tuple[Operation[Any], Mapping[str, Value]]] = []
+        self._has_failed = asyncio.Event()
         self._failing_since_s: float | None = None
 
     async def run(self) -> None:
         """Follow the daemon, without end."""
-        watches = self._watch(GET_DEVICES, limit=0), self._watch(GET_POOLS)
-        await first_of(*watches, self._follow(), self._probe())
+        await first_of(self._follow(), self._probe())
+
+    async def pools(self) -> Sequence[Pool]:
+        return (await self._get(GET_POOLS))["pools"]
+
+    async def devices(self, kind: type[DeviceT]) -> list[DeviceT]:
+        """All devices, each with the members that `kind` declares; raises YunionError.
+
+        If their number has changed between two pages, they are read again.
+        """
+        members = tuple(kind.__annotations__)
+        read_before = len(self._seen)
+        while True:
+            devices: list[DeviceT] = []
+            totals: set[int] = set()
+            while len(devices) < max(totals, default=1):
+                page = await self._get(GET_DEVICES, limit=_PAGE, offset=len(devices))
+                every = cast("list[Mapping[str, object]]", page["isolated_devices"])
+                devices += (cast("DeviceT", {name: _shared(one[name]) for name in members}) for one in every)
+                totals.add(page["total"])
+                if not every:
+                    break
+            if totals == {len(devices)}:
+                return devices
+            del self._seen[read_before:]
+
+    async def _get(self, operation: Operation[T], **arguments: Value) -> T:
+        answer, etag = await self._daemon.call_if_changed(cast("Operation[Any]", operation), **arguments)
+        self._seen.append((operation, {**arguments, "if_none_match": etag}))
+        return cast("T", answer)  # never None, because the request was not conditional
 
     async def _follow(self) -> None:
         while True:
-            await first_of(self._stale.wait(), asyncio.sleep(self._reread_s))
-            self._stale.clear()
+            self._seen.clear()
+            self._has_failed.clear()
             try:
                 await self._read()
                 self._failing_since_s = None
+                await asyncio.sleep(_PAUSE_S)
+                changes = (self._change(*request) for request in self._seen)
+                await first_of(*changes, self._has_failed.wait(), asyncio.sleep(self._reread_s))
             except YunionError as error:
                 self._note_failure(error)
-            await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _change(self, operation: Operation[Any], request: Mapping[str, Value]) -> None:
+        """Return once the answer differs from the one that was read."""
+        etag = request["if_none_match"]
+        while await self._daemon.wait_for_change(operation, **request, wait_s=_CHANGE_WAIT_S) == etag:
+            pass
 
     async def _probe(self) -> None:
         """Notice within `HANG_S` plus one interval that the daemon hangs."""
@@ -79,19 +123,7 @@ class DaemonWatch:
                 await self._daemon.call(GET_HEALTH, HANG_S)
             except YunionError as error:
                 self._note_failure(error)
-
-    async def _watch(self, operation: Operation[Any], **arguments: Value) -> None:
-        condition: dict[str, Value] = {}
-        while True:
-            try:
-                etag = await self._daemon.wait_for_change(operation, **arguments, **condition)
-                if etag != condition.get("if_none_match"):
-                    self._stale.set()
-                condition = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
-            except YunionError:
-                condition = {}
-                self._stale.set()  # the attempt to read everything reports it
-            await asyncio.sleep(_PAUSE_S)
+                self._has_failed.set()  # everything is read once it answers again
 
     def _note_failure(self, error: YunionError) -> None:
         self._counts.errors[DAEMON] += 1
@@ -100,29 +132,6 @@ class DaemonWatch:
             self._failing_since_s = now_s
         if isinstance(error, NoAnswerError) or now_s - self._failing_since_s >= self._outage_s:
             self._lose(error)
-        self._stale.set()  # everything is read once it answers again
-
-
-async def read_devices(daemon: AsyncDaemonClient, kind: type[DeviceT]) -> list[DeviceT]:
-    """All devices, each with the members that `kind` declares; raises YunionError.
-
-    If their number has changed between two pages, they are read again.
-    """
-    members = tuple(kind.__annotations__)
-    while True:
-        devices: list[DeviceT] = []
-        totals: set[int] = set()
-        while len(devices) < max(totals, default=1):
-            page = await daemon.call(GET_DEVICES, limit=_PAGE, offset=len(devices))
-            every = cast("list[Mapping[str, object]]", page["isolated_devices"])
-            devices += (
-                cast("DeviceT", {name: _shared(device[name]) for name in members}) for device in every
-            )
-            totals.add(page["total"])
-            if not every:
-                break
-        if totals == {len(devices)}:
-            return devices
 
 
 def _shared(value: object) -> object:

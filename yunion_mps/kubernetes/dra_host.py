@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
-from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_POOLS, GET_STATUS
-from yunion_mps.kubernetes.daemon_watch import DaemonWatch, read_devices
+from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -73,8 +73,8 @@ class DraHost:
         status = await call(GET_STATUS)
         domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
         driver_version = status["driver"]["version"] or ""
-        pools = (await call(GET_POOLS))["pools"]
-        devices = await read_devices(self._daemon, HostDevice)
+        pools = await self._watch.pools()
+        devices = await self._watch.devices(HostDevice)
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
         others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import GET_POOLS
 from yunion_mps.kubernetes import kubelet_api
-from yunion_mps.kubernetes.daemon_watch import DaemonWatch, read_devices
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import (
     HEALTHY,
@@ -68,7 +67,6 @@ class OfferWatch:
         leases: ContainerLeases,
         counts: Counts,
     ) -> None:
-        self._daemon = daemon
         self._devices, self._memory = devices, memory
         self._leases = leases
         self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
@@ -78,8 +76,8 @@ class OfferWatch:
         await self._watch.run()
 
     async def _read(self) -> None:
-        pools = (await self._daemon.call(GET_POOLS))["pools"]
-        devices = await read_devices(self._daemon, KnownDevice)
+        pools = await self._watch.pools()
+        devices = await self._watch.devices(KnownDevice)
         leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
         devices, pools = only_reserved(devices, pools)
         self._devices.update(devices, leases)
