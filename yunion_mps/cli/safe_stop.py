@@ -120,7 +120,7 @@ class _Parent:
             self._begin_stop()
         if is_for_us and self._status is None:
             self._send(number, [self._child])
-        if number == signal.SIGTSTP:  # stop as COMMAND does, for the shell's job control
+        if number == signal.SIGTSTP:  # COMMAND stops too: the shell's job control expects both
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             os.kill(os.getpid(), number)
             signal.pthread_sigmask(signal.SIG_BLOCK, {number})

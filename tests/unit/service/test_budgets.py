@@ -313,7 +313,7 @@ def test_with_report_nothing_is_sampled_or_terminated(world: World) -> None:
     assert not world.enforcer.is_watching
 
 
-# -- whom
+# -- which process is terminated
 
 
 @pytest.mark.parametrize(
