@@ -139,8 +139,11 @@ class Slurm(Closes):
 
     # -- its hooks
 
-    def hold(self, hook: str, program: str = "") -> None:
-        """Make the hook wait until `release`: before it does anything, or before it runs this program."""
+    def hold(self, hook: str, program: str = "", when: str = "begins") -> None:
+        """Make the hook wait until `release`: at its begin or end, or before this program.
+
+        `when` is "begins" or "has ended".
+        """
         gate, held = self.folder / f"{hook}.gate", self.folder / f"{hook}.held"
         held.unlink(missing_ok=True)
         gate.touch()
@@ -151,7 +154,7 @@ class Slurm(Closes):
             wrapper.write_text(f'#!/bin/sh\n{wait}exec {self.installed}/bin/{program} "$@"\n')
             wrapper.chmod(0o755)
             wait = f'PATH="{wrapper.parent}:$PATH"'
-        self.write_hook(hook, wait)
+        self.write_hook(hook, *([wait] if when == "begins" else ["", wait]))
 
     def is_held(self, hook: str) -> bool:
         return (self.folder / f"{hook}.held").exists()

@@ -200,14 +200,19 @@ def replace(slurm: Slurm, daemon: Daemon, victim: str) -> None:
         slurm.start_node() if victim == "slurmd" else slurm.start_controller()
 
 
+@pytest.mark.parametrize("when", ["begins", "has ended"])
 @pytest.mark.parametrize("victim", ["slurmd", "slurmctld", "daemon", "reexec"])
-def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(slurm: Slurm, daemon: Daemon, victim: str) -> None:
+def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(
+    slurm: Slurm, daemon: Daemon, victim: str, when: str
+) -> None:
+    """It is killed before the hook has leased or released, and after that."""
     running = slurm.submit(until_told(slurm), SHARE)
     slurm.wait(lambda: slurm.output(running), "its output")
     (before,) = leases_of(daemon)
-    slurm.hold("prolog")
+    slurm.hold("prolog", when=when)
     starting = slurm.submit(SHOW, SHARE)
     slurm.wait(lambda: slurm.is_held("prolog"), "its Prolog")
+    assert len(leases_of(daemon)) == (1 if when == "begins" else 2)
     if victim == "slurmctld":
         slurm.wait_saved()
     replace(slurm, daemon, victim)
@@ -216,7 +221,7 @@ def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(slurm: Slurm, daemon: D
         slurm.ask("scancel", starting)
     slurm.release("prolog")
     slurm.wait_job(starting, "COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL")
-    slurm.hold("epilog")
+    slurm.hold("epilog", when=when)
     (slurm.folder / "go").touch()
     slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
     if victim == "slurmctld":
