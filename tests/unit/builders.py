@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.config import KEYS
-from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Plan, Source
+from yunion_mps.models import Driver, Gpu, Inventory, Plan
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.settings import Config, DeviceEntry, Source
 
 HOST = "/etc/yunion/host.conf"
 DEVICES = "/etc/yunion/host_container_device.yml"

@@ -13,7 +13,8 @@ from yunion_mps.paths import Paths
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
+    from yunion_mps.models import Gpu, Plan
+    from yunion_mps.settings import Config, DeviceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
 _FIELDS = ("key", "value", "from")

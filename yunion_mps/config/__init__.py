@@ -9,8 +9,8 @@ from __future__ import annotations
 from yunion_mps.config.devices import read_devices
 from yunion_mps.config.host import KEYS, read_host
 from yunion_mps.errors import Problem
-from yunion_mps.models import Config
 from yunion_mps.paths import Paths
+from yunion_mps.settings import Config
 
 __all__ = ["KEYS", "load"]
 

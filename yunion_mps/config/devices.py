@@ -33,8 +33,9 @@ from yunion_mps.config.values import (
 )
 from yunion_mps.enums import PRIORITIES, REPORT, RESERVATIONS, TERMINATE
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE, Config, DeviceEntry, SliceEntry, Source
+from yunion_mps.models import DEV_TYPE
 from yunion_mps.paths import Paths
+from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
 #: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
 MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}

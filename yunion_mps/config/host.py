@@ -36,8 +36,8 @@ from yunion_mps.config.values import (
 )
 from yunion_mps.enums import REPORT, TERMINATE
 from yunion_mps.errors import Problem
-from yunion_mps.models import Config, Source
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
+from yunion_mps.settings import Config, Source
 
 KEYS: dict[str, Key] = {
     "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers MPS devices"),

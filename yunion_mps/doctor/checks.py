@@ -17,11 +17,12 @@ from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, machine_id
-from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
+from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root, make_plan
 from yunion_mps.reasons import Reason
+from yunion_mps.settings import Config
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import logging
 import os
 
 from yunion_mps.host.files import write_atomically
-from yunion_mps.models import Config
 from yunion_mps.paths import Paths
+from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 

@@ -17,21 +17,9 @@ from yunion_mps import reasons
 from yunion_mps.enums import NORMAL, PRIORITIES
 from yunion_mps.errors import InfeasibleError, NotFoundError
 from yunion_mps.identity import uuid5
-from yunion_mps.models import (
-    PROHIBITED,
-    Config,
-    Device,
-    DeviceEntry,
-    DomainPlan,
-    Driver,
-    Gpu,
-    Plan,
-    PlannedGpu,
-    Pool,
-    Slice,
-    SliceEntry,
-)
+from yunion_mps.models import PROHIBITED, Device, DomainPlan, Driver, Gpu, Plan, PlannedGpu, Pool, Slice
 from yunion_mps.reasons import LIMITS_PENDING, NO_REASON, Reason, hint_of
+from yunion_mps.settings import Config, DeviceEntry, SliceEntry
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"

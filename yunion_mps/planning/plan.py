@@ -14,16 +14,13 @@ from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
-    Config,
     Device,
-    DeviceEntry,
     DomainPlan,
     Driver,
     Gpu,
     Inventory,
     Plan,
     Slice,
-    Source,
 )
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import (
@@ -36,6 +33,7 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
+from yunion_mps.settings import Config, DeviceEntry, Source
 
 
 class ModeChange(NamedTuple):

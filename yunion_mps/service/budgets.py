@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
-from yunion_mps.models import Config
 from yunion_mps.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.terminate import TERM, Terminator
+from yunion_mps.settings import Config
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:

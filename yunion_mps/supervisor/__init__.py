@@ -14,11 +14,12 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.models import Config, Inventory, Plan, Snapshot
+from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
 from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
 from yunion_mps.supervisor.event_log import EventLog

@@ -14,13 +14,14 @@ from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.enums import STOPPED
 from yunion_mps.errors import ConfigError
-from yunion_mps.models import Config, Device, DomainPlan, DomainStatus, Event, Gpu, Inventory, Plan, Snapshot
+from yunion_mps.models import Device, DomainPlan, DomainStatus, Event, Gpu, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.reasons import Reason
+from yunion_mps.settings import Config
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight

@@ -17,10 +17,11 @@ from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.scan import GONE, in_order, save_served
-from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
+from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
-from yunion_mps.models import Config, DomainPlan, Driver, Inventory, Plan
+from yunion_mps.models import DomainPlan, Driver, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import LimitsInEffect
@@ -33,6 +33,7 @@ from yunion_mps.mps.processes import (
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
+from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 

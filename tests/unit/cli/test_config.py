@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.cli.config import config_json, gpu_records, plan_json
-from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
+from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.settings import Config, SliceEntry
 from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, MACHINE_ID, config, entry, gpu, inventory

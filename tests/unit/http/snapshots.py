@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from yunion_mps.enums import FAILED, READY
-from yunion_mps.models import DeviceEntry, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
+from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import (
     CONTROL_DAEMON_ERROR,
@@ -16,6 +16,7 @@ from yunion_mps.reasons import (
     PROGRAM_MISSING,
     Reason,
 )
+from yunion_mps.settings import DeviceEntry
 
 from unit import builders
 

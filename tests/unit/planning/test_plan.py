@@ -6,10 +6,11 @@ from decimal import ROUND_FLOOR, Decimal
 from uuid import UUID
 
 import pytest
-from yunion_mps.models import Config, DomainPlan, Driver, Gpu, Plan, PlannedGpu
+from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
 from yunion_mps.planning.division import client_environment, decimal, max_clients, share_percentage
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
 from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.settings import Config
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
 

@@ -8,19 +8,10 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.enums import PRIORITIES
-from yunion_mps.models import (
-    Config,
-    DeviceEntry,
-    Driver,
-    Gpu,
-    Inventory,
-    Plan,
-    Pool,
-    SliceEntry,
-    Source,
-)
+from yunion_mps.models import Driver, Gpu, Inventory, Plan, Pool
 from yunion_mps.planning.division import client_environment, free_units, max_clients, pool_device, units_for
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
+from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
 from unit.builders import DEVICES, MACHINE_ID, config, gpu, planned
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import NotFoundError
-from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
+from yunion_mps.models import Gpu, Pool
 from yunion_mps.planning.division import (
     client_environment,
     describe_division,
@@ -16,6 +16,7 @@ from yunion_mps.planning.division import (
     units_for,
 )
 from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.settings import DeviceEntry, SliceEntry, Source
 
 from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
 

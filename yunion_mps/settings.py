@@ -1,0 +1,80 @@
+"""The contents of the two configuration files, as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from yunion_mps.enums import NORMAL
+
+
+class Source(NamedTuple):
+    """The place of a value in the configuration; `line` is None for a default."""
+
+    file: str
+    line: int | None
+
+
+class SliceEntry(NamedTuple):
+    """An item of an entry's `slices`; a percentage of None is derived from the share of memory."""
+
+    memory_mib: int
+    thread_percentage: float | None = None
+    priority: str = NORMAL
+
+
+class DeviceEntry(NamedTuple):
+    """An `NVIDIA_MPS` entry of host_container_device.yml.
+
+    It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
+    `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
+    `thread_overcommit` is None, `cuda_mps_thread_percentage` applies, and if `over_budget` is empty,
+    that of host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
+    proportion to memory.
+    """
+
+    path: str
+    virtual_number: int
+    path_at: Source
+    divided_at: Source
+    slices: tuple[SliceEntry, ...] = ()
+    memory_unit_mib: int = 0
+    memory_reserve_mib: int = 0
+    thread_overcommit: float | None = None
+    reserved_for: str = ""
+    over_budget: str = ""
+    thread_percentage: int = 0
+
+
+class Config(NamedTuple):
+    """The contents of both files, with the defaults filled in.
+
+    `sources` has the place of each key of host.conf. `gpu_memory_unit_mib` is from the device file.
+    """
+
+    enable_cuda_mps: bool
+    container_device_config_file: str
+    cuda_mps_pipe_directory: str
+    cuda_mps_log_directory: str
+    cuda_mps_replicas: int
+    cuda_mps_compute_mode: str
+    cuda_mps_scope: str
+    cuda_mps_thread_percentage: str
+    cuda_mps_combine: int
+    cuda_mps_max_clients: int | None
+    cuda_mps_stop_timeout_s: int
+    cuda_mps_multiuser: bool
+    metrics_listen: str | None
+    metrics_allow_public: bool
+    metrics_textfile: str | None
+    web_listen: str | None
+    web_allow_public: bool
+    cuda_mps_pipe_group: str | None
+    max_leases_per_user: int | None
+    max_lease_ttl_s: int
+    over_budget: str
+    over_budget_grace_s: int
+    devices: tuple[DeviceEntry, ...] = ()
+    sources: Mapping[str, Source] = {}
+    gpu_memory_unit_mib: int = 1024
+    gpu_memory_unit_at: Source = Source("default", None)
