@@ -79,8 +79,21 @@ static void end_instances(struct sim_gpu *gpu, unsigned int id)
     }
 }
 
+void reset_gpu(struct sim_gpu *gpu)
+{
+    int lock = lock_state();
+
+    end_instances(gpu, UINT_MAX);
+    for (size_t i = 0; i < COUNT(gpu->processes); i++)
+        gpu->processes[i].pid = 0;
+    gpu->mig_current = gpu->mig_pending;
+    gpu->reset_required = 0;
+    unlock_state(lock);
+    changed();
+}
+
 /* For Python (gpu.py), which leaves instances and their files to this library. */
-__attribute__((visibility("default"))) void simhost_end_instances(unsigned int slot, unsigned int id)
+PUBLIC void simhost_end_instances(unsigned int slot, unsigned int id)
 {
     if (!map_state() || slot >= state->gpu_count)
         return;
@@ -90,19 +103,10 @@ __attribute__((visibility("default"))) void simhost_end_instances(unsigned int s
     changed();
 }
 
-nvmlReturn_t reset_gpu(struct sim_gpu *gpu)
+PUBLIC void simhost_reset(unsigned int slot)
 {
-    int lock = lock_state();
-    bool in_use = has_clients((struct part){gpu, NULL, NULL});
-
-    if (!in_use) {
-        end_instances(gpu, UINT_MAX);
-        gpu->mig_current = gpu->mig_pending;
-        gpu->reset_required = 0;
-    }
-    unlock_state(lock);
-    changed();
-    return in_use ? IN_USE : SUCCESS;
+    if (map_state() && slot < state->gpu_count)
+        reset_gpu(&state->gpus[slot]);
 }
 
 NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
