@@ -54,7 +54,7 @@ class SimGpu:
 
     @mig.setter
     def mig(self, on: bool) -> None:
-        """Switch MIG mode, current and pending, whoever uses the GPU: the instances are gone."""
+        """Switch MIG mode at once, even if the GPU is in use; ends its instances."""
         if not self._slot.mig_capable:
             raise ValueError(f"a {self.description.name} has no MIG mode")
         self.end_instances()
@@ -78,7 +78,7 @@ class SimGpu:
         )
 
     def end_instances(self, gpu_instance: int = layout.UNSET) -> None:
-        """End a GPU instance, or all, with its compute instances and clients: nobody is asked."""
+        """End a GPU instance, or all, even in use, with its compute instances and clients."""
         self._library.simhost_end_instances(self.slot, gpu_instance)
 
     @property
