@@ -1,4 +1,7 @@
-/* What nvidia-smi calls without a name: a table of functions that no header describes, as 535 and 550 use it. */
+/*
+ * What nvidia-smi calls without a name: a table of functions that no header describes. Those for processes are
+ * where 535 and 550 look for them, the others where 535 does.
+ */
 #include <unistd.h>
 
 #include "nvml.h"
