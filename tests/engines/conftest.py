@@ -36,12 +36,18 @@ def jobs(host: SimHost) -> Iterator[StandIns]:
 
 
 @pytest.fixture
-def slurm(daemon: Daemon, version: str) -> Iterator[Slurm]:
-    """A node that is idle, with what `gres-conf` printed for it; two shares can be one budget."""
-    daemon.configure(cuda_mps_combine=2)
+def mapping() -> str:
+    """The gres that jobs request: `gpu:mps`, or `shard` in tests that set it as a parameter."""
+    return "gpu:mps"
+
+
+@pytest.fixture
+def slurm(daemon: Daemon, version: str, mapping: str) -> Iterator[Slurm]:
+    """An idle node with what `gres-conf` printed; two shares, or all shards of a GPU, can be one budget."""
+    daemon.configure(cuda_mps_combine=4 if mapping == "shard" else 2)
     daemon.start().wait_ready()
     with Slurm(daemon.host, version) as slurm:
-        slurm.install()
+        slurm.install(*(["--shards"] if mapping == "shard" else []))
         yield slurm.start()
 
 
