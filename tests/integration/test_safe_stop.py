@@ -10,11 +10,10 @@ import subprocess
 import pytest
 from yunion_mps.host.proc import parent_of
 
-from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
+from integration.conftest import AtWork, MakePodmanAtWork
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
 from integration.mps_jobs import JOB, STUBBORN_JOB, ended, job_in_container, started, terminations_of
-from integration.podman_host import Podman, spec_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -206,21 +205,11 @@ def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     assert job.returncode == 0
 
 
-@pytest.fixture
-def podman_at_work(
-    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
-) -> tuple[AtWork, Podman]:
-    make_podman(make_host())  # which makes the image without stand-ins
-    at_work = make_at_work()
-    eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
-    return at_work, make_podman(at_work.daemon.host)
-
-
 @pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
 def test_clients_in_a_container_are_disconnected_before_it_is_killed(
-    podman_at_work: tuple[AtWork, Podman], is_dead: bool
+    make_podman_at_work: MakePodmanAtWork, is_dead: bool
 ) -> None:
-    (daemon, *_), podman = podman_at_work
+    (daemon, *_), podman = make_podman_at_work()
     run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
     with started(daemon.host, *run) as job:
         if is_dead:
