@@ -81,6 +81,19 @@ class TestJobs:
         machine.run("systemctl", "kill", "--signal=KILL", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
+    def test_a_job_is_stopped_safely_even_if_its_run_is_killed(self, host: Operator) -> None:
+        """ExecStop= does it; without it, systemd would kill the rest of the unit at once."""
+        machine = host.machine
+        begin(machine, f"python3 -IS {CLIENT}")
+        (client,) = machine.wait_until("it is attached", lambda: host.ask("clients")["clients"])
+        host.kill(int(machine.show("MainPID", JOB)))
+        machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")
+        assert disconnected(host, client["pid"])
+        assert machine.show("Result", JOB) == "exit-code"
+        assert "Killing process" not in machine.journal(JOB), "systemd had nothing to kill"
+        machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+        machine.run("systemctl", "reset-failed", JOB)
+
     def test_no_job_releases_the_lease_of_another_job(self, host: Operator) -> None:
         machine, thief = host.machine, "yunion-mps-job@thief.service"
         begin(machine, "sleep 4718")

@@ -30,7 +30,7 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.host.proc import descendants_of, dies_of, job_unit_of
+from yunion_mps.host.proc import all_pids, descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
 
@@ -40,6 +40,12 @@ _DAEMON_S, _RETRY_S = 5.0, 0.2
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
+#: How long the processes of a job unit have after SIGTERM, as in yunion-mps-job@.service, and how often they
+#: are polled.
+_UNIT_GRACE_S, _POLL_S = 30, 0.1
+
+#: The exit status of a shell for a command that was killed.
+_KILLED = 128 + signal.SIGKILL
 
 #: Signals that are not passed on: no process can catch them, or our own actions cause them.
 _OWN = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU}
@@ -105,9 +111,14 @@ class _Parent:
                     print_notice("some processes cannot be killed and are still running")
                     break
                 self._kill()
-            elif received := _next_signal(left_s):
-                self._handle(received)
-        return 128 + signal.SIGKILL if self._status is None else self._status
+            else:
+                self._await_change(left_s)
+        return _KILLED if self._status is None else self._status
+
+    def _await_change(self, timeout_s: float | None) -> None:
+        """Handle the next signal, if there is one within `timeout_s`."""
+        if received := _next_signal(timeout_s):
+            self._handle(received)
 
     def _handle(self, received: signal.struct_siginfo) -> None:
         number = received.si_signo
@@ -222,6 +233,42 @@ class _Parent:
                 output_of([program, "kill", container], ENGINE_TIMEOUT_S)
                 return True
         return False
+
+
+class _JobUnit(_Parent):
+    """Stops the processes of our job unit, whose `run` was killed, as that would have done."""
+
+    def __init__(self, grace_s: int) -> None:
+        super().__init__(0, grace_s, "", -1)
+        self._status = _KILLED
+        self._unit = job_unit_of(os.getpid())
+        self._begin_stop()
+        self._send(signal.SIGTERM, self._descendants())
+
+    def _descendants(self) -> list[int]:
+        return [
+            pid for pid in all_pids() if pid != os.getpid() and self._unit and job_unit_of(pid) == self._unit
+        ]
+
+    def _await_change(self, timeout_s: float | None) -> None:
+        del timeout_s  # they are not our children, whose ends are signalled
+        time.sleep(_POLL_S)
+
+
+@click.command("stop-job-unit", hidden=True)
+def stop_job_unit() -> None:
+    """Stop the processes of this job unit safely if its main process was killed.
+
+    ExecStop= of yunion-mps-job@.service calls it, and systemd says in EXIT_STATUS how that process ended. It
+    exits with 137 then, so that the unit fails.
+
+    \b
+    Examples:
+      yunion-mps stop-job-unit
+    """
+    if os.environ.get("EXIT_STATUS") == "KILL":
+        print_notice("run was killed: stopping the other processes of the unit")
+        raise click.exceptions.Exit(_JobUnit(_UNIT_GRACE_S).wait())
 
 
 def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:
