@@ -96,6 +96,17 @@ def test_a_released_lease_leaves_nothing_behind_if_requested(jobs: Jobs) -> None
     assert event["cause"] == "its lease job-17 was released"
 
 
+def test_the_end_of_a_lease_is_not_that_of_a_neighbour_without_one(jobs: Jobs) -> None:
+    """A process that was started with `yunion-mps env` names the device, but belongs to no lease."""
+    lease = jobs.lease("job-17")
+    without = {name: value for name, value in lease["environment"].items() if name != "YUNION_MPS_LEASE"}
+    ours, neighbour = jobs.begin(lease), jobs.begin({"environment": without})
+    jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
+    assert ended(ours)[1] == ["terminated"]
+    assert is_running(neighbour.pid)
+    assert jobs.terminate(lease["devices"][0])[:2] == (0, [(neighbour.pid, BY_TERM)])
+
+
 def test_an_expired_lease_leaves_its_processes_alone(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17", "holder.ttl_s=1"))
     eventually(lambda: given(jobs.daemon) == [], "the end of the lease")
