@@ -13,18 +13,20 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import click
 
-from yunion_mps.cli.calls import call
-from yunion_mps.cli.output import print_notice
+from yunion_mps.cli.calls import call, shares_pids
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import (
     BusyError,
     HostError,
+    NotAllowedError,
     NotFoundError,
     ShortageError,
     UnreachableError,
@@ -33,9 +35,12 @@ from yunion_mps.errors import (
 from yunion_mps.host.proc import all_pids, descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
+from yunion_mps.text import printable
 
 #: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
 _DAEMON_S, _RETRY_S = 5.0, 0.2
+#: How long a notice may take.
+_NOTICE_S = 1.0
 #: How soon to kill processes that were started meanwhile, and when to give up on those that cannot be killed.
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
@@ -62,8 +67,11 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     """Fork; returns in the child, which is to become COMMAND. The parent raises click's Exit at the end.
 
     `engine` is the container engine that COMMAND is, or empty. The child reports its lease with the returned
-    function.
+    function. Raises HostError in another PID namespace than the daemon's.
     """
+    with contextlib.suppress(UnreachableError, NotAllowedError, BusyError):  # COMMAND may need no daemon
+        if not engine:
+            _refuse_other_pids(_DAEMON_S)
     reader, writer = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
@@ -84,6 +92,13 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     raise click.exceptions.Exit(_Parent(child, grace_s, engine, reader).wait())
 
 
+def _refuse_other_pids(timeout_s: float) -> None:
+    """Raise HostError if the daemon's PIDs are not ours: they would name other processes."""
+    if not shares_pids(timeout_s):
+        what = "--safe-stop: the daemon is in another PID namespace, so COMMAND's clients are unknown here"
+        raise HostError(what, "use the host's PID namespace (podman run --pid=host), or omit --safe-stop")
+
+
 def _report_lease(writer: int, lease_id: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # the parent was killed
         os.write(writer, lease_id.encode())
@@ -101,6 +116,7 @@ class _Parent:
         self._is_stopping = False
         self._has_handled_exit = False  # of COMMAND
         self._is_alone = False  # without the daemon
+        self._is_unread = False  # standard error
 
     def wait(self) -> int:
         """Wait for the end of COMMAND and, during a stop, of its descendants; return the exit status."""
@@ -108,7 +124,7 @@ class _Parent:
             left_s = None if self._due_s is None else self._due_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 if self._killed_s and time.monotonic() > self._killed_s + _GIVE_UP_S:
-                    print_notice("some processes cannot be killed and are still running")
+                    self._notify("some processes cannot be killed and are still running")
                     break
                 self._kill()
             else:
@@ -203,11 +219,12 @@ class _Parent:
                     time.sleep(_RETRY_S)
                     continue
                 self._is_alone = is_silent
-                print_notice(f"{what} was not disconnected from MPS before its signal: {error.message}")
+                self._notify(f"{what} was not disconnected from MPS before its signal: {error.message}")
             return
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""
+        _refuse_other_pids(timeout_s)
         listed = call(GET_CLIENTS, timeout_s)
         for pid in [client["pid"] for client in listed["clients"] if client["server"]]:
             if pid in pids:
@@ -215,6 +232,17 @@ class _Parent:
                 self._try(f"PID {pid}", partial(call, TERMINATE_CLIENT, pid=pid, signals=NO_SIGNAL))
         if listed["errors"]:
             raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
+
+    def _notify(self, text: str) -> None:
+        """Print a notice; once one takes too long, none is printed. Standard error may be a full pipe."""
+        if sys.stderr is None or self._is_unread:
+            return
+        # Not print, because Python aborts at its end if a thread still uses the stream.
+        line = f"yunion-mps: {printable(text)}\n".encode()
+        thread = threading.Thread(target=_write, args=(sys.stderr.fileno(), line), daemon=True)
+        thread.start()
+        thread.join(_NOTICE_S)
+        self._is_unread = thread.is_alive()
 
     def _lease_id(self) -> str:
         """The id of the container's lease; empty if there is none yet."""
@@ -242,6 +270,7 @@ class _JobUnit(_Parent):
         super().__init__(0, grace_s, "", -1)
         self._status = _KILLED
         self._unit = job_unit_of(os.getpid())
+        self._notify("run was killed: stopping the other processes of the unit")
         self._begin_stop()
         self._send(signal.SIGTERM, self._descendants())
 
@@ -267,8 +296,12 @@ def stop_job_unit() -> None:
       yunion-mps stop-job-unit
     """
     if os.environ.get("EXIT_STATUS") == "KILL":
-        print_notice("run was killed: stopping the other processes of the unit")
         raise click.exceptions.Exit(_JobUnit(_UNIT_GRACE_S).wait())
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, line)
 
 
 def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:

@@ -294,7 +294,7 @@ def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
     """Return the lease's processes: its holder, and those that were started with the lease.
 
     A process in the lease's container need not know the lease if it was started with one of the devices.
-    Elsewhere, a process that only names a device may be somebody else's.
+    Elsewhere, a process that only names a device may belong to another job.
     """
     return [
         client

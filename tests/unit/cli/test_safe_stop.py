@@ -44,5 +44,5 @@ def test_a_job_unit_is_stopped_only_if_its_run_was_killed(
 ) -> None:
     """This process is in no job unit, so nothing is to be stopped."""
     own.env |= ended
-    done = own("stop-job-unit")
+    done = own.process("stop-job-unit")
     assert (done.code, said in done.err, bool(done.err)) == (code, True, bool(said))
