@@ -67,6 +67,15 @@ def test_only_the_processes_of_the_lease_or_device_are_terminated(jobs: Jobs, ki
     assert jobs.terminate(target) == (0, [], f"yunion-mps: {target_name(kind, lease)} has no processes\n")
 
 
+def test_no_client_of_a_large_job_is_missed(jobs: Jobs) -> None:
+    """50 are nearly as many as a server has."""
+    lease = jobs.lease("job-17")
+    large = [jobs.begin(lease) for _ in range(50)]
+    status, done, _ = jobs.terminate("job-17")
+    assert (status, done) == (0, sorted((job.pid, BY_TERM) for job in large))
+    assert is_running(jobs.bystander.pid)
+
+
 def target_name(kind: str, lease: dict[str, Any]) -> str:
     return f"device {lease['devices'][0]}" if kind == "device" else f"lease {lease['id']}"
 
