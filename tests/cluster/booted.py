@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster.control_plane import FEATURES, KUBELET, NODE, ControlPlane, Object
 from cluster.kubelet import HIDE_SETTINGS, kubelet_config
-from cluster.objects import NodeObjects
+from cluster.objects import EXAMPLE_IMAGE, NodeObjects
 from integration.image import IMAGE, make_image
 from kubernetes.containerd import programs, write_network
 from packages.docker import CALLS
@@ -30,6 +30,7 @@ from simhost.host import Closes
 _RELEASE = "trixie"
 _CGROUPS = Path("/sys/fs/cgroup")
 PLUGIN = "yunion-mps-kubelet-plugin.service"
+_CTR = "ctr", "--namespace=k8s.io"
 _CONTAINERD = f"""\
 version = 2
 [plugins."io.containerd.grpc.v1.cri"]
@@ -150,12 +151,13 @@ class BootedNode(NodeObjects, Closes):
         self.configure_plugin()
         run("systemctl", "enable", "--now", "containerd")
         image = self.machine.install_file(archive)
-        run("ctr", "--namespace=k8s.io", "image", "import", "--local", "--snapshotter=native", image)
+        run(*_CTR, "image", "import", "--local", "--snapshotter=native", image)
+        run(*_CTR, "image", "tag", IMAGE, EXAMPLE_IMAGE)
         run("systemctl", "enable", "--now", UNIT, PLUGIN, "kubelet")
         self.wait_ready(trouble=lambda: self.machine.journal("kubelet"))
 
     def configure_plugin(self, **options: object) -> None:
-        """Write the plugin's file with these keys."""
+        """Write the plugin's file with these keys; they apply when it starts."""
         keys = {"kubeconfig": "/etc/kubernetes/kubelet.conf", "nodeName": NODE, **options}
         self.machine.write("/etc/yunion/kubelet-plugin.yml", json.dumps(keys))
 
@@ -170,8 +172,20 @@ class BootedNode(NodeObjects, Closes):
         (container,) = self.wait_containers(name, without=before)
         return container
 
-    def leases(self) -> list[Object]:
-        return list(self.operator.ask("leases")["leases"])
+    @property
+    def boot_id(self) -> str:
+        return self.machine.run("cat", "/proc/sys/kernel/random/boot_id").stdout
+
+    def leases(self) -> dict[str, list[str]]:
+        """The devices of each lease, by its id."""
+        return {lease["id"]: lease["devices"] for lease in self.operator.ask("leases")["leases"]}
+
+    def lease_of(self, container: str) -> str:
+        """The id of the lease that a running container finds in its environment."""
+        tasks = self.machine.run(*_CTR, "task", "list").stdout.splitlines()
+        (pid,) = (line.split()[1] for line in tasks if container in line)
+        variables = self.machine.run("cat", f"/proc/{pid}/environ").stdout.split("\0")
+        return dict(variable.partition("=")[::2] for variable in variables)["YUNION_MPS_LEASE"]
 
     def close(self) -> None:
         self._stack.close()

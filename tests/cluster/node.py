@@ -20,14 +20,12 @@ from pathlib import Path
 
 from cluster.control_plane import FEATURES, KUBELET, NODE, ControlPlane, Object, Program
 from cluster.kubelet import HIDE_SETTINGS, kubelet_config
-from cluster.objects import NodeObjects
+from cluster.objects import EXAMPLE_IMAGE, NodeObjects
 from integration.daemon_host import Daemon, control_daemons
 from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import KubeletPlugin
 from simhost.host import Closes
 
-#: The image of the examples.
-_DEBIAN = "docker.io/library/debian:13-slim"
 _SERVICE_ACCOUNT = "/api/v1/namespaces/yunion-mps/serviceaccounts/kubelet-plugin"
 _MOUNTS = f"""\
 set -e
@@ -58,7 +56,7 @@ class Node(NodeObjects, Closes):
         folder.mkdir(parents=True, exist_ok=True)
         self._stack.callback(self.forget)
         self.containerd = self._stack.enter_context(Containerd(self.daemon.host, image))
-        self.containerd.tag(_DEBIAN)
+        self.containerd.tag(EXAMPLE_IMAGE)
         self.containerd.make_cgroup()
         subprocess.run(self.containerd.command("sh", "-c", _MOUNTS, "sh", folder), check=True)
         self.kubelet = self._stack.enter_context(

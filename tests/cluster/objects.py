@@ -18,6 +18,8 @@ _NODE = f"/api/v1/nodes/{NODE}"
 _PODS = "/api/v1/namespaces/default/pods"
 _DRA = "/apis/resource.k8s.io/v1"
 _CLAIMS, _TEMPLATES = (f"{_DRA}/namespaces/default/resourceclaim{end}" for end in ("s", "templates"))
+#: The image of the examples.
+EXAMPLE_IMAGE = "docker.io/library/debian:13-slim"
 _EXAMPLES = CHECKOUT / "etc/kubernetes/examples"
 
 

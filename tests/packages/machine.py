@@ -77,6 +77,7 @@ class Machine(Closes):
 
     def boot(self) -> Machine:
         """Switch it on, and wait until its systemd has started everything."""
+        self._group.remove()  # of the boot before
         self.driver.load()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(self._folder / "notify"))
