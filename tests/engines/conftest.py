@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that wait for slurmctld to find that a job has reached its limit, up to 30 s."""
+    items.sort(key=lambda item: "time limit" not in item.name)
+
+
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -56,9 +56,7 @@ def test_a_client_is_disconnected_before_slurm_kills_its_job(
     assert terminations_of(daemon) == ["its MPS server disconnected it"], daemon.log
 
 
-@pytest.mark.parametrize(
-    ("start", "end"), [("srun --quiet", "scancel"), ("exec", "time limit")], ids=["step", "script"]
-)
+@pytest.mark.parametrize(("start", "end"), [("srun --quiet", "scancel"), ("exec", "time limit")])
 def test_the_health_check_disconnects_a_client_before_slurm_kills_it(
     patient_slurm: Slurm, daemon: Daemon, start: str, end: str
 ) -> None:

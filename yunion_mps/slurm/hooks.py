@@ -20,6 +20,7 @@ from yunion_mps.enums import DEVICE_VARIABLES, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
+from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import Record, read_record
@@ -127,7 +128,8 @@ class Hooks:
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
         several = addresses if len(addresses) > 1 and not record.shards else {}
-        single = {str(index): leases.environment(addr) for index, (addr,) in several.items()}
+        lease_id = {LEASE_VARIABLE: lease["id"]}  # a step with one device uses the job's lease, too
+        single = {str(index): {**leases.environment(addr), **lease_id} for index, (addr,) in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
