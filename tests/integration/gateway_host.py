@@ -16,15 +16,22 @@ from pathlib import Path
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 
+#: Names of the ports that this process has been given, so that no other test gets one before it is bound.
+_RESERVED: list[socket.socket] = []
+
 
 def free_port() -> int:
-    """A port of the loopback device that is free now, and that the kernel gives to no connection."""
+    """A port of the loopback device that is free now, and that neither the kernel nor another test gets."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = secrets.choice(range(lowest // 3, lowest))  # Hypothesis seeds `random` alike in all workers
+        name = socket.socket(socket.AF_UNIX)
         with socket.socket() as candidate, contextlib.suppress(OSError):
             candidate.bind(("127.0.0.1", port))
+            name.bind(f"\0yunion-mps-test-port-{port}")
+            _RESERVED.append(name)
             return port
+        name.close()
 
 
 class Gateway:
