@@ -240,7 +240,10 @@ class _Parent:
         # Not print, because Python aborts at its end if a thread still uses the stream.
         line = f"yunion-mps: {printable(text)}\n".encode()
         thread = threading.Thread(target=_write, args=(sys.stderr.fileno(), line), daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of processes is reached; killing matters more than the notice
+            return
         thread.join(_NOTICE_S)
         self._is_unread = thread.is_alive()
 
