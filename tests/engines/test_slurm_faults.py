@@ -91,7 +91,8 @@ def test_a_node_is_not_drained_because_slurmctld_does_not_answer(slurm: Slurm, d
     """If it is overloaded, only some commands fail, and every node would be drained at the same time."""
     slurm.submit(until_told(slurm), SHARE)
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
-    slurm.write_hook("health-check", "export SQUEUE_STATES=unknown")  # squeue refuses it
+    folder = slurm.folder / "failing"
+    slurm.write_hook("health-check", f"mkdir {folder}; ln -s /bin/false {folder}/squeue; PATH={folder}:$PATH")
     slurm.check_health()
     assert (slurm.state(), "yunion-mps: squeue: " in slurm.logs()) == ("mixed", True)
 

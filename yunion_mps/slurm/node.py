@@ -22,6 +22,8 @@ PREFIX = "yunion-mps: "
 _COMMAND_S = 10.0
 _LONGEST_REASON = 200
 _CHECK_CONTROLLER = "check slurmctld: scontrol ping"
+#: Variables with which users choose what Slurm's commands list.
+_FILTERS = ("SQUEUE_", "SINFO_", "SLURM_CLUSTERS")
 
 
 class SlurmError(HostError):
@@ -144,7 +146,8 @@ def node_name() -> str:
 def _answer(program: str, *arguments: str, times: str = "standard") -> str:
     """The output of one of Slurm's commands; `times` is how it shows times, as in strftime(3)."""
     path = find_program(program, hint_of(PROGRAM_MISSING), ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin"))
-    environment = {**os.environ, "SLURM_TIME_FORMAT": times}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    environment["SLURM_TIME_FORMAT"] = times
     status, output = outcome_of([path, *arguments], _COMMAND_S, with_stderr=True, environment=environment)
     text = printable(output.decode(errors="replace").strip().replace("\n", "; ")) if status else ""
     if status is None:
