@@ -110,10 +110,13 @@ def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon,
 
 
 def test_each_task_of_an_array_has_a_device_of_its_own(slurm: Slurm, daemon: Daemon) -> None:
-    array = slurm.submit("echo $YUNION_MPS_DEVICE; sleep 0.2", SHARE, "--array=1-6")
+    script = f"echo $YUNION_MPS_DEVICE; {UNTIL_TOLD.format(slurm.folder)}"
+    array = slurm.submit(script, SHARE, "--array=1-6")
+    slurm.wait(lambda: len(slurm.output(array).split()) == 4, "the output of the first tasks")
+    assert sorted(slurm.output(array).split()) == given(daemon) == ADDRESSES
+    (slurm.folder / "go").touch()
     slurm.wait(lambda: len(slurm.output(array).split()) == 6, "the output of all tasks")
     slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
-    assert set(slurm.output(array).split()) <= set(ADDRESSES)
 
 
 def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> None:

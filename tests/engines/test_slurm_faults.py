@@ -87,6 +87,16 @@ def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) 
     wait_idle(slurm)
 
 
+def test_a_node_is_not_drained_because_slurmctld_does_not_answer(slurm: Slurm, daemon: Daemon) -> None:
+    """If it is overloaded, only some commands fail, and every node would be drained at the same time."""
+    slurm.submit(until_told(slurm), SHARE)
+    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    folder = slurm.folder / "failing"
+    slurm.write_hook("health-check", f"mkdir {folder}; ln -s /bin/false {folder}/squeue; PATH={folder}:$PATH")
+    slurm.check_health()
+    assert (slurm.state(), "yunion-mps: squeue: " in slurm.logs()) == ("mixed", True)
+
+
 def test_a_changed_division_drains_the_node_and_leases_no_other_device(slurm: Slurm, daemon: Daemon) -> None:
     daemon.host.divide(2)
     assert daemon.ask("POST", "/v1/reload")[0] == 200

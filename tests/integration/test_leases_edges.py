@@ -240,5 +240,5 @@ def test_a_pid_of_another_pid_namespace_holds_no_lease(ready_daemon: Daemon) -> 
     )
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]
     done = ready_daemon.host.run([*inside, sys.executable, "-c", script])
-    assert "NotFoundError: PID 1 is that of a process in the caller's PID namespace" in done.stderr
+    assert "NotFoundError: PID 1 belongs to the caller's PID namespace, not the daemon's" in done.stderr
     assert given(ready_daemon) == []

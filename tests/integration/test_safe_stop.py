@@ -213,7 +213,7 @@ def test_inherit_requires_a_lease_and_excludes_a_request(ready_daemon: Daemon) -
 
 
 def test_in_another_pid_namespace_a_safe_stop_is_refused(ready_daemon: Daemon) -> None:
-    """PIDs are others there than for the daemon: another job's client could have that of one of its own."""
+    """PIDs differ there: to the daemon, one of the command's PIDs may be that of another job's client."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]
     done = ready_daemon.host.run([*inside, *RUN, "--", "echo", "begun"])
     assert (done.returncode, done.stdout) == (1, "")

@@ -44,8 +44,8 @@ def call(
     return _daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
 
 
-def shares_pids(timeout_s: float) -> bool:
-    """Whether the daemon's PIDs are ours, which they are not in another PID namespace; raises YunionError."""
+def shares_pid_namespace(timeout_s: float) -> bool:
+    """Whether the daemon's PIDs are also ours; raises YunionError."""
     return _daemon().is_visible(timeout_s)
 
 

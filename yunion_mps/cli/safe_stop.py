@@ -21,7 +21,7 @@ from functools import partial
 
 import click
 
-from yunion_mps.cli.calls import call, shares_pids
+from yunion_mps.cli.calls import call, shares_pid_namespace
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import (
     BusyError,
@@ -71,7 +71,7 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     """
     with contextlib.suppress(UnreachableError, NotAllowedError, BusyError):  # COMMAND may need no daemon
         if not engine:
-            _refuse_other_pids(_DAEMON_S)
+            _refuse_other_pid_namespace(_DAEMON_S)
     reader, writer = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
@@ -92,9 +92,9 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     raise click.exceptions.Exit(_Parent(child, grace_s, engine, reader).wait())
 
 
-def _refuse_other_pids(timeout_s: float) -> None:
+def _refuse_other_pid_namespace(timeout_s: float) -> None:
     """Raise HostError if the daemon's PIDs are not ours: they would name other processes."""
-    if not shares_pids(timeout_s):
+    if not shares_pid_namespace(timeout_s):
         what = "--safe-stop: the daemon is in another PID namespace, so COMMAND's clients are unknown here"
         raise HostError(what, "use the host's PID namespace (podman run --pid=host), or omit --safe-stop")
 
@@ -224,7 +224,7 @@ class _Parent:
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""
-        _refuse_other_pids(timeout_s)
+        _refuse_other_pid_namespace(timeout_s)
         listed = call(GET_CLIENTS, timeout_s)
         for pid in [client["pid"] for client in listed["clients"] if client["server"]]:
             if pid in pids:
@@ -240,7 +240,10 @@ class _Parent:
         # Not print, because Python aborts at its end if a thread still uses the stream.
         line = f"yunion-mps: {printable(text)}\n".encode()
         thread = threading.Thread(target=_write, args=(sys.stderr.fileno(), line), daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of processes is reached; killing matters more than the notice
+            return
         thread.join(_NOTICE_S)
         self._is_unread = thread.is_alive()
 
@@ -288,8 +291,8 @@ class _JobUnit(_Parent):
 def stop_job_unit() -> None:
     """Stop the processes of this job unit safely if its main process was killed.
 
-    ExecStop= of yunion-mps-job@.service calls it, and systemd says in EXIT_STATUS how that process ended. It
-    exits with 137 then, so that the unit fails.
+    ExecStop= of yunion-mps-job@.service calls this command. systemd says in EXIT_STATUS how the main process
+    ended. If it was killed, the exit status is 137, so that the unit fails.
 
     \b
     Examples:

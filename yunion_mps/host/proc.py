@@ -118,7 +118,7 @@ def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
     return len(fields) > 6 and bool(int(fields[6]) & _PF_KTHREAD)
 
 
-def has_other_pids(pid: int, proc: str = "/proc") -> bool:
+def is_in_inner_pid_namespace(pid: int, proc: str = "/proc") -> bool:
     """Whether the process is in a PID namespace below ours, so that the PIDs that it names are not ours."""
     rows = (line.split() for line in _read(pid, "status", proc=proc).splitlines())
     return any(len(row) > 2 for row in rows if row[:1] == [b"NSpid:"])

@@ -26,7 +26,7 @@ from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import Record, read_record
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
-from yunion_mps.slurm.node import SlurmNode, shards_of
+from yunion_mps.slurm.node import SlurmError, SlurmNode, shards_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
@@ -133,7 +133,10 @@ class Hooks:
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
-        """Why this node cannot run jobs with devices now; also ends the leases of jobs that have ended."""
+        """Why this node cannot run jobs with devices now; also ends the leases of jobs that have ended.
+
+        Raises SlurmError if Slurm does not answer.
+        """
         leases = self._leases()
         try:
             record = read_record(self._paths)
@@ -143,13 +146,15 @@ class Hooks:
             files, jobs = self._files_by_job(), lru_cache(node.jobs)
             found = leases.reconcile(jobs)
             ending = [(lease, since_s) for lease in found.live if (since_s := jobs()[job_of(lease)])]
-            self._disconnect(ending, node)
+            self._disconnect(ending, leases, node)
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
             for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             held = held_outside(leases.all(), addresses) or still_used(found.used)
+        except SlurmError:  # slurmctld is at fault, not this node
+            raise
         except YunionError as error:
             return error.reason
         broken = [
@@ -159,7 +164,9 @@ class Hooks:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
 
-    def _disconnect(self, ending: Sequence[tuple[LeaseDetails, float]], node: SlurmNode) -> None:
+    def _disconnect(
+        self, ending: Sequence[tuple[LeaseDetails, float]], leases: JobLeases, node: SlurmNode
+    ) -> None:
         """Disconnect the processes of jobs from MPS that Slurm is about to kill.
 
         `ending` has the lease of each job that is ending, and since when. Slurm calls no hook between its
@@ -168,10 +175,7 @@ class Hooks:
         settings = node.kill_settings_s() if ending else (0, 0)
         for lease, since_s in ending:
             if is_about_to_be_killed(time.time() - since_s, *settings):
-                try:
-                    self._leases().disconnect(lease)
-                except YunionError as error:
-                    self._on_message(f"{lease['name']}: not disconnected from MPS: {error.message}")
+                leases.disconnect(lease)
 
     def _files_by_job(self) -> list[tuple[str, str]]:
         """The ids of the jobs that have files, and the files, also unfinished ones."""

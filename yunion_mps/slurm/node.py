@@ -21,6 +21,13 @@ PREFIX = "yunion-mps: "
 #: How long one of Slurm's commands may take, in s: the hooks must end even if slurmctld does not answer.
 _COMMAND_S = 10.0
 _LONGEST_REASON = 200
+_CHECK_CONTROLLER = "check slurmctld: scontrol ping"
+#: Variables with which users choose what Slurm's commands list.
+_FILTERS = ("SQUEUE_", "SINFO_", "SLURM_CLUSTERS")
+
+
+class SlurmError(HostError):
+    """One of Slurm's commands failed, as they do while slurmctld does not answer."""
 
 
 def drain_reason(reason: Reason) -> str:
@@ -80,7 +87,7 @@ def parse_jobs(text: str) -> dict[str, float | None]:
 
 
 class SlurmNode:
-    """A node, read and changed by Slurm's commands; its methods raise HostError if a command fails."""
+    """A node, read and changed by Slurm's commands; its methods raise SlurmError if a command fails."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or os.environ.get("SLURMD_NODENAME") or node_name()
@@ -139,11 +146,12 @@ def node_name() -> str:
 def _answer(program: str, *arguments: str, times: str = "standard") -> str:
     """The output of one of Slurm's commands; `times` is how it shows times, as in strftime(3)."""
     path = find_program(program, hint_of(PROGRAM_MISSING), ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin"))
-    environment = {**os.environ, "SLURM_TIME_FORMAT": times}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    environment["SLURM_TIME_FORMAT"] = times
     status, output = outcome_of([path, *arguments], _COMMAND_S, with_stderr=True, environment=environment)
     text = printable(output.decode(errors="replace").strip().replace("\n", "; ")) if status else ""
     if status is None:
-        raise HostError(f"{program}: did not end within {_COMMAND_S:g} s", "check slurmctld: scontrol ping")
+        raise SlurmError(f"{program}: did not end within {_COMMAND_S:g} s", _CHECK_CONTROLLER)
     if status:
-        raise HostError(f"{program}: {text or f'exit status {status}'}", "check slurmctld: scontrol ping")
+        raise SlurmError(f"{program}: {text or f'exit status {status}'}", _CHECK_CONTROLLER)
     return output.decode(errors="replace").strip()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from yunion_mps.cli.safe_stop import stop_job_unit
 from yunion_mps.errors import ControlError
 
 from unit.cli.conftest import Cli
@@ -46,3 +48,14 @@ def test_a_job_unit_is_stopped_only_if_its_run_was_killed(
     own.env |= ended
     done = own.process("stop-job-unit")
     assert (done.code, said in done.err, bool(done.err)) == (code, True, bool(said))
+
+
+def test_a_stop_does_not_fail_because_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread prints the notice; a job that has started too many processes must still be killed."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setenv("EXIT_STATUS", "KILL")
+    assert stop_job_unit.main([], standalone_mode=False) == 137

@@ -21,7 +21,7 @@ from yunion_mps.slurm.devices import (
 from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of, is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
-from yunion_mps.slurm.node import NodeState, drain_reason, parse_jobs, parse_state, shards_of
+from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state, shards_of
 
 RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)])
 
@@ -188,6 +188,22 @@ def test_only_a_job_that_slurm_is_ending_has_a_time_since_when() -> None:
     text = "17 RUNNING 1795529540\n18 COMPLETING 1795529550\n19 COMPLETING Unknown\nwarning: x\n"
     assert parse_jobs(text) == {"17": None, "18": 1795529550.0, "19": None}
     assert parse_jobs("") == {}
+
+
+def test_the_defaults_that_a_user_has_set_for_squeue_hide_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If root runs a hook by hand; the lease of a job that is not listed would be released."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\necho "${SQUEUE_USERS:-17}${SLURM_CLUSTERS:-} RUNNING N/A"\n')
+    squeue.chmod(0o755)
+    for name, value in (
+        ("PATH", f"{tmp_path}:/usr/bin:/bin"),
+        ("SQUEUE_USERS", "9"),
+        ("SLURM_CLUSTERS", "9"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert SlurmNode("n1").jobs() == {"17": None}
 
 
 @pytest.mark.parametrize(
