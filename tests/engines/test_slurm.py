@@ -23,6 +23,8 @@ def test_srun_gets_the_assigned_device_with_its_budget(slurm: Slurm, daemon: Dae
     expected = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert {name: found[name] for name in expected} == expected
     assert found["YUNION_MPS_DEVICE"] == "00:06.0-0"
+    libraries = f"LD_LIBRARY_PATH={daemon.env['LD_LIBRARY_PATH']}"
+    assert found["CUDA_VISIBLE_DEVICES"] in slurm.srun(SHARE, "env", libraries, "nvidia-smi", "-L").stdout
     assert slurm.srun("printenv", "YUNION_MPS_DEVICE").returncode == 1  # a job without devices
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
     assert list((slurm.host.root / "run/yunion-mps/slurm").iterdir()) == []
