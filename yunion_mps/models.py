@@ -42,8 +42,47 @@ class Driver(NamedTuple):
     cuda_version: str | None
 
 
+class MigProfile(NamedTuple):
+    """A kind of GPU instance that the GPU can have, as its driver reports it.
+
+    `slices` are of compute; an instance occupies `size` memory slices, from one of `starts` on.
+    """
+
+    id: int
+    name: str
+    slices: int
+    memory_mib: int
+    multiprocessors: int
+    max_count: int
+    size: int
+    starts: tuple[int, ...]
+
+
+class MigInstance(NamedTuple):
+    """A GPU instance that exists: its profile's name, and the memory slices that it occupies.
+
+    `uuid` is that of its MIG device, empty if it has none; `compute_instances` counts all, of which it
+    should have one that has all of its slices.
+    """
+
+    id: int
+    profile: str
+    start: int
+    size: int
+    uuid: str = ""
+    compute_instances: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one MIG device, or can become one by creating the compute instance that it lacks."""
+        return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)
+
+
 class Gpu(NamedTuple):
-    """A physical GPU. Values that the driver does not report are None; `reason` says why it is unusable."""
+    """A physical GPU, or a MIG instance of one, which has a `parent` and is used like a GPU of its own.
+
+    Values that the driver does not report are None; `reason` says why it is unusable.
+    """
 
     pci_address: str
     uuid: str | None = None
@@ -59,6 +98,9 @@ class Gpu(NamedTuple):
     link: PcieLink | None = None
     render_node: str | None = None
     reason: Reason = NO_REASON
+    mig_profiles: tuple[MigProfile, ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
+    parent: str = ""
 
     @property
     def address(self) -> str:

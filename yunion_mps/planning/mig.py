@@ -1,0 +1,221 @@
+"""MIG layouts as pure functions: which GPU instances a layout means, where they fit, and what must change.
+
+Which profiles a GPU has, and where their instances can be, is always what its driver reports; the names of
+layouts are those of NVIDIA's mig-parted. Invariants, held by property tests: no two instances of a layout
+overlap, there are never more than the GPU has room for, the order in which they are written does not matter,
+and a layout that is in effect needs no change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from yunion_mps.models import Gpu, MigInstance, MigProfile
+
+#: The layout that turns MIG mode off.
+DISABLED = "all-disabled"
+_BALANCED = "all-balanced"
+_ALL = "all-"
+
+#: A profile, perhaps with attributes such as `+me`; in names of layouts, mig-parted writes `.me`.
+_PROFILE = r"[1-9]\d*g\.[1-9]\d*gb(?:[+.-][a-z]+(?:\.[a-z]+)*)?"
+PROFILE_NAME = re.compile(_PROFILE)
+LAYOUT_NAME = re.compile(f"{DISABLED}|{_BALANCED}|{_ALL}{_PROFILE}")
+
+#: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
+_BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
+
+
+class LayoutError(ValueError):
+    """A layout that a GPU cannot have: what is wrong, and a hint."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+
+class Placement(NamedTuple):
+    """A GPU instance to create: its profile, and the first memory slice that it occupies."""
+
+    profile: MigProfile
+    start: int
+
+
+class LayoutChange(NamedTuple):
+    """What leads to a layout; if instances are `in_the_way` and prevent it, nothing else."""
+
+    keep: tuple[MigInstance, ...] = ()
+    destroy: tuple[MigInstance, ...] = ()
+    create: tuple[Placement, ...] = ()
+    in_the_way: tuple[MigInstance, ...] = ()
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self.destroy or self.create or self.in_the_way)
+
+
+def resolve(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
+    """Return the profiles of the instances that a layout has on this GPU, in one order; raises LayoutError.
+
+    `names` are profiles, or the name of one layout; `all-disabled` has no instances.
+    """
+    wanted = _in_order(_expand(names, gpu))
+    if wanted and _place(wanted) is None:
+        what = f"{describe(wanted)} do not fit on {_name(gpu)}"
+        raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layouts(gpu))}")
+    return wanted
+
+
+def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
+    if not gpu.mig_profiles:
+        hint = "remove mig, or check that the driver offers it: nvidia-smi -q -d MIG"
+        raise LayoutError(f"{_name(gpu)} has no MIG mode", hint)
+    if not names[0].startswith(_ALL):
+        return [_profile(name, gpu) for name in names]
+    if names[0] == DISABLED:
+        return []
+    if names[0] == _BALANCED:
+        balanced = _balanced(gpu)
+        if not balanced:
+            raise LayoutError(f"{_name(gpu)} has no layout {_BALANCED}", _possible(gpu))
+        return balanced
+    return _as_many_as_fit(_profile(names[0].removeprefix(_ALL), gpu))
+
+
+def layouts(gpu: Gpu) -> list[str]:
+    """Return the names of the layouts that the GPU can have, smallest instances first."""
+    named = [f"{_ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
+    return [*named, *([_BALANCED] if _balanced(gpu) else []), DISABLED]
+
+
+def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
+    """Return `2 x 1g.10gb + 1 x 3g.40gb`."""
+    names = Counter(one.name if isinstance(one, MigProfile) else one.profile for one in profiles)
+    return " + ".join(f"{number} x {name}" for name, number in sorted(names.items()))
+
+
+def change(
+    wanted: Sequence[MigProfile], existing: Sequence[MigInstance], fixed: Collection[int]
+) -> LayoutChange:
+    """Return how to get from the instances that exist to those wanted, with as few changes as possible.
+
+    Instances with an id in `fixed` are never destroyed: they are kept if they are wanted, and otherwise
+    avoided. If that is impossible, those of them that would have to go are `in_the_way`.
+    """
+    wanted = _in_order(wanted)
+    stay = [one for one in existing if one.id in fixed]
+    for keep in _kept(wanted, existing):
+        occupied = {*keep, *stay}
+        rest = _without(wanted, keep)
+        places = _place(rest, tuple(occupied))
+        if places is not None:
+            destroy = tuple(one for one in existing if one not in occupied)
+            return LayoutChange(keep, destroy, places)
+    free = change(wanted, existing, ())
+    blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
+    return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
+
+
+def _kept(wanted: Sequence[MigProfile], existing: Sequence[MigInstance]) -> Iterator[tuple[MigInstance, ...]]:
+    """Yield the sets of existing instances that the layout could keep, the largest first."""
+    useful = sorted((one for one in existing if one.is_whole), key=lambda one: (one.start, one.id))
+    names = Counter(profile.name for profile in wanted)
+    for number in range(min(len(useful), len(wanted)), -1, -1):
+        for keep in combinations(useful, number):
+            if not Counter(one.profile for one in keep) - names:
+                yield keep
+
+
+def _without(wanted: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
+    names = Counter(one.profile for one in keep)
+    rest = []
+    for profile in wanted:
+        if names[profile.name]:
+            names[profile.name] -= 1
+        else:
+            rest.append(profile)
+    return rest
+
+
+def _place(
+    wanted: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
+) -> tuple[Placement, ...] | None:
+    """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
+    there = Counter(one.profile for one in occupied)
+    there.update(profile.name for profile in wanted)
+    if any(there[profile.name] > profile.max_count for profile in wanted):
+        return None
+    return _search(wanted, {part for one in occupied for part in range(one.start, one.start + one.size)})
+
+
+def _search(wanted: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
+    if not wanted:
+        return ()
+    profile, rest = wanted[0], wanted[1:]
+    for start in sorted(profile.starts):
+        parts = set(range(start, start + profile.size))
+        if start < least or parts & taken:
+            continue
+        following = start if rest and rest[0] == profile else 0  # equal ones are placed in one order only
+        places = _search(rest, taken | parts, following)
+        if places is not None:
+            return (Placement(profile, start), *places)
+    return None
+
+
+def _blocks(instance: MigInstance, places: Iterable[Placement]) -> bool:
+    parts = range(instance.start, instance.start + instance.size)
+    return any(
+        part in parts for place in places for part in range(place.start, place.start + place.profile.size)
+    )
+
+
+def _in_order(profiles: Iterable[MigProfile]) -> tuple[MigProfile, ...]:
+    """Return them largest first, which is how they fit best, and always in the same order."""
+    return tuple(sorted(profiles, key=lambda profile: (-profile.slices, -profile.size, profile.name)))
+
+
+def _smallest_first(gpu: Gpu) -> list[MigProfile]:
+    return sorted(gpu.mig_profiles, key=lambda profile: (profile.slices, profile.size, profile.name))
+
+
+def _profile(name: str, gpu: Gpu) -> MigProfile:
+    for profile in gpu.mig_profiles:
+        if name in (profile.name, _layout_name(profile.name)):
+            return profile
+    names = ", ".join(profile.name for profile in _smallest_first(gpu))
+    raise LayoutError(f"{_name(gpu)} has no MIG profile {name}", f"use one of its profiles: {names}")
+
+
+def _layout_name(profile: str) -> str:
+    return profile.replace("+", ".")
+
+
+def _as_many_as_fit(profile: MigProfile) -> list[MigProfile]:
+    number = profile.max_count
+    while number > 1 and _place([profile] * number) is None:
+        number -= 1
+    return [profile] * number
+
+
+def _balanced(gpu: Gpu) -> list[MigProfile]:
+    """Return the profiles of `all-balanced`: of each size the plain one that most instances can have."""
+    plain = [profile for profile in gpu.mig_profiles if re.fullmatch(r"\d+g\.\d+gb", profile.name)]
+    sizes = _BALANCED_SLICES.get(max((profile.slices for profile in plain), default=0), ())
+    of_size = [[profile for profile in plain if profile.slices == slices] for slices in sizes]
+    if not all(of_size):
+        return []
+    return [max(some, key=lambda profile: (profile.max_count, profile.name)) for some in of_size]
+
+
+def _possible(gpu: Gpu) -> str:
+    return f"use one of its layouts: {', '.join(layouts(gpu))}"
+
+
+def _name(gpu: Gpu) -> str:
+    return f"GPU {gpu.address} ({gpu.name})"
