@@ -259,9 +259,9 @@ class SimGpu:
         with self._file.changing():
             self._slot.uuid = uuid.encode()
 
-    def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
+    def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None, on: tuple[int, int] | None = None) -> None:
         """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C or M+C; `sm` in percent."""
-        self._file.add_process(self.slot, pid, used_mib, kind, sm)
+        self._file.add_process(self.slot, pid, used_mib, kind, sm, on)
 
     def load(
         self, utilization: int | None, temperature_c: int | None = None, power_w: float | None = None
