@@ -130,6 +130,7 @@ class Failure(ctypes.Structure):
         ("call", ctypes.c_char * 64),  # fnmatch(3) pattern for the name without _v2, _v3
         ("gpu", ctypes.c_int32),  # slot, or ALL_GPUS
         ("error", ctypes.c_uint32),  # nvmlReturn_t; 0: the call only takes its time
+        ("skip", ctypes.c_uint32),  # how many calls are to succeed first
         ("times", ctypes.c_uint32),  # how many calls are still to fail, or FOREVER
         ("delay_ms", ctypes.c_uint32),  # wait before the call answers; ends early when the rule is cleared
         ("id", ctypes.c_uint32),  # tells this rule from a later one in the same slot
@@ -170,8 +171,8 @@ STATE_SIZE = ctypes.sizeof(State)
 
 _C_TYPES = {ctypes.c_uint32: "uint32_t", ctypes.c_int32: "int32_t", ctypes.c_uint64: "uint64_t"}
 _CONSTANTS = (
-    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS MAX_PROFILES MAX_INSTANCES FOREVER ALL_GPUS UNSET "
-    "PROCESS_COMPUTE PROCESS_MPS"
+    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS MAX_PROFILES MAX_INSTANCES "
+    "FOREVER ALL_GPUS UNSET PROCESS_COMPUTE PROCESS_MPS"
 )
 
 

@@ -1,16 +1,17 @@
 """MIG on the simulated GPUs: which GPU instances a model can have, as data that the library serves.
 
-Sources: counts, fractions and engines are those of NVIDIA's MIG User Guide, "Supported MIG Profiles" (2026);
-profile ids, placements, SMs and memory (GiB, as `nvidia-smi mig -lgip` rounds it) are what nvidia-smi printed on
-such boards: driver 535 on an A30, 550 on an A100 and an H100, 560 on an H100 NVL. Nobody has published what it
-prints on a B200; its SMs are those of the mock in NVIDIA's go-nvml, its memory and the H200's largest are estimates.
+Sources: counts and engines are those of NVIDIA's MIG User Guide, "Supported MIG Profiles" (2026); profile
+ids, placements, SMs and memory are what `nvidia-smi mig -lgip` and `-lgipp` printed on such boards: driver 535
+on an A30, 550 on A100s and an H100, 560 on an H100 NVL. No output of an H200 or B200 was at hand: the H200's
+SMs and memory are those that users report of their MIG devices (7g.141gb: an estimate); the B200's SMs are
+those of the mock in NVIDIA's go-nvml, its memory an estimate.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Bits of the placements: where an instance of so many memory slices may start.
+# The memory slices at which an instance may start.
 ALL_OF_7, PAIRS_OF_4, PAIRS_OF_3, HALVES, WHOLE = (0, 1, 2, 3, 4, 5, 6), (0, 2, 4, 6), (0, 2, 4), (0, 4), (0,)
 
 
@@ -21,7 +22,7 @@ class Profile(NamedTuple):
     number: int  # NVML_GPU_INSTANCE_PROFILE_*
     id: int  # what nvidia-smi mig -cgi takes
     slices: int  # of compute
-    count: int  # most instances at once
+    most: int  # instances at once
     memory_gib: float
     sm: int
     engines: tuple[int, int, int, int]  # copy, decoders, JPEG, OFA; no model here has encoders
@@ -29,11 +30,12 @@ class Profile(NamedTuple):
     starts: tuple[int, ...]
 
 
-def _eight(names: str, gib: str, sm: str, engines: str, ofa: int = 1) -> tuple[Profile, ...]:
+def _eight(names: str, gib: str, sm: str, engines: str) -> tuple[Profile, ...]:
     """Return the profiles of a model with eight memory slices; all have the same shape.
 
-    `names` are the sizes after "1g.", "1g." with twice the memory, "3g." and "7g."; `engines` are copy, decoders
-    and JPEG for 1g, 1g+me, 1g with twice the memory, 2g, 3g, 4g, 7g.
+    `names` are the gigabytes of 1g, of 1g with twice the memory and 2g, of 3g and 4g, of 7g, and `gib` the
+    same exactly; `sm` are those of 1g, 1g with twice the memory, 2g, 3g, 4g, 7g; `engines` (copy, decoders,
+    JPEG) have 1g+me after 1g.
     """
     one, two, four, all_ = names.split()
     memory = [float(number) for number in gib.split()]
@@ -41,16 +43,16 @@ def _eight(names: str, gib: str, sm: str, engines: str, ofa: int = 1) -> tuple[P
     each = [(*map(int, digits.split("/")),) for digits in engines.split()]
     rows = (
         (f"1g.{one}gb", 0, 19, 1, 7, memory[0], sms[0], 0, 1, ALL_OF_7),
-        (f"1g.{one}gb+me", 7, 20, 1, 1, memory[0], sms[0], ofa, 1, ALL_OF_7),
+        (f"1g.{one}gb+me", 7, 20, 1, 1, memory[0], sms[0], 1, 1, ALL_OF_7),
         (f"1g.{two}gb", 9, 15, 1, 4, memory[1], sms[1], 0, 2, PAIRS_OF_4),
         (f"2g.{two}gb", 1, 14, 2, 3, memory[1], sms[2], 0, 2, PAIRS_OF_3),
         (f"3g.{four}gb", 2, 9, 3, 2, memory[2], sms[3], 0, 4, HALVES),
         (f"4g.{four}gb", 3, 5, 4, 1, memory[2], sms[4], 0, 4, WHOLE),
-        (f"7g.{all_}gb", 4, 0, 7, 1, memory[3], sms[5], ofa, 8, WHOLE),
+        (f"7g.{all_}gb", 4, 0, 7, 1, memory[3], sms[5], 1, 8, WHOLE),
     )
     return tuple(
-        Profile(name, number, id_, slices, count, gib, sm, (ce, dec, jpeg, ofa), size, starts)
-        for (name, number, id_, slices, count, gib, sm, ofa, size, starts), (ce, dec, jpeg) in zip(rows, each)
+        Profile(name, number, id_, slices, most, gib, sm, (ce, dec, jpeg, ofa), size, starts)
+        for (name, number, id_, slices, most, gib, sm, ofa, size, starts), (ce, dec, jpeg) in zip(rows, each)
     )
 
 
@@ -58,7 +60,7 @@ _A100 = "14 14 28 42 56 98"
 _HOPPER = "16 26 32 60 64 132"
 _HOPPER_ENGINES = "1/1/1 1/1/1 1/1/1 2/2/2 3/3/3 4/4/4 8/7/7"
 
-#: By the kind of GPU; a kind that is not here has no MIG mode.
+#: By the kind of GPU; a kind that is not here can have no instances.
 PROFILES: dict[str, tuple[Profile, ...]] = {
     "a30": (
         Profile("1g.6gb", 0, 14, 1, 4, 5.8125, 14, (1, 1, 0, 0), 1, (0, 1, 2, 3)),
@@ -67,9 +69,7 @@ PROFILES: dict[str, tuple[Profile, ...]] = {
         Profile("2g.12gb+me", 8, 6, 2, 1, 11.6875, 28, (2, 2, 1, 1), 2, (0, 2)),
         Profile("4g.24gb", 3, 0, 4, 1, 23.4375, 56, (4, 4, 1, 1), 4, WHOLE),
     ),
-    "a100": _eight(
-        "5 10 20 40", "4.75 9.75 19.625 39.5", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"
-    ),
+    "a100": _eight("5 10 20 40", "4.75 9.75 19.625 39.5", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"),
     "a100-80gb": _eight(
         "10 20 40 80", "9.5 19.5 39.25 79", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"
     ),

@@ -78,7 +78,9 @@ class StateFile:
         word = ctypes.byref(self.state, layout.State.changes.offset)
         ctypes.CDLL(None).syscall(number, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def add_failure(self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int) -> None:
+    def add_failure(
+        self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int, skip: int
+    ) -> None:
         """Add a rule; the first rule that fits a call decides about it."""
         with self.changing() as state:
             free = next((slot for slot in state.failures if not slot.call), None)
@@ -90,6 +92,7 @@ class StateFile:
             free.error = ERRORS[error]
             free.times = layout.FOREVER if times is None else times
             free.delay_ms = delay_ms
+            free.skip = skip
             free.call = _unversioned(call).encode()
             state.failure_count += 1
 

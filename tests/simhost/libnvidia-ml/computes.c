@@ -176,7 +176,7 @@ static nvmlReturn_t create(struct part part, unsigned int slices, const nvmlPlac
     part.compute = part.instance->computes;
     while (part.compute->serial) /* at most seven are taken, as each has a slice */
         part.compute++;
-    *part.compute = (struct sim_compute){.serial = ++part.gpu->last_serial, .id = id, .slices = slices, .start = start};
+    *part.compute = (struct sim_compute){++part.gpu->last_serial, id, slices, start, ""};
     make_uuid(part.gpu->uuid, part.compute->serial, part.compute->uuid, sizeof part.compute->uuid);
     make_access(part);
     *handle = handle_of(part);

@@ -27,7 +27,8 @@ NVML nvmlDeviceGetName(nvmlDevice_t gpu, char *name, unsigned int size)
     char text[sizeof gpu->name + 32];
 
     ENTER_PART(gpu, name);
-    snprintf(text, sizeof text, part.instance ? "%s MIG %s" : "%s", part.gpu->name, part.instance ? profile_of(part)->name : "");
+    snprintf(text, sizeof text, "%s%s%s", part.gpu->name, part.instance ? " MIG " : "",
+             part.instance ? profile_of(part)->name : "");
     return give_text(name, size, text);
 }
 
@@ -49,6 +50,17 @@ NVML nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor
     *major = (int)gpu->capability_major;
     *minor = (int)gpu->capability_minor;
     return SUCCESS;
+}
+
+NVML nvmlDeviceGetArchitecture(nvmlDevice_t gpu, unsigned int *architecture)
+{
+    static const unsigned int first_of[] = {30, 50, 60, 70, 75, 80, 89, 90, 100}; /* from Kepler, which is 2 */
+    unsigned int found = 0;
+
+    ENTER_DEVICE(gpu, architecture);
+    while (found < COUNT(first_of) && first_of[found] <= gpu->capability_major * 10 + gpu->capability_minor)
+        found++;
+    return give(architecture, found + 1);
 }
 
 NVML nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
@@ -153,22 +165,22 @@ NVML nvmlDeviceGetTemperature(nvmlDevice_t gpu, unsigned int sensor, unsigned in
 #define UNSUPPORTED(function)             \
     NVML function(nvmlDevice_t gpu)       \
     {                                     \
-        ENTER_DEVICE(gpu, true);          \
+        ENTER_PART(gpu, true);            \
         return NOT_SUPPORTED;             \
     }
 #define GET(what) UNSUPPORTED(nvmlDeviceGet##what)
 
 UNSUPPORTED(nvmlDeviceSetPersistenceMode)
 GET(AccountingBufferSize) GET(AccountingMode) GET(AccountingPids) GET(AccountingStats)
-GET(ApplicationsClock) GET(Architecture) GET(AutoBoostedClocksEnabled)
-GET(BAR1MemoryInfo) GET(BoardId) GET(BoardPartNumber) GET(Brand) GET(BridgeChipInfo) GET(Clock)
+GET(ApplicationsClock) GET(AutoBoostedClocksEnabled)
+GET(BoardId) GET(BoardPartNumber) GET(Brand) GET(BridgeChipInfo) GET(Clock)
 GET(ClockInfo) GET(CpuAffinity) GET(CurrPcieLinkGeneration) GET(CurrPcieLinkWidth)
 GET(CurrentClocksThrottleReasons) GET(DecoderUtilization) GET(DefaultApplicationsClock) GET(DisplayMode)
 GET(DriverModel) GET(EccMode) GET(EncoderSessions) GET(EncoderStats) GET(EncoderUtilization)
 GET(FBCSessions) GET(FBCStats) GET(FanSpeed) GET(GpcClkVfOffset) GET(GpuMaxPcieLinkGeneration)
 GET(GpuOperationMode) GET(GspFirmwareMode) GET(GspFirmwareVersion) GET(InforomImageVersion)
 GET(InforomVersion) GET(JpgUtilization) GET(LastBBXFlushTime) GET(MaxClockInfo)
-GET(MaxPcieLinkGeneration) GET(MaxPcieLinkWidth) GET(MemoryAffinity) GET(MemoryErrorCounter)
+GET(MaxPcieLinkGeneration) GET(MaxPcieLinkWidth) GET(MemoryAffinity)
 GET(ModuleId) GET(MultiGpuBoard) GET(NumaNodeId) GET(OfaUtilization)
 GET(PcieReplayCounter) GET(PcieThroughput) GET(PowerManagementDefaultLimit) GET(PowerManagementLimit)
 GET(PowerManagementLimitConstraints) GET(PowerManagementMode) GET(PowerState) GET(RemappedRows)

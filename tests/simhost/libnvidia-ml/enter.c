@@ -42,6 +42,10 @@ nvmlReturn_t injected(const char *call, int slot)
     plain_name(call, plain, sizeof plain);
     int lock = lock_state();
     struct sim_failure *failure = find_failure(plain, slot);
+    if (failure && failure->skip) {
+        failure->skip--;
+        failure = NULL;
+    }
     if (!failure) {
         unlock_state(lock);
         return SUCCESS;

@@ -302,7 +302,8 @@ NVML nvmlDeviceGetGpuInstanceById(nvmlDevice_t gpu, unsigned int id, void **inst
     return NOT_FOUND;
 }
 
-typedef struct { nvmlDevice_t device; unsigned int id, profile_id; nvmlPlacement_t placement; } nvmlGpuInstanceInfo_t;
+typedef struct { nvmlDevice_t device; unsigned int id, profile_id; nvmlPlacement_t placement; }
+    nvmlGpuInstanceInfo_t;
 
 NVML nvmlGpuInstanceGetInfo(void *instance, nvmlGpuInstanceInfo_t *info)
 {

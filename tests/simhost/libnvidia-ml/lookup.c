@@ -90,9 +90,11 @@ NVML nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
 
 NVML nvmlDeviceGetIndex(nvmlDevice_t gpu, unsigned int *index)
 {
-    ENTER_DEVICE(gpu, index);
+    ENTER_PART(gpu, index);
+    if (part.compute)
+        return give(index, index_of_mig_device(part));
     for (unsigned int i = 0; i < order_count; i++)
-        if (&state->gpus[order[i]] == gpu)
+        if (&state->gpus[order[i]] == part.gpu)
             return give(index, i);
     return NOT_FOUND;
 }

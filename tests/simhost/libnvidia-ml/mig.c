@@ -79,7 +79,7 @@ static void end_instances(struct sim_gpu *gpu, unsigned int id)
     }
 }
 
-/* For Python, which knows of no instances: state.py. */
+/* For Python (gpu.py), which leaves instances and their files to this library. */
 __attribute__((visibility("default"))) void simhost_end_instances(unsigned int slot, unsigned int id)
 {
     if (!map_state() || slot >= state->gpu_count)
@@ -88,6 +88,21 @@ __attribute__((visibility("default"))) void simhost_end_instances(unsigned int s
     end_instances(&state->gpus[slot], id);
     unlock_state(lock);
     changed();
+}
+
+nvmlReturn_t reset_gpu(struct sim_gpu *gpu)
+{
+    int lock = lock_state();
+    bool in_use = has_clients((struct part){gpu, NULL, NULL});
+
+    if (!in_use) {
+        end_instances(gpu, UINT_MAX);
+        gpu->mig_current = gpu->mig_pending;
+        gpu->reset_required = 0;
+    }
+    unlock_state(lock);
+    changed();
+    return in_use ? IN_USE : SUCCESS;
 }
 
 NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
@@ -110,7 +125,8 @@ NVML nvmlDeviceSetMigMode(nvmlDevice_t gpu, unsigned int mode, nvmlReturn_t *sta
     int lock = lock_state();
     bool same = gpu->mig_current == mode, in_use = has_clients((struct part){gpu, NULL, NULL});
     gpu->mig_pending = mode;
-    *status = same ? SUCCESS : in_use ? IN_USE : gpu->mig_needs_reset || gpu->reset_required ? RESET_REQUIRED : SUCCESS;
+    bool by_reset = gpu->mig_needs_reset || gpu->reset_required;
+    *status = same ? SUCCESS : in_use ? IN_USE : by_reset ? RESET_REQUIRED : SUCCESS;
     if (!same && !*status) {
         end_instances(gpu, UINT_MAX);
         gpu->mig_current = mode;
@@ -177,6 +193,15 @@ nvmlDevice_t find_mig_device(struct sim_gpu *gpu, const char *uuid)
     return NULL;
 }
 
+unsigned int index_of_mig_device(struct part part)
+{
+    unsigned int index = 0;
+
+    for (struct part at = next_device(part.gpu, (struct part){0}); at.compute && at.compute != part.compute;)
+        index++, at = next_device(part.gpu, at);
+    return index;
+}
+
 NVML nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *is)
 {
     ENTER_PART(device, is);
@@ -218,4 +243,29 @@ NVML nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttributes_t *att
         profile->ofa, profile->slices, part.compute->slices, profile->memory_mib,
     };
     return SUCCESS;
+}
+
+typedef struct { unsigned long long total, free, used; } nvmlBAR1Memory_t;
+
+/* nvidia-smi leaves out a MIG device that has none of these two. */
+NVML nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t *memory)
+{
+    unsigned long long mib = 1;
+
+    ENTER_PART(device, memory);
+    if (!part.compute)
+        return NOT_SUPPORTED;
+    while (mib < profile_of(part)->memory_mib)
+        mib *= 2;
+    *memory = (nvmlBAR1Memory_t){(mib - 1) * MIB, (mib - 1) * MIB, 0};
+    return SUCCESS;
+}
+
+NVML nvmlDeviceGetMemoryErrorCounter(nvmlDevice_t device, unsigned int type, unsigned int counter,
+                                     unsigned int location, unsigned long long *count)
+{
+    (void)type, (void)counter, (void)location;
+    ENTER_PART(device, count);
+    *count = 0;
+    return part.compute ? SUCCESS : NOT_SUPPORTED;
 }

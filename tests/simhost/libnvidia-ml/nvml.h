@@ -128,6 +128,8 @@ bool has_process(struct part part, const struct sim_process *process); /* it run
 struct sim_profile *profile_of(struct part part); /* that of its GPU instance */
 unsigned int compute_sm(struct part part, unsigned int slices);
 nvmlDevice_t find_mig_device(struct sim_gpu *gpu, const char *uuid);
+nvmlReturn_t reset_gpu(struct sim_gpu *gpu); /* applies a pending MIG mode; ends all instances */
+unsigned int index_of_mig_device(struct part part);
 
 void make_access(struct part part); /* the files by which programs may use an instance */
 void remove_access(struct part part);

@@ -1,4 +1,4 @@
-/* What nvidia-smi calls without a name: a table of functions that no header describes, as versions 535 and 550 use it. */
+/* What nvidia-smi calls without a name: a table of functions that no header describes, as 535 and 550 use it. */
 #include <unistd.h>
 
 #include "nvml.h"
@@ -36,6 +36,21 @@ static nvmlReturn_t nvmlDeviceGetComputePolicies(nvmlDevice_t gpu, policies_t *p
     return SUCCESS;
 }
 
+/* ---- nvidia-smi --gpu-reset, which asks several things first ----------------------------------------------- */
+
+static nvmlReturn_t nvmlDeviceIsPrimary(nvmlDevice_t gpu, unsigned int *primary)
+{
+    ENTER_DEVICE(gpu, primary);
+    return give(primary, 0);
+}
+
+static nvmlReturn_t nvmlDeviceReset(nvmlDevice_t gpu)
+{
+    ENTER_DEVICE(gpu, true);
+    return geteuid() == 0 ? reset_gpu(gpu) : NO_PERMISSION;
+}
+
+static nvmlReturn_t agreed(void) { return SUCCESS; }
 static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
 
 /*
@@ -44,7 +59,10 @@ static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
  */
 NVML nvmlInternalGetExportTable(const void **table, const void *id)
 {
-    enum { SET_POLICY = 192, GET_POLICIES = 193, COMPUTE = 213, MPS = 214, GRAPHICS = 215 };
+    enum {
+        RESET = 13, IS_PRIMARY = 20, FABRIC = 169, GROUP = 182, LOCK_GROUP = 183, UNLOCK_GROUP = 184,
+        SET_POLICY = 192, GET_POLICIES = 193, COMPUTE = 213, MPS = 214, GRAPHICS = 215
+    };
     static const void *slots[512];
 
     (void)id;
@@ -53,6 +71,9 @@ NVML nvmlInternalGetExportTable(const void **table, const void *id)
     slots[0] = (void *)sizeof slots;
     for (size_t i = 1; i < COUNT(slots); i++)
         slots[i] = (void *)unsupported;
+    slots[RESET] = (void *)nvmlDeviceReset;
+    slots[IS_PRIMARY] = (void *)nvmlDeviceIsPrimary;
+    slots[FABRIC] = slots[GROUP] = slots[LOCK_GROUP] = slots[UNLOCK_GROUP] = (void *)agreed;
     slots[SET_POLICY] = (void *)nvmlDeviceSetComputePolicy;
     slots[GET_POLICIES] = (void *)nvmlDeviceGetComputePolicies;
     slots[COMPUTE] = (void *)nvmlDeviceGetComputeRunningProcesses_private;
