@@ -78,10 +78,24 @@ class MigInstance(NamedTuple):
         return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)
 
 
+class MigLayout(NamedTuple):
+    """Whether a GPU should be in MIG mode, and then with which instances, largest first.
+
+    `restore`: the layout from before the first change is restored when the daemon stops.
+    """
+
+    gpu_uuid: str
+    enabled: bool
+    profiles: tuple[MigProfile, ...] = ()
+    restore: bool = False
+
+
 class Gpu(NamedTuple):
     """A physical GPU, or a MIG instance of one, which has a `parent` and is used like a GPU of its own.
 
-    Values that the driver does not report are None; `reason` says why it is unusable.
+    Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
+    mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
+    changes when it is made again; ids of devices are derived from it.
     """
 
     pci_address: str
@@ -100,7 +114,9 @@ class Gpu(NamedTuple):
     reason: Reason = NO_REASON
     mig_profiles: tuple[MigProfile, ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
+    mig_pending: bool | None = None
     parent: str = ""
+    identity: str = ""
 
     @property
     def address(self) -> str:

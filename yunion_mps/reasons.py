@@ -64,6 +64,21 @@ GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no inf
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
     "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload")
+MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
+    f"wait a moment, or see what it waits for: yunion-mps gpus; {_EVENTS}")
+MIG_IN_USE = _code("mig_in_use",
+    "The MIG layout waits for leases or processes on instances, or on the whole GPU, that have to go.",
+    "wait for them to end: yunion-mps who --clients; end a process: yunion-mps terminate PID")
+MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
+    "A MIG instance that another program created is in the way of the layout.",
+    "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it")
+MIG_RESET_REQUIRED = _code("mig_reset_required", "The GPU must be reset before its MIG mode can change.",
+    "reboot; or: systemctl stop yunion-mps-daemon; nvidia-smi --gpu-reset -i {gpu}; "
+    "systemctl start yunion-mps-daemon")
+MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
+    "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
+MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
+    f"wait until it is created again: yunion-mps gpus; {_EVENTS}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",

@@ -32,6 +32,10 @@ _SCHEMA = (
     pipe_directory TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
 ) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS mig (
+    gpu_uuid TEXT NOT NULL PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS lease (
     id TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
@@ -155,6 +159,22 @@ class Store:
 
     def forget_limits(self, pipe_directory: str) -> None:
         self.write("DELETE FROM limits_in_effect WHERE pipe_directory = ?", [(pipe_directory,)])
+
+    # -- MIG
+
+    def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
+        row = (gpu_uuid, json.dumps(value, separators=(",", ":")))
+        self.write("INSERT OR REPLACE INTO mig VALUES (?, ?)", [row])
+
+    def recorded_mig(self, gpu_uuid: str) -> Any:
+        """Return the value recorded last; None if there is none or it cannot be parsed."""
+        for row in self.read("SELECT value FROM mig WHERE gpu_uuid = ?", gpu_uuid):
+            with contextlib.suppress(ValueError):
+                return json.loads(row[0])
+        return None
+
+    def forget_mig(self, gpu_uuid: str) -> None:
+        self.write("DELETE FROM mig WHERE gpu_uuid = ?", [(gpu_uuid,)])
 
     # -- the file
 

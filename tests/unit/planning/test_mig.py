@@ -19,7 +19,7 @@ def with_mig(kind: str) -> Gpu:
     """A GPU with the profiles that the driver reports for this model."""
     profiles = tuple(
         MigProfile(
-            one.id, one.name, one.slices, int(one.memory_gib * 1024), one.sm, one.count, one.size, one.starts
+            one.id, one.name, one.slices, int(one.memory_gib * 1024), one.sm, one.most, one.size, one.starts
         )
         for one in PROFILES[kind]
     )
