@@ -123,6 +123,11 @@ class Gpu(NamedTuple):
         """The PCI address, without its domain if that is 0000, as Cloudpods shows it."""
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
 
+    @property
+    def physical_address(self) -> str:
+        """The PCI address of the GPU itself, also for an instance."""
+        return self.pci_address.partition("-g")[0]
+
 
 class Inventory(NamedTuple):
     """The driver and the GPUs found, in PCI order.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps import reasons
@@ -23,7 +23,8 @@ from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
-GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
+_GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
+_INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
@@ -137,25 +138,42 @@ def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     """Add `served` GPUs that are lost or gone to the inventory, each with the reason.
 
-    A GPU whose address now belongs to another one was replaced, and is left out.
+    A GPU whose address now belongs to another one was replaced, and is left out, as is a MIG instance that
+    was made again.
     """
     there = {gpu.pci_address: gpu for gpu in inventory.gpus}
     uuids = {gpu.uuid for gpu in inventory.gpus}
+    again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
     served_uuids = []
     for gpu in served:
         now = there.get(gpu.pci_address)
         if gpu.uuid not in uuids:
+            if gpu.identity in again:
+                continue
             if now is None:
-                node = None if gpu.render_node in nodes else gpu.render_node
-                gpus[gpu.pci_address] = gpu._replace(reason=GONE, render_node=node)
+                node = gpu.render_node if gpu.parent or gpu.render_node not in nodes else None
+                gpus[gpu.pci_address] = gone(gpu, there)._replace(render_node=node)
             elif now.reason and now.uuid is None and now.vendor_device_id in (None, gpu.vendor_device_id):
                 gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
             else:
                 continue
         served_uuids.append(str(gpu.uuid))
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
+
+
+def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
+    """Return the GPU with the reason why it is not among those `there` (by address)."""
+    if not gpu.parent:
+        return gpu._replace(reason=_GONE, nvml_index=None)
+    parent = there.get(gpu.physical_address)
+    return gpu._replace(reason=(parent.reason if parent else _GONE) or _INSTANCE_GONE)
+
+
+def identities(gpus: Iterable[Gpu]) -> set[str]:
+    """Return those of the MIG instances among the GPUs."""
+    return {gpu.identity for gpu in gpus if gpu.identity}
 
 
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:

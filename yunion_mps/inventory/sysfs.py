@@ -60,11 +60,6 @@ def sort_key(address: str) -> tuple[int, str, int]:
     return len(gpu), gpu, int(instance or -1)
 
 
-def is_instance(address: str) -> bool:
-    """Whether it is a MIG instance's address, which is not one of the bus."""
-    return "-g" in address
-
-
 def vendor_device_id(paths: Paths, address: str) -> str | None:
     vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
     return f"{vendor[2:]}:{device[2:]}" if vendor and device else None

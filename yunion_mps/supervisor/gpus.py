@@ -16,7 +16,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
-from yunion_mps.inventory.scan import GONE, in_order, save_served
+from yunion_mps.inventory.scan import gone, identities, in_order, save_served
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason
@@ -58,11 +58,11 @@ class Gpus:
         gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
         gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
-        uuids = {gpu.uuid for gpu in gpus.values()}
+        uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
-            if before[address].uuid not in uuids:  # otherwise it has moved to another address
-                gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
+            if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
+                gpus[address] = gone(before[address], gpus)
         after = inventory._replace(gpus=in_order(gpus.values()), served=served)
         if after != self.inventory:
             self.inventory = after
@@ -82,7 +82,9 @@ class Gpus:
             return event._replace(consequence=consequence, code=reasons.XID)
         self._faults[pci_address] = Reason(f"Xid {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
-        self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
+        for one in self.inventory.gpus:
+            if one.physical_address == pci_address:
+                self._replace(one._replace(reason=one.reason or self._fault_of(one)))
         consequence = "its devices are unavailable"
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
@@ -121,8 +123,11 @@ class Gpus:
         """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
+        again = identities(inventory.gpus)
         for address in _serving(self.inventory, plan):
             now = gpus.get(address)
+            if now is None and before[address].identity in again:
+                continue
             refuses = before[address].uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, before[address].uuid)):
                 gpus[address] = before[address]._replace(
@@ -148,7 +153,7 @@ class Gpus:
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:
-        return self._faults.get(gpu.pci_address, NO_REASON)
+        return self._faults.get(gpu.physical_address, NO_REASON)
 
     def _clear_faults(self, *pci_addresses: str) -> None:
         if [address for address in pci_addresses if self._faults.pop(address, None) is not None]:
