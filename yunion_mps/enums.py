@@ -14,7 +14,7 @@ STOPPING = "stopping"  # it was asked to quit
 DOMAIN_STATES = (STOPPED, STARTING, APPLYING, READY, WEDGED, BACKOFF, FAILED, STOPPING)
 
 HOST_STATES = ("ready", "degraded", "failed", "disabled")
-EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
+EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "mig", "configuration", "client", "lease", "daemon")
 SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.
 BINDINGS = ("process", "connection", "name", "container")

@@ -278,6 +278,7 @@ class Plan(NamedTuple):
     parked: tuple[DomainPlan, ...] = ()
     reserved: Mapping[str, str] = {}
     over_budget: Mapping[str, str] = {}
+    layouts: tuple[MigLayout, ...] = ()
 
 
 class DomainStatus(NamedTuple):

@@ -9,16 +9,17 @@ a GPU in use; then nothing changes, and the reason says what the layout waits fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.models import Gpu, MigInstance, MigLayout, MigProfile
+from yunion_mps.models import Event, Gpu, Inventory, MigInstance, MigLayout, MigProfile, Plan
 from yunion_mps.planning.mig import change, describe
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.supervisor.gpus import Gpus
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +58,102 @@ class MigRecord(NamedTuple):
 
 
 class LayoutTask(NamedTuple):
-    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices in use.
+    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that are leased.
 
     If `busy` is None, because the leases are not known yet, nothing is taken away. With `force`, instances of
-    other programs are destroyed too, and leases do not count.
+    other programs are destroyed too, and leases do not count. `last` is why it was not in effect before.
     """
 
     layout: MigLayout
     gpu: Gpu
     busy: frozenset[str] | None
     force: bool = False
+    last: Reason = NO_REASON
 
 
 class LayoutResult(NamedTuple):
-    """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed."""
+    """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed.
+
+    `inventory` are the GPUs afterwards, None if they have not been scanned.
+    """
 
     reasons: Mapping[str, Reason]
     changes: Mapping[str, str]
+    inventory: Inventory | None = None
+
+
+class MigLayouts:
+    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+
+    def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._emit = emit
+        #: What was found after a layout had come into effect, by GPU UUID.
+        self._settled: dict[str, _State] = {}
+        #: Whether an operator has asked for the layouts to be applied now, until they are in effect.
+        self.force = False
+
+    def due(
+        self, plan: Plan, leased: Collection[str] | None, restoring: Collection[str]
+    ) -> tuple[LayoutTask, ...]:
+        """Return the layouts of GPUs that have changed since theirs came into effect.
+
+        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
+        """
+        busy = None if leased is None else frozenset(leased)
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        tasks = []
+        for layout in plan.layouts:
+            gpu = gpus.get(layout.gpu_uuid)
+            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
+            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
+                continue
+            state = _State.of(layout, gpu)
+            settled = self._settled.get(layout.gpu_uuid)
+            if settled != state:
+                self._note_external_change(settled, state, gpu)
+                tasks.append(LayoutTask(layout, gpu, busy, self.force, last))
+        return tuple(tasks)
+
+    def note(self, result: LayoutResult, plan: Plan) -> None:
+        """Record what was changed, and why layouts are not in effect; the caller applies the inventory."""
+        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        for uuid, what in result.changes.items():
+            address = gpus[uuid].address if uuid in gpus else uuid
+            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+        for layout in plan.layouts:
+            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
+                continue
+            if not result.reasons[layout.gpu_uuid]:
+                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
+        self._gpus.note_layouts(result.reasons)
+        self.force = self.force and any(self._gpus.layout_reasons.values())
+
+    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
+        """Record that another program has changed what we had brought into effect."""
+        if settled is None or settled.layout != state.layout:
+            return
+        del self._settled[state.layout.gpu_uuid]
+        what = f"{settled} -> {state}"
+        consequence = "the layout is brought into effect again, unless something uses the GPU"
+        cause, code = "another program changed it", reasons.MIG_CHANGED
+        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+class _State(NamedTuple):
+    """A layout, and the mode and instances with which it is in effect."""
+
+    layout: MigLayout
+    enabled: bool | None
+    pending: bool | None
+    instances: tuple[MigInstance, ...]
+
+    @classmethod
+    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
+        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
+
+    def __str__(self) -> str:
+        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"
 
 
 def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResult:
@@ -135,6 +215,8 @@ class _Layout:
         why = self._why_gpu_is_busy() if to else (self._why_in_the_way(stay) if stay else NO_REASON)
         if why:
             return why
+        if mode.pending == to and self._task.last.code == reasons.MIG_RESET_REQUIRED:
+            return self._task.last
         self._remember_before(mode, existing)
         for instance in existing:
             self._destroy(instance)
