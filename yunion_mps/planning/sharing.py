@@ -55,16 +55,16 @@ def keep_sharing(plan: Plan, former: Plan, leased: Mapping[str, str], gpus: Sequ
     besides the leased ones. A control daemon of an earlier run is supervised without a plan.
     """
     for gpu in gpus:
-        uuid, wanted = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
-        before = leased.get(uuid, wanted)
-        if wanted is None or before is None or wanted == before:
+        uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
+        before = leased.get(uuid, desired)
+        if desired is None or before is None or desired == before:
             continue
         is_mps = before == MPS
         kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
         if kept is None:
             continue
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if uuid in kept.compute_modes else {})}
-        why = Reason(f"it changes to {wanted} once the leases of its devices have ended", LEASES_PENDING)
+        why = Reason(f"it changes to {desired} once the leases of its devices have ended", LEASES_PENDING)
         plan = kept._replace(
             compute_modes=modes,
             sharing={**kept.sharing, gpu.pci_address: before},

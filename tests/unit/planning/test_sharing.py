@@ -35,7 +35,7 @@ def devices_of(plan: Plan, sharing: str) -> list[Device]:
     return [device for device in plan.devices if device.sharing == sharing]
 
 
-def test_a_time_sliced_gpu_has_devices_without_a_domain_or_enforced_budgets() -> None:
+def test_a_time_sliced_gpu_has_devices_without_domain_and_enforcement() -> None:
     devices = devices_of(MIXED, TIME_SLICING)
     assert [device.addr for device in devices] == ["02:00.0-0", "02:00.0-1", "02:00.0-2"]
     assert {device[5:9] for device in devices} == {(81559, 100.0, False, "")}
@@ -77,7 +77,7 @@ def test_a_lost_gpu_that_was_time_sliced_is_listed() -> None:
     assert (len(plan.devices), list(plan.unavailable), plan.parked) == (4, ["0000:01:00.0"], ())
 
 
-def test_the_environment_names_the_budget_for_frameworks_and_nothing_of_mps() -> None:
+def test_the_environment_has_the_budget_and_nothing_of_mps() -> None:
     devices = devices_of(MIXED, TIME_SLICING)
     assert client_environment(devices[:1], None) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
