@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import NORMAL
+from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
 from yunion_mps.reasons import NO_REASON, Reason
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
 PROHIBITED = "Prohibited"
-
-#: The Dev_type of all our devices, as Cloudpods names it.
-DEV_TYPE = "NVIDIA_MPS"
 
 #: The kind of our devices in the Container Device Interface.
 CDI_KIND = "yunion.io/mps"
@@ -141,9 +138,10 @@ class Inventory(NamedTuple):
 
 
 class Device(NamedTuple):
-    """An MPS device: the `slot`-th part of a GPU or of its pool, with its budget.
+    """The `slot`-th part of a GPU or of its pool, with its budget.
 
-    `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
+    `domain` is the domain that serves it; empty if it is not shared through MPS. Then nothing enforces its
+    budget. `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     """
 
     id: str
@@ -157,10 +155,15 @@ class Device(NamedTuple):
     domain: str
     priority: str = NORMAL
     reserve_mib: int = 0
+    sharing: str = MPS
 
     @property
     def gpu_address(self) -> str:
         return self.addr.rpartition("-")[0]
+
+    @property
+    def dev_type(self) -> str:
+        return DEV_TYPES[self.sharing]
 
 
 class Slice(NamedTuple):
@@ -193,7 +196,7 @@ class Pool(NamedTuple):
 
 
 class PlannedGpu(NamedTuple):
-    """A GPU of a domain, divided into equal devices, into `slices`, or into amounts from a `pool`.
+    """A GPU that is divided into equal devices, into `slices`, or into amounts from a `pool`.
 
     `memory_limit_mib` and `thread_percentage` are the most that one client gets; the limit is None if the
     control daemon serves the GPU but the plan does not, so that the GPU is left alone. `slices` has an item
@@ -218,6 +221,18 @@ class PlannedGpu(NamedTuple):
         if not self.slices or self.memory_limit_mib is None:
             return 1
         return self.memory_limit_mib // max(share.memory_limit_mib for share in self.slices)
+
+
+class DirectGpu(NamedTuple):
+    """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
+
+    Nothing enforces `memory_limit_mib`, the budget of each device.
+    """
+
+    uuid: str
+    memory_limit_mib: int
+    device_count: int
+    sharing: str = TIME_SLICING
 
 
 class DomainPlan(NamedTuple):
@@ -266,7 +281,10 @@ class Plan(NamedTuple):
     """The plan for the host. `unavailable` has reasons by PCI address, the other mappings are by GPU UUID.
 
     `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
-    their devices are listed, but no control daemon is started for them.
+    their devices are listed, but no control daemon is started for them. `direct` has the GPUs that are shared
+    without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
+    divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
+    as before, and what the new way of sharing waits for.
     """
 
     host_id: str
@@ -278,7 +296,16 @@ class Plan(NamedTuple):
     parked: tuple[DomainPlan, ...] = ()
     reserved: Mapping[str, str] = {}
     over_budget: Mapping[str, str] = {}
+    direct: tuple[DirectGpu, ...] = ()
+    sharing: Mapping[str, str] = {}
+    pending: Mapping[str, Reason] = {}
     layouts: tuple[MigLayout, ...] = ()
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        """Those of all divided GPUs that are usable, or were."""
+        served = {uuid for domain in (*self.domains, *self.parked) for uuid in domain.gpu_uuids}
+        return frozenset(served | {gpu.uuid for gpu in self.direct})
 
 
 class DomainStatus(NamedTuple):

@@ -100,6 +100,9 @@ DEVICE_NODES = _code("device_nodes",
 COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
     "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload")
+COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
+    "The GPU's compute mode is not Default, which time-slicing requires.",
+    "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
     "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",

@@ -13,7 +13,7 @@ from yunion_mps.daemon.options import command
 from yunion_mps.kubernetes import service as kubelet_plugin
 from yunion_mps.kubernetes.options import KEYS as OPTION_KEYS
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 
 from manual.keys import (
     Key,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import call, take, warn_unenforced, warn_unenforced_budgets
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
@@ -139,7 +139,7 @@ def take_lease(
         )
     lease = take({**request, "reserved_for": engine, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
-    warn_unenforced_budgets(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease)
 
 
 @lease_group.command("list", short_help="List the leases.")
@@ -331,7 +331,7 @@ def print_environment(device: str, output: str) -> None:
                 f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
-    warn_unenforced_budgets([] if answer["budget_enforced"] else [gpu_of(answer["addr"])])
+    warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
 
 
 @contextlib.contextmanager

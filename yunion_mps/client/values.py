@@ -93,6 +93,7 @@ class Device(AnswerValue["answers.Device"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    sharing: str
     reserved_for: Optional[str]
     lease: Optional[str]
     holder: Optional[str]
@@ -105,7 +106,7 @@ class Device(AnswerValue["answers.Device"]):
 
 @dataclass(frozen=True)
 class DeviceDetails(Device):
-    """One MPS device, and the environment of a process that uses it."""
+    """One device, and the environment of a process that uses it."""
 
     slot: int
     domain: str
@@ -144,6 +145,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    sharing: Optional[str]
     reserved_for: Optional[str]
 
 
@@ -314,6 +316,7 @@ class LeaseRecord(HolderFields):
     thread_percentage: float
     budget_enforced: bool
     unenforced_gpus: tuple[str, ...]
+    sharing: str
     binding: str
     expires: Optional[datetime]
     cdi: Optional[str]

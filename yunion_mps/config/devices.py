@@ -31,9 +31,17 @@ from yunion_mps.config.values import (
     text,
     whole_number,
 )
-from yunion_mps.enums import PRIORITIES, REPORT, RESERVATIONS, TERMINATE
+from yunion_mps.enums import (
+    DEV_TYPES,
+    MPS,
+    PRIORITIES,
+    REPORT,
+    RESERVATIONS,
+    TERMINATE,
+    TIME_SLICES,
+    TIME_SLICING,
+)
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE
 from yunion_mps.paths import Paths
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
@@ -51,8 +59,16 @@ _OUR_KEYS = (
     "thread_overcommit",
     "reserved_for",
     "over_budget",
+    "time_slice",
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
+#: The way of sharing by an entry's type.
+_TYPES = {name: sharing for sharing, name in DEV_TYPES.items()}
+#: The keys of an entry by its way of sharing.
+_VALID = {
+    MPS: tuple(name for name in _KEYS if name != "time_slice"),
+    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for"),
+}
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
@@ -164,18 +180,32 @@ class _Reader:
             self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
         nodes, duplicates = self._nodes_of(item)
-        if not self._is_ours(item, nodes):
+        sharing = self._sharing(item, nodes)
+        if sharing is None:
             return None
         self.problems += duplicates
-        self._check_keys(nodes, _KEYS, (f"an {DEV_TYPE} entry", "an entry"), _type_key(nodes))
-        path = self._read_required(item, "path", _path, nodes)
-        divided = self._division(item, nodes)
+        owner = f"an {DEV_TYPES[sharing]} entry"
+        self._check_keys(nodes, _VALID[sharing], owner, _type_key(nodes))
+        path = self._read_required(item, "path", _path, nodes, sharing)
+        divided = self._time_sliced(item, nodes) if sharing == TIME_SLICING else self._division(item, nodes)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
         return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
+
+    def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
+        """Return the entry of a time-sliced GPU; one device if its number is invalid."""
+        number = whole_number(1, MAX_OVERRIDE)
+        if any(name in nodes for name in _DIVIDING[1:]):  # its problem is reported
+            count = self._read_optional("virtual_number", number, nodes)
+        else:
+            count = self._read_required(item, "virtual_number", number, nodes, TIME_SLICING)
+        time_slice = self._read_optional("time_slice", one_of(*TIME_SLICES), nodes)
+        at = nodes["virtual_number"][1] if "virtual_number" in nodes else item
+        places = Source(self._file, None), Source(self._file, line_of(at))
+        return DeviceEntry("", count or 1, *places, sharing=TIME_SLICING, time_slice=time_slice or "")
 
     def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry's division of its GPU; one device if it is invalid."""
@@ -248,7 +278,7 @@ class _Reader:
             return SliceEntry(0)
         nodes, duplicates = self._nodes_of(item)
         self.problems += duplicates
-        self._check_keys(nodes, tuple(_SLICE_KINDS), ("a slice", "a slice"))
+        self._check_keys(nodes, tuple(_SLICE_KINDS), "a slice")
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
             self._report(item, "a slice has no memory", "add memory, for example memory: 8GiB")
         values = {
@@ -258,29 +288,30 @@ class _Reader:
         }
         return SliceEntry(values.pop("memory", 0), **values)
 
-    def _is_ours(self, item: Node, nodes: Nodes) -> bool:
-        """Whether the entry should be ours, even if its type is misspelt, which is reported."""
+    def _sharing(self, item: Node, nodes: Nodes) -> str | None:
+        """Return how the entry shares its GPU, even if its type is misspelt, which is reported.
+
+        None if it is other software's.
+        """
         name = _type_key(nodes)
         if name is None and "<<" in nodes:
             self._check_merge(*nodes["<<"])
-            return False
+            return None
         if name is None:
-            hint = f"write type: {DEV_TYPE}, or the type of other software"
+            hint = f"write type: {DEV_TYPES[MPS]}, or the type of other software"
             self._report(item, "an entry has no type", hint)
-            return False
+            return None
         key, node = nodes[name]
         if name != "type":
             self._report(key, f"unknown key {name} (did you mean type?)")
         value = value_of(node)
-        if value == DEV_TYPE:
-            return True
         if not isinstance(value, str):
-            self._report(node, f"type is {quote(node)}, not a string", f"write type: {DEV_TYPE}")
-            return False
-        if not nearest(value, [DEV_TYPE]):
-            return False
-        self._report(node, f"unknown type {value} (did you mean {DEV_TYPE}?)")
-        return True
+            self._report(node, f"type is {quote(node)}, not a string", f"write type: {DEV_TYPES[MPS]}")
+            return None
+        near = value if value in _TYPES else nearest(value, list(_TYPES))
+        if near and near != value:
+            self._report(node, f"unknown type {value} (did you mean {near}?)")
+        return _TYPES[near] if near else None
 
     def _check_merge(self, key: Node, node: Node) -> None:
         """Refuse an entry that gets our type by a merge; one with another type is other software's."""
@@ -289,7 +320,7 @@ class _Reader:
         types = [
             value_of(value) for mapping in mappings for name, _, value in pairs_of(mapping) if name == "type"
         ]
-        if DEV_TYPE in types:
+        if not _TYPES.keys().isdisjoint(types):
             self._report(key, *NO_MERGE)
 
     def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
@@ -305,28 +336,28 @@ class _Reader:
         return nodes, problems
 
     def _check_keys(
-        self, nodes: Nodes, valid: Sequence[str], owner: tuple[str, str], reported: str | None = None
+        self, nodes: Nodes, valid: Sequence[str], owner: str, reported: str | None = None
     ) -> None:
         """Refuse each key that is not `valid`, except `reported`, which is a problem already.
 
-        `owner` names the mapping in two forms: `an NVIDIA_MPS entry`, `an entry`.
+        `owner` names the mapping: `an NVIDIA_MPS entry`.
         """
         for name, (key, _) in nodes.items():
             if name == "<<":
                 self._report(key, *NO_MERGE)
             elif name not in valid and name != reported:
                 near = nearest_key(name, valid)
-                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner[0]}"
+                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner}"
                 if near:
                     self._report(key, f"{what} (did you mean {near}?)")
                 else:
-                    self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(valid)}")
+                    self._report(key, what, f"remove it; the valid keys of {owner} are {', '.join(valid)}")
 
-    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
+    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
-                what = f"an {DEV_TYPE} entry has no {name}"
+                what = f"an {DEV_TYPES[sharing]} entry has no {name}"
                 self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
         return self._read_optional(name, kind, nodes)
 

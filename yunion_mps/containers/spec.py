@@ -18,7 +18,7 @@ from yunion_mps.containers import UNSERVED_ARGUMENT, budget_variables
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import client_environment, whole_environment
+from yunion_mps.planning.environment import client_environment, whole_environment
 
 #: A mount, a hook or a device node, as the format has it.
 Entry = Mapping[str, object]
@@ -128,8 +128,9 @@ def devices_spec(
     lost = {domain.name: domain for domain in parked}
     entries = []
     for device in devices:
-        if device.domain in plans:
-            edits = _device_edits(client_environment([device], plans[device.domain]), device.addr, host)
+        if not device.domain or device.domain in plans:
+            environment = client_environment([device], plans.get(device.domain))
+            edits = _device_edits(environment, device.addr, host)
         elif device.domain in lost:
             edits = _base_edits(
                 client_environment([device], lost[device.domain]), host, device.addr, UNSERVED_ARGUMENT
@@ -164,7 +165,8 @@ def _named(name: str, edits: Edits) -> Entry:
 
 def _device_edits(environment: Mapping[str, str], hook_argument: str, host: HostFiles) -> Edits:
     """The edits of one device; `hook_argument` is the argument of the hook."""
-    mounts = (_mount(environment["CUDA_MPS_PIPE_DIRECTORY"]),)
+    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if its GPU is shared without MPS
+    mounts = (_mount(pipe_directory), _mount(SHARED_MEMORY)) if pipe_directory else ()
     edits = _base_edits(environment, host, hook_argument)._replace(mounts=mounts)
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     by_gpu = host.nvidia.by_gpu if host.nvidia else {}
@@ -190,7 +192,7 @@ def _base_edits(environment: Mapping[str, str], host: HostFiles, *hook_argument:
 
 def _spec(devices: Sequence[Entry], host: HostFiles) -> dict[str, object]:
     nvidia = host.nvidia or Nvidia()
-    common = nvidia.common.followed_by(Edits(mounts=(_mount(SHARED_MEMORY),))).with_nodes(host.nodes)
+    common = nvidia.common.with_nodes(host.nodes)
     return {
         "cdiVersion": ".".join(map(str, nvidia.version)),
         "kind": CDI_KIND,

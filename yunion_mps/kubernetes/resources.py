@@ -21,7 +21,8 @@ from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
-from yunion_mps.planning.division import DEVICE_VARIABLE, pool_percentage
+from yunion_mps.planning.division import pool_percentage
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import count
 
 if TYPE_CHECKING:

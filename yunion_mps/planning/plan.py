@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
-    EXCLUSIVE_PROCESS,
     Device,
     DomainPlan,
     Driver,
@@ -33,7 +33,11 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
+from yunion_mps.planning.sharing import MODES, direct_devices, divide_directly
 from yunion_mps.settings import Config, DeviceEntry, Source
+
+#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 
 class ModeChange(NamedTuple):
@@ -49,24 +53,34 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
-    unusable = {gpu.pci_address: unusable_reason(gpu, config) for gpu in divided}
+    sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
+    unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
-    problems += _too_many_in_one_domain(config, usable)
+    problems += _too_many_in_one_domain(config, [gpu for gpu in usable if sharing[gpu.pci_address] == MPS])
     served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
     lost = [gpu for gpu in served if gpu.pci_address in unavailable]
-    domains, parked = (_domains(config, entries, inventory.driver, gpus) for gpus in (usable, lost))
+    domains, parked = (
+        _domains(config, entries, inventory.driver, [gpu for gpu in gpus if sharing[gpu.pci_address] == MPS])
+        for gpus in (usable, lost)
+    )
     planned = [*usable, *lost]
+    apart = [gpu for gpu in planned if sharing[gpu.pci_address] != MPS]
+    direct = tuple(divide_directly(entries[gpu.pci_address], gpu) for gpu in apart)
     devices = [device for domain in (*domains, *parked) for device in devices_of(host, domain, planned)]
+    devices += direct_devices(host, direct, planned)
     pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = {} if keep else {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
+    modes = {} if keep else {str(gpu.uuid): MODES[sharing[gpu.pci_address]] for gpu in planned}
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
     actions = {str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget for gpu in planned}
-    plan = Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions)
+    plan = Plan(
+        host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
+        sharing,
+    )  # fmt: skip
     return plan, problems
 
 
@@ -231,12 +245,24 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
+    if entry.sharing == TIME_SLICING:
+        return _found_by_every_program(gpu, config)
     if entry.slices:
         many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
         return many + [Problem(*at, *wrong) for wrong in slices_error(entry, gpu, config)]
     if entry.memory_unit_mib:
         return [Problem(*at, *wrong) for wrong in pool_error(entry, gpu)]
     return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
+
+
+def _found_by_every_program(gpu: Gpu, config: Config) -> list[Problem]:
+    """Return a problem if programs without MPS would find the control daemon of other GPUs."""
+    at = config.sources["cuda_mps_pipe_directory"]
+    if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
+        return []
+    what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
+    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is time-sliced"
+    return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
 
 
 def _too_many(

@@ -20,7 +20,7 @@ from yunion_mps.models import LEASE_VARIABLE, DomainPlan, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.usage import (
     Budget,

@@ -16,7 +16,7 @@ from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.models import Device, Plan
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.holdings import distribute
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes

@@ -31,6 +31,7 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_without_mps,
     left_running,
 )
 
@@ -73,10 +74,12 @@ class Supervisor:
         has no jobs. Raises YunionError and changes nothing if no domain can work: there is no control
         program, or no domain's directory is available.
         """
+        self._keep_leased_gpus()
         leftovers = self._settle_leftovers()
-        if not self.desired.plan.domains and not leftovers.known:
+        needs_mps = bool(self.desired.plan.domains or leftovers.known)
+        if not needs_mps and not self.desired.plan.direct:
             return
-        program = find_control_program()
+        program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
         work = self._modes.due(self.desired.plan, None)
@@ -191,6 +194,8 @@ class Supervisor:
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
         """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
+        if self.desired.plan.pending:
+            self._follow_plan(now_s)
         before = self._gpus.inventory
         if self._polled == (inventory, self.config, self.desired.plan, before):
             return
@@ -202,13 +207,19 @@ class Supervisor:
         if self._gpus.inventory is before:
             return
         self._changed()
-        planned = self.desired.plan.domains
+        self._follow_plan(now_s)
+
+    def _follow_plan(self, now_s: float) -> None:
+        """Plan again for the GPUs and leases as they are now, and apply what has changed."""
+        before = self.desired.plan
         self.desired.replan()
-        if self.desired.plan.domains != planned:
-            try:
-                self.apply(now_s)
-            except HostError as error:
-                log.error("%s; %s", error.message, error.hint)
+        after = self.desired.plan
+        if (after.domains, after.direct) == (before.domains, before.direct):
+            return
+        try:
+            self.apply(now_s)
+        except HostError as error:
+            log.error("%s; %s", error.message, error.hint)
 
     def driver_failed(self, error: DriverError, now_s: float) -> None:
         for domain in self.domains:
@@ -225,11 +236,11 @@ class Supervisor:
             self._changed()
 
     @property
-    def has_unavailable_gpus(self) -> bool:
-        """Whether a GPU that should serve devices cannot do so now."""
-        plan = self.desired.plan
-        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
-        return not planned <= self._gpus.healthy
+    def is_urgent(self) -> bool:
+        """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
+        if self.desired.plan.pending:
+            return True
+        return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
     # -- compute modes
 
@@ -291,6 +302,13 @@ class Supervisor:
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
         domains = self.desired.domains()
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
+
+    def _keep_leased_gpus(self) -> None:
+        """Find the leases of an earlier daemon that no control daemon serves, until they are restored."""
+        if Store.exists(self._paths):
+            ways = leased_without_mps(self.store())
+            self.desired.ways_leased = lambda: ways
+            self.desired.replan()
 
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""

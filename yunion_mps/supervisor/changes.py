@@ -20,6 +20,7 @@ from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
+from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.fleet import Fleet
@@ -91,7 +92,10 @@ class Change(NamedTuple):
 
 
 class DesiredState:
-    """The last accepted configuration and its plan for the GPUs; changes nothing on the host."""
+    """The last accepted configuration and its plan for the GPUs; changes nothing on the host.
+
+    In `plan`, GPUs are still shared as their leases require, in `_target` as configured.
+    """
 
     def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet) -> None:
         self._paths = paths
@@ -100,6 +104,9 @@ class DesiredState:
         self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
+        self._target: Plan = preflight.plan
+        #: Returns how the GPUs (UUIDs) of leased devices are shared.
+        self.ways_leased: Callable[[], Mapping[str, str]] = dict
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
@@ -126,16 +133,21 @@ class DesiredState:
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
-        differs = (preflight.config, plan) != (self.config, self.plan)
-        self.config, self.plan, self.warnings = preflight.config, plan, preflight.warnings
+        differs = (preflight.config, plan) != (self.config, self._target)
+        self.config, self.warnings = preflight.config, preflight.warnings
+        self._aim_at(plan)
         return differs
 
     def replan(self) -> None:
         """Plan for the GPUs as they are known now; if that fails, keep the plan."""
         try:
-            self.plan = self._make_plan(self.config, self._gpus.inventory)
+            self._aim_at(self._make_plan(self.config, self._gpus.inventory))
         except ConfigError as error:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
+
+    def _aim_at(self, target: Plan) -> None:
+        gpus = self._gpus.inventory.gpus
+        self._target, self.plan = target, keep_sharing(target, self.plan, self.ways_leased(), gpus)
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -259,11 +271,18 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     shown = [(domain.in_effect, gpus) for domain in domains]
     shown += [(plan, rest) for plan in (*desired.domains, *desired.parked)]
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
+    devices += direct_devices(desired.host_id, desired.direct, rest)
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
+    pending = {
+        gpu.uuid: Reason(f"it changes to {gpu.sharing} once its MPS servers end", reasons.LIMITS_PENDING)
+        for gpu in desired.direct
+        if gpu.uuid in served
+    }
     order = _order(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
-    return desired._replace(devices=tuple(devices), pools=tuple(pools))
+    pending |= desired.pending
+    return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
 
 
 def statuses(
@@ -284,7 +303,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
-    elif not desired.domains:
+    elif not desired.domains and not desired.direct:
         each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
         why = f"no GPU on this host can serve MPS devices ({each or 'no GPU was found'})"
         code = reasons.NO_USABLE_GPU

@@ -132,7 +132,10 @@ class ComputeModes:
 
         Without a store there is nothing to restore. Modes that wait for servers are pending in their domains.
         """
-        changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
+        through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
+        held = through_mps & {gpu.uuid for gpu in target.direct}  # until its control daemon has ended
+        gpus = [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason and gpu.uuid not in held]
+        changes = mode_changes(target, gpus)
         originals = {} if store is None else original_modes(store)
         restore = {uuid: mode for uuid, mode in originals.items() if uuid not in target.compute_modes}
         used = self._fleet.gpus_in_use() if restore else set()
@@ -184,7 +187,8 @@ class ComputeModes:
     def refuse_if_none_can_be_set(self, target: Plan) -> None:
         """Raise DriverError if every GPU has refused its mode."""
         errors = self._gpus.mode_errors
-        if errors and all(uuid in errors for domain in target.domains for uuid in domain.gpu_uuids):
+        gpus = [gpu for gpu in self._gpus.inventory.gpus if gpu.pci_address not in target.unavailable]
+        if errors and all(gpu.uuid in errors for gpu in gpus if gpu.uuid in target.gpu_uuids):
             first = next(iter(errors.values()))
             what = f"no GPU's compute mode can be set: {first.message}"
             raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)

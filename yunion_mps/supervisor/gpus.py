@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
@@ -36,8 +36,7 @@ class Gpus:
         #: Why compute modes could not be set, by GPU UUID.
         self.mode_errors: dict[str, DriverError] = {}
         self._remembered: set[tuple[str | None, str]] | None = None
-        divided = _divided(inventory, plan)
-        gpus = [self._with_reason(gpu, config, divided) for gpu in inventory.gpus]
+        gpus = [self._with_reason(gpu, config, plan.sharing) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
     @property
@@ -54,9 +53,8 @@ class Gpus:
             earlier = before.get(gpu.pci_address)
             if earlier and earlier.reason not in ("", self._fault_of(earlier)) and not gpu.reason:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
-        divided = _divided(self.inventory, plan)
         gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
-        gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in gpus_found}
+        gpus = {gpu.pci_address: self._with_reason(gpu, config, plan.sharing) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
@@ -112,7 +110,7 @@ class Gpus:
 
         An empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
-        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
+        planned = plan.gpu_uuids
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
         places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
@@ -146,10 +144,14 @@ class Gpus:
         what = f"its compute mode cannot be set: {error.message}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
-    def _with_reason(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
-        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode."""
+    def _with_reason(self, gpu: Gpu, config: Config, sharing: Mapping[str, str]) -> Gpu:
+        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode.
+
+        `sharing` is the plan's.
+        """
         gpu = self._with_mode_error(gpu)
-        reason = unusable_reason(gpu, config) if gpu.pci_address in divided else gpu.reason
+        way = sharing.get(gpu.pci_address)
+        reason = unusable_reason(gpu, config, way) if way else gpu.reason
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:
@@ -176,13 +178,9 @@ def _read_faults(path: str) -> dict[str, Reason]:
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
-    uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
-    return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
-
-
-def _divided(inventory: Inventory, plan: Plan) -> set[str]:
-    """Return the PCI addresses of the GPUs that the configuration divides, including unusable ones."""
-    return _serving(inventory, plan) | set(plan.unavailable)
+    uuids = plan.gpu_uuids
+    addresses = {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
+    return addresses - plan.unavailable.keys()
 
 
 def _with_identity(gpu: Gpu, before: Gpu | None) -> Gpu:
