@@ -33,8 +33,10 @@ CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 #: The ways of sharing a GPU, as NVIDIA's label nvidia.com/gpu.sharing-strategy names them.
 MPS, TIME_SLICING, NOT_SHARED = "mps", "time-slicing", "none"
 SHARING = (MPS, TIME_SLICING, NOT_SHARED)
-#: The type of an entry, and the Dev_type of its devices, as Cloudpods names them, by the way of sharing.
-DEV_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
+#: The type of an entry, as Cloudpods names it, by the way of sharing.
+ENTRY_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
+#: The Dev_type of devices, by the way of sharing: that of the entry, or of a GPU that is one device.
+DEV_TYPES = {**ENTRY_TYPES, NOT_SHARED: "NVIDIA_GPU"}
 
 #: Why a GPU that is shared in this way may not enforce budgets.
 WHY_UNENFORCED = {MPS: "older than Volta", TIME_SLICING: "time-sliced"}

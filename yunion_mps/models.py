@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
+from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, NOT_SHARED, TIME_SLICING
+from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
@@ -39,60 +40,13 @@ class Driver(NamedTuple):
     cuda_version: str | None
 
 
-class MigProfile(NamedTuple):
-    """A kind of GPU instance that the GPU can have, as its driver reports it.
-
-    `slices` are of compute; an instance occupies `size` memory slices, from one of `starts` on.
-    """
-
-    id: int
-    name: str
-    slices: int
-    memory_mib: int
-    multiprocessors: int
-    max_count: int
-    size: int
-    starts: tuple[int, ...]
-
-
-class MigInstance(NamedTuple):
-    """A GPU instance that exists: its profile's name, and the memory slices that it occupies.
-
-    `uuid` is that of its MIG device, empty if it has none; `compute_instances` counts all, of which it
-    should have one that has all of its slices.
-    """
-
-    id: int
-    profile: str
-    start: int
-    size: int
-    uuid: str = ""
-    compute_instances: int = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is one MIG device, or can become one by creating the compute instance that it lacks."""
-        return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)
-
-
-class MigLayout(NamedTuple):
-    """Whether a GPU should be in MIG mode, and then with which instances, largest first.
-
-    `restore`: the layout from before the first change is restored when the daemon stops.
-    """
-
-    gpu_uuid: str
-    enabled: bool
-    profiles: tuple[MigProfile, ...] = ()
-    restore: bool = False
-
-
 class Gpu(NamedTuple):
     """A physical GPU, or a MIG instance of one, which has a `parent` and is used like a GPU of its own.
 
     Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
     mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
-    changes when it is made again; ids of devices are derived from it.
+    changes when it is made again; ids of devices are derived from it. `sm_percentage` is its share of the
+    SMs of its parent.
     """
 
     pci_address: str
@@ -114,6 +68,7 @@ class Gpu(NamedTuple):
     mig_pending: bool | None = None
     parent: str = ""
     identity: str = ""
+    sm_percentage: float | None = None
 
     @property
     def address(self) -> str:
@@ -159,7 +114,7 @@ class Device(NamedTuple):
 
     @property
     def gpu_address(self) -> str:
-        return self.addr.rpartition("-")[0]
+        return self.addr if self.sharing == NOT_SHARED else self.addr.rpartition("-")[0]
 
     @property
     def dev_type(self) -> str:
@@ -226,13 +181,14 @@ class PlannedGpu(NamedTuple):
 class DirectGpu(NamedTuple):
     """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
 
-    Nothing enforces `memory_limit_mib`, the budget of each device.
+    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one.
     """
 
     uuid: str
     memory_limit_mib: int
     device_count: int
     sharing: str = TIME_SLICING
+    thread_percentage: float = 100.0
 
 
 class DomainPlan(NamedTuple):

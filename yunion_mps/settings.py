@@ -31,6 +31,9 @@ class DeviceEntry(NamedTuple):
     `thread_overcommit` is None, `cuda_mps_thread_percentage` applies, and if `over_budget` is empty,
     that of host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
     proportion to memory. `time_slice` is that of a time-sliced GPU; if it is empty, it is left alone.
+
+    `mig` has the profiles of the GPU's instances, or the name of a layout; each instance is divided, or one
+    device if `virtual_number` is 0.
     """
 
     path: str
@@ -46,6 +49,8 @@ class DeviceEntry(NamedTuple):
     thread_percentage: int = 0
     sharing: str = MPS
     time_slice: str = ""
+    mig: tuple[str, ...] = ()
+    mig_restore: bool = False
 
 
 class Config(NamedTuple):

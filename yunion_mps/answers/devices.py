@@ -42,7 +42,10 @@ class Device(TypedDict):
     id: Annotated[Uuid, Field("Does not change across restarts.")]
     dev_type: Annotated[
         str,
-        Field("The type of its GPU's entry, as Cloudpods names it.", enum=[*enums.DEV_TYPES.values()]),
+        Field(
+            "The type, as Cloudpods names it; NVIDIA_GPU for a MIG instance that is one device.",
+            enum=[*enums.DEV_TYPES.values()],
+        ),
     ]
     model: Annotated[str | None, Field("The GPU's name.")]
     addr: DeviceAddress

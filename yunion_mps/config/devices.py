@@ -20,10 +20,12 @@ from yunion_mps.config.document import (
     read_document,
     value_of,
 )
+from yunion_mps.config.layout import layout
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
     InvalidValueError,
     Kind,
+    boolean,
     max_devices,
     memory,
     number,
@@ -32,7 +34,7 @@ from yunion_mps.config.values import (
     whole_number,
 )
 from yunion_mps.enums import (
-    DEV_TYPES,
+    ENTRY_TYPES,
     MPS,
     PRIORITIES,
     REPORT,
@@ -42,6 +44,7 @@ from yunion_mps.enums import (
     TIME_SLICING,
 )
 from yunion_mps.errors import Problem
+from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
@@ -60,15 +63,19 @@ _OUR_KEYS = (
     "reserved_for",
     "over_budget",
     "time_slice",
+    "mig",
+    "mig_restore",
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
 #: The way of sharing by an entry's type.
-_TYPES = {name: sharing for sharing, name in DEV_TYPES.items()}
+_TYPES = {name: sharing for sharing, name in ENTRY_TYPES.items()}
 #: The keys of an entry by its way of sharing.
 _VALID = {
     MPS: tuple(name for name in _KEYS if name != "time_slice"),
-    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for"),
+    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for", "mig", "mig_restore"),
 }
+#: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
+_NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
@@ -184,16 +191,36 @@ class _Reader:
         if sharing is None:
             return None
         self.problems += duplicates
-        owner = f"an {DEV_TYPES[sharing]} entry"
+        owner = f"an {ENTRY_TYPES[sharing]} entry"
         self._check_keys(nodes, _VALID[sharing], owner, _type_key(nodes))
         path = self._read_required(item, "path", _path, nodes, sharing)
-        divided = self._time_sliced(item, nodes) if sharing == TIME_SLICING else self._division(item, nodes)
+        divided = self._divided(item, nodes, sharing)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
         return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
+
+    def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
+        """Return how the entry divides its GPU, or each instance of its MIG layout."""
+        names = self._read_optional("mig", layout, nodes) or ()
+        restore = self._read_optional("mig_restore", boolean, nodes) or False
+        if "mig_restore" in nodes and "mig" not in nodes:
+            self._report(nodes["mig_restore"][0], "mig_restore is not allowed without mig", "remove it")
+        if "mig" not in nodes or names == (DISABLED,):
+            way = self._time_sliced if sharing == TIME_SLICING else self._division
+            return way(item, nodes)._replace(mig=names, mig_restore=restore)
+        for name in _NOT_WITH_MIG:
+            if name in nodes:
+                hint = "remove it; virtual_number divides each instance"
+                self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
+        number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
+        places = self._places(nodes["mig"][0])
+        return DeviceEntry("", number, *places, sharing=sharing, mig=names, mig_restore=restore)
+
+    def _places(self, node: Node) -> tuple[Source, Source]:
+        return Source(self._file, None), Source(self._file, line_of(node))
 
     def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry of a time-sliced GPU; one device if its number is invalid."""
@@ -204,12 +231,13 @@ class _Reader:
             count = self._read_required(item, "virtual_number", number, nodes, TIME_SLICING)
         time_slice = self._read_optional("time_slice", one_of(*TIME_SLICES), nodes)
         at = nodes["virtual_number"][1] if "virtual_number" in nodes else item
-        places = Source(self._file, None), Source(self._file, line_of(at))
-        return DeviceEntry("", count or 1, *places, sharing=TIME_SLICING, time_slice=time_slice or "")
+        return DeviceEntry(
+            "", count or 1, *self._places(at), sharing=TIME_SLICING, time_slice=time_slice or ""
+        )
 
     def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry's division of its GPU; one device if it is invalid."""
-        entry = DeviceEntry("", 1, Source(self._file, None), Source(self._file, line_of(item)))
+        entry = DeviceEntry("", 1, *self._places(item))
         present = [name for name in _DIVIDING if name in nodes]
         if present == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
             present = ["memory_unit"]
@@ -298,7 +326,7 @@ class _Reader:
             self._check_merge(*nodes["<<"])
             return None
         if name is None:
-            hint = f"write type: {DEV_TYPES[MPS]}, or the type of other software"
+            hint = f"write type: {ENTRY_TYPES[MPS]}, or the type of other software"
             self._report(item, "an entry has no type", hint)
             return None
         key, node = nodes[name]
@@ -306,7 +334,7 @@ class _Reader:
             self._report(key, f"unknown key {name} (did you mean type?)")
         value = value_of(node)
         if not isinstance(value, str):
-            self._report(node, f"type is {quote(node)}, not a string", f"write type: {DEV_TYPES[MPS]}")
+            self._report(node, f"type is {quote(node)}, not a string", f"write type: {ENTRY_TYPES[MPS]}")
             return None
         near = value if value in _TYPES else nearest(value, list(_TYPES))
         if near and near != value:
@@ -357,7 +385,7 @@ class _Reader:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
-                what = f"an {DEV_TYPES[sharing]} entry has no {name}"
+                what = f"an {ENTRY_TYPES[sharing]} entry has no {name}"
                 self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
         return self._read_optional(name, kind, nodes)
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from yunion_mps.inventory.driver import bounded, call, mib, optional, pynvml, text
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
-from yunion_mps.models import Gpu, MigInstance, MigProfile
+from yunion_mps.mig import MigInstance, MigProfile
+from yunion_mps.models import Gpu
 
 #: How nvidia-smi begins the names of profiles.
 _PREFIX = "MIG "
@@ -176,6 +177,8 @@ def _is_whole(devices: Sequence[Any]) -> bool:
 
 def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
     memory = call(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
+    sms = {profile.name: profile.multiprocessors for profile in parent.mig_profiles}
+    tenths = 1000 * sms[instance.profile] // max(1, *sms.values())
     return Gpu(
         f"{parent.pci_address}-g{instance.id}",
         uuid=instance.uuid,
@@ -189,4 +192,5 @@ def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
         render_node=parent.render_node,
         parent=str(parent.uuid),
         identity=f"{parent.uuid}/{instance.profile}@{instance.start}",
+        sm_percentage=tenths / 10,
     )

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from yunion_mps.models import Gpu, MigInstance, MigProfile
-
-#: The layout that turns MIG mode off.
-DISABLED = "all-disabled"
-_BALANCED = "all-balanced"
-_ALL = "all-"
-
-#: A profile, perhaps with attributes such as `+me`; in names of layouts, mig-parted writes `.me`.
-_PROFILE = r"[1-9]\d*g\.[1-9]\d*gb(?:[+.-][a-z]+(?:\.[a-z]+)*)?"
-PROFILE_NAME = re.compile(_PROFILE)
-LAYOUT_NAME = re.compile(f"{DISABLED}|{_BALANCED}|{_ALL}{_PROFILE}")
+from yunion_mps.enums import NOT_SHARED
+from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
+from yunion_mps.models import Gpu
+from yunion_mps.reasons import MIG_PENDING, Reason
+from yunion_mps.settings import DeviceEntry
 
 #: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
 _BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
@@ -75,22 +69,22 @@ def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
     if not gpu.mig_profiles:
         hint = "remove mig, or check that the driver offers it: nvidia-smi -q -d MIG"
         raise LayoutError(f"{_name(gpu)} has no MIG mode", hint)
-    if not names[0].startswith(_ALL):
+    if not names[0].startswith(ALL):
         return [_profile(name, gpu) for name in names]
     if names[0] == DISABLED:
         return []
-    if names[0] == _BALANCED:
+    if names[0] == BALANCED:
         balanced = _balanced(gpu)
         if not balanced:
-            raise LayoutError(f"{_name(gpu)} has no layout {_BALANCED}", _possible(gpu))
+            raise LayoutError(f"{_name(gpu)} has no layout {BALANCED}", _possible(gpu))
         return balanced
-    return _as_many_as_fit(_profile(names[0].removeprefix(_ALL), gpu))
+    return _as_many_as_fit(_profile(names[0].removeprefix(ALL), gpu))
 
 
 def layouts(gpu: Gpu) -> list[str]:
     """Return the names of the layouts that the GPU can have, smallest instances first."""
-    named = [f"{_ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
-    return [*named, *([_BALANCED] if _balanced(gpu) else []), DISABLED]
+    named = [f"{ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
+    return [*named, *([BALANCED] if _balanced(gpu) else []), DISABLED]
 
 
 def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
@@ -119,6 +113,64 @@ def change(
     free = change(wanted, existing, ())
     blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
     return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
+
+
+class Instances(NamedTuple):
+    """How MIG entries divide their GPUs: by the entry of each instance, by its address.
+
+    `waiting` has the reasons of GPUs whose layouts are not in effect, by address; instances that they have
+    already are used.
+    """
+
+    entries: Mapping[str, DeviceEntry] = {}
+    layouts: tuple[MigLayout, ...] = ()
+    waiting: Mapping[str, Reason] = {}
+
+
+def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances:
+    """Return how a MIG entry divides its GPU, as far as its layout is in effect.
+
+    `gpus` has the instances of the GPU, lost ones included. Nothing if the layout is impossible.
+    """
+    children = [one for one in gpus if one.parent and one.physical_address == gpu.pci_address]
+    each = entry._replace(mig=(), virtual_number=entry.virtual_number or 1)
+    if not entry.virtual_number:
+        each = each._replace(sharing=NOT_SHARED)
+    if not gpu.mig_profiles:  # lost, as are its instances
+        return Instances({one.pci_address: each for one in children})
+    try:
+        layout = layout_of(entry, gpu)
+    except LayoutError:
+        return Instances()
+    if not layout.enabled:
+        waiting = {gpu.pci_address: _waiting("MIG mode is still on")} if gpu.mig_enabled else {}
+        return Instances({} if waiting else {gpu.pci_address: entry._replace(mig=())}, (layout,), waiting)
+    done = change(layout.profiles, gpu.mig_instances, ())
+    kept = {one.uuid for one in done.keep}
+    missing = Counter(place.profile.name for place in done.create)
+    used = {one.pci_address for one in children if one.uuid in kept}
+    for one in children:
+        profile = one.identity.rpartition("/")[2].partition("@")[0]
+        if one.reason and one.uuid not in kept and missing[profile]:
+            missing[profile] -= 1
+            used.add(one.pci_address)
+    waiting = {}
+    if not gpu.mig_enabled:
+        waiting[gpu.pci_address] = _waiting("MIG mode is off")
+    elif done.create or not all(kept):
+        have = describe(done.keep) or "none of its instances"
+        waiting[gpu.pci_address] = _waiting(f"the GPU has {have} of {describe(layout.profiles)}")
+    return Instances(dict.fromkeys(used, each), (layout,), waiting)
+
+
+def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
+    """Return the layout that the entry wants of its GPU; raises LayoutError."""
+    enabled = entry.mig != (DISABLED,)
+    return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
+
+
+def _waiting(what: str) -> Reason:
+    return Reason(f"its MIG layout is not in effect yet: {what}", MIG_PENDING)
 
 
 def _kept(wanted: Sequence[MigProfile], existing: Sequence[MigInstance]) -> Iterator[tuple[MigInstance, ...]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
+from yunion_mps.mig import MigLayout
 from yunion_mps.models import (
     DEFAULT,
     Device,
@@ -33,7 +34,9 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
+from yunion_mps.planning.mig import LayoutError, instances_of, layout_of
 from yunion_mps.planning.sharing import MODES, direct_devices, divide_directly
+from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
 
 #: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
@@ -52,12 +55,14 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     if not config.enable_cuda_mps:
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
+    entries, layouts, waiting = _with_instances(entries, inventory.gpus)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
     unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
-    problems += _too_many_in_one_domain(config, [gpu for gpu in usable if sharing[gpu.pci_address] == MPS])
+    of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
+    problems += _too_many_in_one_domain(config, of_host)
     served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
     lost = [gpu for gpu in served if gpu.pci_address in unavailable]
     domains, parked = (
@@ -73,13 +78,16 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = {} if keep else {str(gpu.uuid): MODES[sharing[gpu.pci_address]] for gpu in planned}
+    modes = (
+        {} if keep else {str(gpu.uuid): MODES[sharing[gpu.pci_address]] for gpu in planned if not gpu.parent}
+    )
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
     actions = {str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget for gpu in planned}
+    unavailable |= waiting
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
-        sharing,
+        sharing, layouts=layouts,
     )  # fmt: skip
     return plan, problems
 
@@ -114,7 +122,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
         equal = (Slice(planned.memory_limit_mib, planned.thread_percentage),) * planned.device_count
         devices += [
             Device(
-                id=uuid5(host, f"{planned.uuid}/{slot}"),
+                id=uuid5(host, f"{gpu.identity or planned.uuid}/{slot}"),
                 addr=f"{gpu.address}-{slot}",
                 gpu_uuid=planned.uuid,
                 slot=slot,
@@ -146,11 +154,16 @@ def _domains(
 ) -> tuple[DomainPlan, ...]:
     """Return the control daemons for these GPUs: one for all, or one each, in a directory named by UUID.
 
+    A MIG instance always has its own, because one control daemon cannot serve several (NVIDIA's MPS
+    documentation).
+
     Each one's default limits are those of its largest device, because clients can only tighten them.
     """
     groups = [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
     if config.cuda_mps_scope == "host":
-        groups = [("host", "", list(gpus))] if gpus else []
+        whole = [gpu for gpu in gpus if not gpu.parent]
+        instances = [group for gpu, group in zip(gpus, groups) if gpu.parent]
+        groups = [*([("host", "", whole)] if whole else []), *instances]
     domains = []
     for name, below, group in groups:
         clients = (max_clients(gpu, driver, config.cuda_mps_max_clients) for gpu in group)
@@ -178,8 +191,9 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
     """
     problems = []
     entries: dict[str, DeviceEntry] = {}
+    physical = [gpu for gpu in inventory.gpus if not gpu.parent]
     for entry in config.devices:
-        gpu = find_gpu(entry.path, inventory.gpus)
+        gpu = find_gpu(entry.path, physical)
         if gpu is None and _may_be_broken(entry, inventory):
             continue
         if gpu is None:
@@ -196,10 +210,30 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
             problems += _entry_error(entry, gpu, config, inventory)
     if not config.devices:
         at = config.sources["cuda_mps_replicas"]
-        for gpu in inventory.gpus:
+        for gpu in physical:
             entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
             problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
     return entries, problems
+
+
+def _with_instances(
+    entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]
+) -> tuple[dict[str, DeviceEntry], tuple[MigLayout, ...], dict[str, Reason]]:
+    """Return the entries with those of MIG instances instead of their GPUs', the layouts, and what waits."""
+    by_address = {gpu.pci_address: gpu for gpu in gpus}
+    divided: dict[str, DeviceEntry] = {}
+    layouts: list[MigLayout] = []
+    waiting: dict[str, Reason] = {}
+    for address, entry in entries.items():
+        if not entry.mig:
+            divided[address] = entry
+            continue
+        gpu = by_address[address]
+        instances = instances_of(entry, gpu, gpus)
+        divided |= instances.entries
+        layouts += instances.layouts
+        waiting |= {address: gpu.reason} if gpu.reason else instances.waiting
+    return divided, tuple(layouts), waiting
 
 
 def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
@@ -231,7 +265,7 @@ def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
 
 
 def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
-    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
+    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus if not gpu.parent]
     hint = (
         f"use one of this host's GPUs: {', '.join(names)}"
         if names
@@ -245,6 +279,8 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
+    if entry.mig:
+        return _layout_error(entry, gpu)
     if entry.sharing == TIME_SLICING:
         return _found_by_every_program(gpu, config)
     if entry.slices:
@@ -263,6 +299,14 @@ def _found_by_every_program(gpu: Gpu, config: Config) -> list[Problem]:
     what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
     what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is time-sliced"
     return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
+
+
+def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
+    try:
+        layout_of(entry, gpu)
+    except LayoutError as error:
+        return [Problem(*entry.divided_at, error.what, error.hint)]
+    return []
 
 
 def _too_many(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from yunion_mps.enums import MPS, TIME_SLICING
+from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
 from yunion_mps.identity import uuid5
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
 from yunion_mps.reasons import LEASES_PENDING, Reason
@@ -16,8 +16,10 @@ MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
     """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
-    number = entry.virtual_number
-    return DirectGpu(str(gpu.uuid), (gpu.memory_mib or 0) // number, number, entry.sharing)
+    number, uuid = entry.virtual_number, str(gpu.uuid)
+    if entry.sharing == NOT_SHARED:
+        return DirectGpu(uuid, gpu.memory_mib or 0, 1, NOT_SHARED, gpu.sm_percentage or 100.0)
+    return DirectGpu(uuid, (gpu.memory_mib or 0) // number, number, entry.sharing)
 
 
 def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
@@ -25,14 +27,14 @@ def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) 
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     return [
         Device(
-            id=uuid5(host, f"{shared.uuid}/{slot}"),
-            addr=f"{by_uuid[shared.uuid].address}-{slot}",
+            id=uuid5(host, f"{by_uuid[shared.uuid].identity or shared.uuid}/{slot}"),
+            addr=by_uuid[shared.uuid].address + ("" if shared.sharing == NOT_SHARED else f"-{slot}"),
             gpu_uuid=shared.uuid,
             slot=slot,
             memory_limit_mib=shared.memory_limit_mib,
             memory_total_mib=by_uuid[shared.uuid].memory_mib or 0,
-            thread_percentage=100.0,
-            budget_enforced=False,
+            thread_percentage=shared.thread_percentage,
+            budget_enforced=shared.sharing == NOT_SHARED,
             domain="",
             sharing=shared.sharing,
         )

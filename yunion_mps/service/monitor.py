@@ -99,6 +99,7 @@ class Monitor:
             self._usage.record(processes, load, began_s)
             self._renew_events(inventory)
         await self._reloader.set_modes()
+        await self._reloader.apply_layouts()
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """Everything that a poll reads from the driver; thread-safe."""

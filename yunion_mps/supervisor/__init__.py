@@ -8,12 +8,14 @@ long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -21,10 +23,17 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
-from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
+from yunion_mps.supervisor.compute_modes import (
+    ComputeModes,
+    ModeResult,
+    ModeWork,
+    original_modes,
+    restore_unused,
+)
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigLayouts, carry_out, restore
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
@@ -54,6 +63,7 @@ class Supervisor:
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
         self.jobs = Jobs(self.fleet, self._gpus)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
+        self._layouts = MigLayouts(self._gpus, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
         #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
@@ -75,6 +85,7 @@ class Supervisor:
         program, or no domain's directory is available.
         """
         self._keep_leased_gpus()
+        self._create_instances()
         leftovers = self._settle_leftovers()
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
@@ -136,11 +147,22 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
+        self._restore_layouts(gpus_of(left))
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
+
+    def _restore_layouts(self, used: Collection[str]) -> None:
+        """Restore the layouts of GPUs with `mig_restore`, unless a control daemon left running uses one."""
+        layouts = [layout for layout in self.desired.plan.layouts if layout.restore]
+        if not layouts or self.nvml is None or self._store is None:
+            return
+        used_gpus = {gpu.parent for gpu in self._gpus.inventory.gpus if gpu.uuid in used}
+        layouts = [layout for layout in layouts if layout.gpu_uuid not in used_gpus]
+        result = restore(layouts, self._gpus.inventory.gpus, Mig(self.nvml), self._store)
+        self._layouts.note(result, self.desired.plan)
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
@@ -238,9 +260,36 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
-        if self.desired.plan.pending:
+        if self.desired.plan.pending or self._gpus.layout_reasons:
             return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
+
+    # -- MIG layouts
+
+    def layout_tasks(self, leased: Collection[str] | None) -> tuple[LayoutTask, ...]:
+        """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown."""
+        if not self.desired.plan.layouts or self.stopping or self.nvml is None:
+            return ()
+        restoring = original_modes(self._store) if self._store else {}
+        return self._layouts.due(self.desired.plan, leased, restoring)
+
+    def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
+        """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
+        if self.nvml is None:
+            return LayoutResult({}, {})
+        result = carry_out(tasks, Mig(self.nvml), self.store())
+        return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+
+    def note_layouts(self, result: LayoutResult, now_s: float) -> None:
+        """Record what was done, and use the instances that there are now."""
+        self._layouts.note(result, self.desired.plan)
+        self._polled = None  # reasons may have changed without the GPUs
+        if result.inventory:
+            self.update_gpus(result.inventory, now_s)
+
+    def force_layouts(self) -> None:
+        """Let the layouts not wait for leases, nor for unused instances of other programs."""
+        self._layouts.force = True
 
     # -- compute modes
 
@@ -308,6 +357,16 @@ class Supervisor:
         if Store.exists(self._paths):
             ways = leased_without_mps(self.store())
             self.desired.ways_leased = lambda: ways
+            self.desired.replan()
+
+    def _create_instances(self) -> None:
+        """Create the missing instances of MIG layouts, as after a reboot, without taking anything away."""
+        tasks = self.layout_tasks(None)
+        if tasks:
+            result = self.apply_layouts(tasks)
+            self._layouts.note(result, self.desired.plan, is_final=False)
+            if result.inventory:
+                self._gpus.update(result.inventory, self.config, self.desired.plan)
             self.desired.replan()
 
     def _settle_leftovers(self) -> Leftovers:

@@ -16,7 +16,8 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.models import Event, Gpu, Inventory, MigInstance, MigLayout, MigProfile, Plan
+from yunion_mps.mig import MigInstance, MigLayout, MigProfile
+from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import change, describe
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.gpus import Gpus
@@ -115,8 +116,11 @@ class MigLayouts:
                 tasks.append(LayoutTask(layout, gpu, busy, self.force, last))
         return tuple(tasks)
 
-    def note(self, result: LayoutResult, plan: Plan) -> None:
-        """Record what was changed, and why layouts are not in effect; the caller applies the inventory."""
+    def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
+        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
+
+        If it is not final, because the leases were unknown, the layouts are due once more.
+        """
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
         for uuid, what in result.changes.items():
             address = gpus[uuid].address if uuid in gpus else uuid
@@ -124,7 +128,7 @@ class MigLayouts:
         for layout in plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue
-            if not result.reasons[layout.gpu_uuid]:
+            if is_final and not result.reasons[layout.gpu_uuid]:
                 self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
         self._gpus.note_layouts(result.reasons)
         self.force = self.force and any(self._gpus.layout_reasons.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.models import Gpu, MigInstance, MigProfile
+from yunion_mps.mig import MigInstance, MigProfile
+from yunion_mps.models import Gpu
 
 from unit.inventory.conftest import OpenedHost, OpenHost
 

@@ -14,9 +14,10 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.models import Gpu, MigLayout
+from yunion_mps.mig import DISABLED, MigLayout
+from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
-from yunion_mps.planning.mig import DISABLED, describe, resolve
+from yunion_mps.planning.mig import describe, resolve
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out, restore
 
