@@ -21,9 +21,9 @@ from yunion_mps.config.document import (
     value_of,
 )
 from yunion_mps.config.layout import layout
+from yunion_mps.config.mapping import MappingReader, Nodes
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
-    InvalidValueError,
     Kind,
     boolean,
     max_devices,
@@ -91,9 +91,6 @@ _SLICE_KINDS: dict[str, Kind] = {
 }
 _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 
-#: The nodes of each key and its value in a mapping, by the key's text.
-Nodes = dict[str, tuple[Node, Node]]
-
 
 def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
     """Add our part of the device file that host.conf names, and return its problems.
@@ -113,11 +110,10 @@ def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
     return divided, sorted(reader.problems, key=lambda problem: problem.line or 0)
 
 
-class _Reader:
+class _Reader(MappingReader):
     def __init__(self, file: str, max_devices: int) -> None:
-        self._file = file
+        super().__init__(file)
         self._max_devices = max_devices
-        self.problems: list[Problem] = []
 
     def read(self, config: Config) -> Config:
         nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
@@ -129,12 +125,6 @@ class _Reader:
             config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
         entries = [self._entry(item) for item in items]
         return config._replace(devices=tuple(entry for entry in entries if entry))
-
-    def _report(self, node: Node, what: str, hint: str = "") -> None:
-        self.problems.append(self._problem(node, what, hint))
-
-    def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
-        return Problem(self._file, line_of(node) if node else None, what, hint)
 
     def _file_nodes(self, root: Node | None) -> Nodes:
         """Return the file's keys; unknown keys are ignored unless they look like ours."""
@@ -218,9 +208,6 @@ class _Reader:
         number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
         places = self._places(nodes["mig"][0])
         return DeviceEntry("", number, *places, sharing=sharing, mig=names, mig_restore=restore)
-
-    def _places(self, node: Node) -> tuple[Source, Source]:
-        return Source(self._file, None), Source(self._file, line_of(node))
 
     def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry of a time-sliced GPU; one device if its number is invalid."""
@@ -351,36 +338,6 @@ class _Reader:
         if not _TYPES.keys().isdisjoint(types):
             self._report(key, *NO_MERGE)
 
-    def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
-        """Return the mapping's keys, and a problem for each duplicate; the first one counts."""
-        nodes: Nodes = {}
-        problems = []
-        for name, key, node in pairs_of(mapping):
-            if name in nodes:
-                hint = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
-                problems.append(self._problem(key, f"duplicate key {name}", hint))
-            else:
-                nodes[name] = (key, node)
-        return nodes, problems
-
-    def _check_keys(
-        self, nodes: Nodes, valid: Sequence[str], owner: str, reported: str | None = None
-    ) -> None:
-        """Refuse each key that is not `valid`, except `reported`, which is a problem already.
-
-        `owner` names the mapping: `an NVIDIA_MPS entry`.
-        """
-        for name, (key, _) in nodes.items():
-            if name == "<<":
-                self._report(key, *NO_MERGE)
-            elif name not in valid and name != reported:
-                near = nearest_key(name, valid)
-                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner}"
-                if near:
-                    self._report(key, f"{what} (did you mean {near}?)")
-                else:
-                    self._report(key, what, f"remove it; the valid keys of {owner} are {', '.join(valid)}")
-
     def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
@@ -388,17 +345,6 @@ class _Reader:
                 what = f"an {ENTRY_TYPES[sharing]} entry has no {name}"
                 self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
         return self._read_optional(name, kind, nodes)
-
-    def _read_optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
-        """Return the value; None if it is missing, or invalid, which is reported."""
-        if name not in nodes:
-            return None
-        node = nodes[name][1]
-        try:
-            return kind(name, node)
-        except InvalidValueError as error:
-            self._report(node, error.what, error.hint)
-            return None
 
 
 def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:

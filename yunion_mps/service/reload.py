@@ -116,6 +116,7 @@ class Reloader:
             log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
             return
         self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
+        await self.set_modes()
         self._control.tick()
         await self._settle()
 

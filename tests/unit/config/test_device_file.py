@@ -18,7 +18,7 @@ EMPTY = (
 NUMBER = "write a whole number from 1 to 60"
 KEYS = (
     "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
-    "reserved_for, over_budget"
+    "reserved_for, over_budget, mig, mig_restore"
 )
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
