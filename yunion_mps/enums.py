@@ -33,6 +33,8 @@ CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 #: The ways of sharing a GPU, as NVIDIA's label nvidia.com/gpu.sharing-strategy names them.
 MPS, TIME_SLICING, NOT_SHARED = "mps", "time-slicing", "none"
 SHARING = (MPS, TIME_SLICING, NOT_SHARED)
+#: A GPU is shared by its MIG instances, each of which is shared in one of those ways.
+MIG = "mig"
 #: The type of an entry, as Cloudpods names it, by the way of sharing.
 ENTRY_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
 #: The Dev_type of devices, by the way of sharing: that of the entry, or of a GPU that is one device.

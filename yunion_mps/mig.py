@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 #: Names of layouts, as NVIDIA's mig-parted has them: the one that switches MIG mode off, the mixed one, and
 #: what comes before a profile of which a GPU has as many instances as fit.
 DISABLED, BALANCED, ALL = "all-disabled", "all-balanced", "all-"
-
-#: A profile, perhaps with attributes such as `+me`; in names of layouts, mig-parted writes `.me`.
-_PROFILE = r"[1-9]\d*g\.[1-9]\d*gb(?:[+.-][a-z]+(?:\.[a-z]+)*)?"
-PROFILE_NAME = re.compile(_PROFILE)
-LAYOUT_NAME = re.compile(f"{DISABLED}|{BALANCED}|{ALL}{_PROFILE}")
 
 
 class MigProfile(NamedTuple):

@@ -76,6 +76,11 @@ class Gpu(NamedTuple):
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
 
     @property
+    def is_instance(self) -> bool:
+        """Whether it is a MIG instance; `parent` says of which GPU, unless only the address is known."""
+        return "-g" in self.pci_address
+
+    @property
     def physical_address(self) -> str:
         """The PCI address of the GPU itself, also for an instance."""
         return self.pci_address.partition("-g")[0]

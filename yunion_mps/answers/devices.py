@@ -103,7 +103,7 @@ class DeviceList(TypedDict):
 
 
 class Gpu(TypedDict):
-    """One physical GPU."""
+    """One physical GPU, or a MIG instance, which follows its GPU."""
 
     uuid: str | None
     name: str | None
@@ -136,8 +136,13 @@ class Gpu(TypedDict):
         Field("Whether budgets are enforced on it: through MPS from Volta on, and never by time-slicing."),
     ]
     sharing: Annotated[
-        str | None, Field("How it is shared; null if it is not used.", enum=[*enums.SHARING, None])
+        str | None,
+        Field(
+            "How it is shared, `mig` by its instances; null if it is not used.",
+            enum=[*enums.SHARING, enums.MIG, None],
+        ),
     ]
+    parent: Annotated[str | None, Field("The UUID of the GPU of which it is a MIG instance.")]
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
 
 

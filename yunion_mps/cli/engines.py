@@ -16,7 +16,7 @@ import click
 
 from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
 from yunion_mps.containers.command import mount_words, set_variables
-from yunion_mps.containers.spec import driver_nodes, gpu_nodes
+from yunion_mps.containers.nodes import driver_nodes, gpu_nodes
 from yunion_mps.enums import DEVICE_VARIABLES
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of

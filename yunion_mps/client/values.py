@@ -115,7 +115,9 @@ class DeviceDetails(Device):
 
 @dataclass(frozen=True)
 class Gpu(AnswerValue["answers.Gpu"]):
-    """One physical GPU. `memory_free_mib` is None unless its memory is handed out in units.
+    """One physical GPU, or a MIG instance of the GPU `parent` (a UUID).
+
+    `memory_free_mib` is None unless its memory is handed out in units.
 
     `utilization` is the percentage of the time in which kernels ran.
     """
@@ -146,6 +148,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
     reason_code: str
     budget_enforced: bool
     sharing: Optional[str]
+    parent: Optional[str]
     reserved_for: Optional[str]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
-from yunion_mps.models import Gpu
+from yunion_mps.models import Gpu, Plan
 from yunion_mps.reasons import MIG_PENDING, Reason
 from yunion_mps.settings import DeviceEntry
 
@@ -91,6 +91,14 @@ def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
     """Return `2 x 1g.10gb + 1 x 3g.40gb`."""
     names = Counter(one.name if isinstance(one, MigProfile) else one.profile for one in profiles)
     return " + ".join(f"{number} x {name}" for name, number in sorted(names.items()))
+
+
+def describe_layout(plan: Plan, gpu: Gpu) -> str:
+    """Return the layout that the plan has for the GPU; empty if it has none."""
+    layout = next((layout for layout in plan.layouts if layout.gpu_uuid == gpu.uuid), None)
+    if layout is None:
+        return ""
+    return describe(layout.profiles) if layout.enabled else "MIG mode off"
 
 
 def change(

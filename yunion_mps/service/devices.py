@@ -10,12 +10,14 @@ from yunion_mps.enums import (
     AVAILABLE,
     FREE,
     LEASED,
+    MIG,
     MPS,
     NO_MEMORY,
     NOT_USED,
     PENDING,
     READY,
     RESERVED,
+    TIME_SLICING,
     UNAVAILABLE,
 )
 from yunion_mps.errors import HostError
@@ -116,7 +118,8 @@ def domain_names(plan: Plan) -> dict[str, str]:
 
 def ways_in_effect(plan: Plan) -> dict[str, str]:
     """How each GPU (UUID) that has devices or a pool is shared now; `plan` is in effect."""
-    ways = {gpu.uuid: gpu.sharing for gpu in plan.direct}
+    ways = {layout.gpu_uuid: MIG for layout in plan.layouts if layout.enabled}
+    ways |= {gpu.uuid: gpu.sharing for gpu in plan.direct}
     ways |= {device.gpu_uuid: device.sharing for device in plan.devices}
     return {**ways, **{pool.gpu_uuid: MPS for pool in plan.pools}}
 
@@ -231,8 +234,9 @@ def gpu_json(
         "state": UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED,
         "reason": reason,
         "reason_code": reason.code,
-        "budget_enforced": enforces_budgets(gpu) and sharing in (MPS, None),
+        "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
         "sharing": sharing,
+        "parent": gpu.parent or None,
         "reserved_for": snapshot.plan.reserved.get(gpu.uuid or ""),
         "memory_free_mib": memory_free_mib,
         "memory_used_mib": load.memory_used_mib,

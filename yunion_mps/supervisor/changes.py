@@ -19,6 +19,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
+from yunion_mps.planning.mig import describe_layout
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
@@ -31,6 +32,7 @@ from yunion_mps.text import count
 log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
+_WHEN_UNUSED = "once nothing uses what has to go"
 #: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
@@ -179,6 +181,9 @@ def changes_to(
             when = AT_ONCE if new_mode else effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
+        old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
+        if old_layout != new_layout:
+            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, _WHEN_UNUSED))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.spec import DeviceNode, Edits, HostFiles, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.containers.spec import Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
