@@ -58,11 +58,11 @@ def resolve(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
 
     `names` are profiles, or the name of one layout; `all-disabled` has no instances.
     """
-    wanted = _in_order(_expand(names, gpu))
-    if wanted and _place(wanted) is None:
-        what = f"{describe(wanted)} do not fit on {_name(gpu)}"
+    desired = _in_order(_expand(names, gpu))
+    if desired and _place(desired) is None:
+        what = f"{describe(desired)} do not fit on {_name(gpu)}"
         raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layouts(gpu))}")
-    return wanted
+    return desired
 
 
 def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
@@ -102,23 +102,23 @@ def describe_layout(plan: Plan, gpu: Gpu) -> str:
 
 
 def change(
-    wanted: Sequence[MigProfile], existing: Sequence[MigInstance], fixed: Collection[int]
+    desired: Sequence[MigProfile], existing: Sequence[MigInstance], fixed: Collection[int]
 ) -> LayoutChange:
-    """Return how to get from the instances that exist to those wanted, with as few changes as possible.
+    """Return how to get from the instances that exist to those desired, with as few changes as possible.
 
-    Instances with an id in `fixed` are never destroyed: they are kept if they are wanted, and otherwise
+    Instances with an id in `fixed` are never destroyed: they are kept if they are desired, and otherwise
     avoided. If that is impossible, those of them that would have to go are `in_the_way`.
     """
-    wanted = _in_order(wanted)
+    desired = _in_order(desired)
     stay = [one for one in existing if one.id in fixed]
-    for keep in _kept(wanted, existing):
+    for keep in _kept(desired, existing):
         occupied = {*keep, *stay}
-        rest = _without(wanted, keep)
+        rest = _without(desired, keep)
         places = _place(rest, tuple(occupied))
         if places is not None:
             destroy = tuple(one for one in existing if one not in occupied)
             return LayoutChange(keep, destroy, places)
-    free = change(wanted, existing, ())
+    free = change(desired, existing, ())
     blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
     return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
 
@@ -181,20 +181,22 @@ def _waiting(what: str) -> Reason:
     return Reason(f"its MIG layout is not in effect yet: {what}", MIG_PENDING)
 
 
-def _kept(wanted: Sequence[MigProfile], existing: Sequence[MigInstance]) -> Iterator[tuple[MigInstance, ...]]:
+def _kept(
+    desired: Sequence[MigProfile], existing: Sequence[MigInstance]
+) -> Iterator[tuple[MigInstance, ...]]:
     """Yield the sets of existing instances that the layout could keep, the largest first."""
     useful = sorted((one for one in existing if one.is_whole), key=lambda one: (one.start, one.id))
-    names = Counter(profile.name for profile in wanted)
-    for number in range(min(len(useful), len(wanted)), -1, -1):
+    names = Counter(profile.name for profile in desired)
+    for number in range(min(len(useful), len(desired)), -1, -1):
         for keep in combinations(useful, number):
             if not Counter(one.profile for one in keep) - names:
                 yield keep
 
 
-def _without(wanted: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
+def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
     names = Counter(one.profile for one in keep)
     rest = []
-    for profile in wanted:
+    for profile in desired:
         if names[profile.name]:
             names[profile.name] -= 1
         else:
@@ -203,20 +205,20 @@ def _without(wanted: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[
 
 
 def _place(
-    wanted: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
+    desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
 ) -> tuple[Placement, ...] | None:
     """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
     there = Counter(one.profile for one in occupied)
-    there.update(profile.name for profile in wanted)
-    if any(there[profile.name] > profile.max_count for profile in wanted):
+    there.update(profile.name for profile in desired)
+    if any(there[profile.name] > profile.max_count for profile in desired):
         return None
-    return _search(wanted, {part for one in occupied for part in range(one.start, one.start + one.size)})
+    return _search(desired, {part for one in occupied for part in range(one.start, one.start + one.size)})
 
 
-def _search(wanted: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
-    if not wanted:
+def _search(desired: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
+    if not desired:
         return ()
-    profile, rest = wanted[0], wanted[1:]
+    profile, rest = desired[0], desired[1:]
     for start in sorted(profile.starts):
         parts = set(range(start, start + profile.size))
         if start < least or parts & taken:

@@ -166,7 +166,7 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
     changes: dict[str, str] = {}
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
-        work = _Layout(task, mig, store)
+        work = _LayoutWork(task, mig, store)
         try:
             why[uuid] = work.apply()
         except DriverError as error:
@@ -183,7 +183,7 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
 _CODES = (reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.DRIVER_HUNG, reasons.GPU_LOST)
 
 
-class _Layout:
+class _LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
     def __init__(self, task: LayoutTask, mig: Mig, store: Store) -> None:
@@ -251,11 +251,11 @@ class _Layout:
 
     def _apply_instances(self, existing: Sequence[MigInstance]) -> Reason:
         self._note_ours(existing)
-        wanted, fixed = self._layout.profiles, self._fixed(existing)
-        done = change(wanted, existing, fixed)
+        desired, fixed = self._layout.profiles, self._fixed(existing)
+        done = change(desired, existing, fixed)
         if done.in_the_way and self._task.force:
             done = change(
-                wanted, existing, fixed - {one.id for one in done.in_the_way if not self._pids(one)}
+                desired, existing, fixed - {one.id for one in done.in_the_way if not self._pids(one)}
             )
         if done.in_the_way:
             return self._why_in_the_way(done.in_the_way)
@@ -342,7 +342,7 @@ def _pids(pids: Iterable[int]) -> str:
 
 
 def restore(layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is wanted; forget what was recorded."""
+    """Restore the layouts from before our first change, where that is desired; forget what was recorded."""
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     tasks = []
     for layout in layouts:

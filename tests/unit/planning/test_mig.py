@@ -182,8 +182,8 @@ def parts(instances: tuple[MigInstance, ...]) -> list[int]:
     return [part for one in instances for part in range(one.start, one.start + one.size)]
 
 
-def has(one: Gpu, wanted: tuple[MigProfile, ...], instances: tuple[MigInstance, ...]) -> bool:
-    """Whether the instances are those wanted, and the GPU has room for all of them at once."""
+def has(one: Gpu, desired: tuple[MigProfile, ...], instances: tuple[MigInstance, ...]) -> bool:
+    """Whether the instances are those desired, and the GPU has room for all of them at once."""
     by_name = {profile.name: profile for profile in one.mig_profiles}
     each = [by_name[instance.profile] for instance in instances]
     assert len(parts(instances)) == len(set(parts(instances)))
@@ -194,32 +194,32 @@ def has(one: Gpu, wanted: tuple[MigProfile, ...], instances: tuple[MigInstance, 
     )
     counts = Counter(profile.name for profile in each)
     assert all(by_name[name].max_count >= number for name, number in counts.items())
-    return counts == Counter(profile.name for profile in wanted)
+    return counts == Counter(profile.name for profile in desired)
 
 
 @given(possible())
 def test_a_layout_never_has_more_than_the_gpu(case: tuple[Gpu, tuple[MigProfile, ...]]) -> None:
-    one, wanted = case
-    assert has(one, wanted, after(change(wanted, (), ())))
+    one, desired = case
+    assert has(one, desired, after(change(desired, (), ())))
 
 
 @given(possible(), st.randoms())
 def test_the_order_in_which_a_layout_is_written_does_not_matter(
     case: tuple[Gpu, tuple[MigProfile, ...]], mixed: st.DataObject
 ) -> None:
-    one, wanted = case
-    written = [profile.name for profile in wanted]
+    one, desired = case
+    written = [profile.name for profile in desired]
     mixed.shuffle(written)  # type: ignore[attr-defined]
-    assert not written or resolve(written, one) == wanted
-    assert change(tuple(reversed(wanted)), (), ()) == change(wanted, (), ())
+    assert not written or resolve(written, one) == desired
+    assert change(tuple(reversed(desired)), (), ()) == change(desired, (), ())
 
 
 @given(possible())
 def test_a_layout_that_is_in_effect_needs_no_change(case: tuple[Gpu, tuple[MigProfile, ...]]) -> None:
-    _, wanted = case
-    existing = after(change(wanted, (), ()))
-    assert not change(wanted, existing, ()).is_due
-    assert not change(wanted, tuple(reversed(existing)), [one.id for one in existing]).is_due
+    _, desired = case
+    existing = after(change(desired, (), ()))
+    assert not change(desired, existing, ()).is_due
+    assert not change(desired, tuple(reversed(existing)), [one.id for one in existing]).is_due
 
 
 @given(possible(), st.data())
@@ -229,17 +229,17 @@ def test_a_change_never_destroys_what_is_fixed(
     one, former = case
     existing = after(change(former, (), ()))
     try:
-        wanted = resolve(data.draw(layouts_of(one)), one)
+        desired = resolve(data.draw(layouts_of(one)), one)
     except LayoutError:
         return
     fixed = data.draw(st.sets(st.sampled_from([one.id for one in existing]))) if existing else set()
-    done = change(wanted, existing, fixed)
+    done = change(desired, existing, fixed)
     assert not {instance.id for instance in done.destroy} & fixed
     if done.in_the_way:
         assert {instance.id for instance in done.in_the_way} <= fixed
         assert done == LayoutChange(in_the_way=done.in_the_way)
         return
-    assert has(one, wanted, after(done))
+    assert has(one, desired, after(done))
     stays = [instance for instance in existing if instance.id in fixed and instance not in done.keep]
     assert not set(parts(tuple(stays))) & set(parts(after(done)))
 
@@ -252,18 +252,18 @@ def instance(number: int, profile: str, start: int, size: int, **given: Any) -> 
 
 
 def test_instances_that_already_match_are_kept() -> None:
-    wanted = resolve(["all-balanced"], with_mig("h100"))
+    desired = resolve(["all-balanced"], with_mig("h100"))
     small = instance(7, "1g.10gb", 2, 1)
-    done = change(wanted, (small, instance(3, "2g.20gb", 0, 2)), ())
+    done = change(desired, (small, instance(3, "2g.20gb", 0, 2)), ())
     assert small in done.keep
     assert describe(done.keep) == "1 x 1g.10gb + 1 x 2g.20gb"
     assert done.destroy == ()
 
 
 def test_an_instance_is_moved_only_if_the_others_do_not_fit_beside_it() -> None:
-    wanted = resolve(["3g.40gb", "3g.40gb"], with_mig("h100"))
+    desired = resolve(["3g.40gb", "3g.40gb"], with_mig("h100"))
     awkward = instance(5, "1g.10gb", 4, 1)
-    assert change(wanted, (awkward,), ()).destroy == (awkward,)
+    assert change(desired, (awkward,), ()).destroy == (awkward,)
     moved = resolve(["4g.40gb", "1g.10gb"], with_mig("h100"))
     low = instance(9, "1g.10gb", 0, 1)
     done = change(moved, (low,), ())
