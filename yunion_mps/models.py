@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, NOT_SHARED, TIME_SLICING
+from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
+from yunion_mps.identity import gpu_of
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -119,7 +120,7 @@ class Device(NamedTuple):
 
     @property
     def gpu_address(self) -> str:
-        return self.addr if self.sharing == NOT_SHARED else self.addr.rpartition("-")[0]
+        return gpu_of(self.addr)
 
     @property
     def dev_type(self) -> str:

@@ -63,9 +63,9 @@ GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no inf
     _REPAIRED)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
-    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload")
+    "use its instances: write mig in its entry; or disable MIG mode: mig: all-disabled")
 MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
-    f"wait a moment, or see what it waits for: yunion-mps gpus; {_EVENTS}")
+    "wait a moment; see what it waits for: yunion-mps gpus")
 MIG_IN_USE = _code("mig_in_use",
     "The MIG layout waits for leases or processes on instances, or on the whole GPU, that have to go.",
     "wait for them to end: yunion-mps who --clients; end a process: yunion-mps terminate PID")

@@ -215,11 +215,11 @@ def gpus(host: Host) -> Findings:
     return findings or [ok(f"{len(ours)} divided, all working")]
 
 
-@check("MIG", MIG_ENABLED, "off on every divided GPU")
+@check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
-            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or remove it from the device file"
+            hint = "write mig: all-disabled in its entry, or a layout to use its instances"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
 
 

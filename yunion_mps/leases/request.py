@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from yunion_mps.enums import BINPACK, MPS, WHY_UNENFORCED
+from yunion_mps.enums import BINPACK, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
@@ -219,7 +219,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     unenforced = {
         gpu.uuid: Unenforced(f"{gpu.address} ({gpu.name})", WHY_UNENFORCED[sharing])
         for gpu in gpus
-        if gpu.uuid and ((sharing := ways.get(gpu.uuid, MPS)) != MPS or not enforces_budgets(gpu))
+        if gpu.uuid and ((sharing := ways.get(gpu.uuid, MPS)) == TIME_SLICING or not enforces_budgets(gpu))
     }
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}

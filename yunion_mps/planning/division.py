@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from yunion_mps import reasons
-from yunion_mps.enums import MPS, NORMAL, TIME_SLICING
+from yunion_mps.enums import MPS, NORMAL, NOT_SHARED, TIME_SLICING
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import uuid5
 from yunion_mps.models import (
@@ -266,6 +266,8 @@ def describe_division(plan: Plan, gpu_uuid: str | None) -> str:
 
 
 def _describe_budget(device: Device) -> str:
+    if device.sharing == NOT_SHARED:
+        return f"{device.memory_limit_mib} MiB"
     if device.sharing != MPS:
         return f"{device.memory_limit_mib} MiB, {device.sharing}"
     priority = "" if device.priority == NORMAL else f", {device.priority.replace('_', ' ')}"

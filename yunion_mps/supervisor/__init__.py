@@ -8,6 +8,7 @@ long.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterable
 
 from yunion_mps import reasons
@@ -360,14 +361,20 @@ class Supervisor:
             self.desired.replan()
 
     def _create_instances(self) -> None:
-        """Create the missing instances of MIG layouts, as after a reboot, without taking anything away."""
-        tasks = self.layout_tasks(None)
+        """Bring MIG layouts into effect; if there may be leases, without taking anything away."""
+        tasks = self.layout_tasks(() if self._has_no_leases() else None)
         if tasks:
             result = self.apply_layouts(tasks)
             self._layouts.note(result, self.desired.plan, is_final=False)
             if result.inventory:
                 self._gpus.update(result.inventory, self.config, self.desired.plan)
             self.desired.replan()
+
+    def _has_no_leases(self) -> bool:
+        has_copies = os.path.isdir(self._paths.lease_copies) and bool(os.listdir(self._paths.lease_copies))
+        return not has_copies and not (
+            Store.exists(self._paths) and self.store().read("SELECT 1 FROM lease LIMIT 1")
+        )
 
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""

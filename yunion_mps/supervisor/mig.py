@@ -238,7 +238,9 @@ class _LayoutWork:
     def _why_gpu_is_busy(self) -> Reason:
         task = self._task
         if task.busy is None:
-            return Reason("MIG mode is not switched before the leases are known", reasons.MIG_PENDING)
+            return Reason(
+                "MIG mode is switched on once it is known that no lease is in the way", reasons.MIG_PENDING
+            )
         pids = self._mig.processes(self._uuid)
         if pids:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
