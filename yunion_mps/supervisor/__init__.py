@@ -86,8 +86,8 @@ class Supervisor:
         program, or no domain's directory is available.
         """
         self._keep_leased_gpus()
-        self._create_instances()
         leftovers = self._settle_leftovers()
+        self._create_instances()
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
             return
@@ -362,19 +362,19 @@ class Supervisor:
 
     def _create_instances(self) -> None:
         """Bring MIG layouts into effect; if there may be leases, without taking anything away."""
-        tasks = self.layout_tasks(() if self._has_no_leases() else None)
+        is_final = self._has_no_leases()
+        tasks = self.layout_tasks(() if is_final else None)
         if tasks:
             result = self.apply_layouts(tasks)
-            self._layouts.note(result, self.desired.plan, is_final=False)
+            self._layouts.note(result, self.desired.plan, is_final=is_final)
             if result.inventory:
                 self._gpus.update(result.inventory, self.config, self.desired.plan)
             self.desired.replan()
 
     def _has_no_leases(self) -> bool:
-        has_copies = os.path.isdir(self._paths.lease_copies) and bool(os.listdir(self._paths.lease_copies))
-        return not has_copies and not (
-            Store.exists(self._paths) and self.store().read("SELECT 1 FROM lease LIMIT 1")
-        )
+        if os.path.isdir(self._paths.lease_copies) and os.listdir(self._paths.lease_copies):
+            return False
+        return not Store.exists(self._paths) or not self.store().read("SELECT 1 FROM lease LIMIT 1")
 
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
