@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from cluster.node import Node, pod
+from cluster.node import Node
+from cluster.objects import pod
 from integration.daemon_host import eventually
 from integration.lease_host import holders, leases_of
 from kubernetes.kubelet import KubeletPlugin

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     mig.add_argument("mode", choices=["on", "off"])
 
     add_gpu(
-        "reset", "Reset the GPU, whoever uses it: applies its pending MIG mode.", lambda gpu, _: gpu.reset()
+        "reset", "Reset the GPU, even in use, and apply its pending MIG mode.", lambda gpu, _: gpu.reset()
     )
     add_gpu(
         "require-reset", "Refuse MIG changes of the GPU until a reset.", lambda gpu, _: gpu.require_reset()

@@ -54,7 +54,7 @@ class SimGpu:
 
     @mig.setter
     def mig(self, on: bool) -> None:
-        """Switch MIG mode, current and pending, whoever uses the GPU: the instances are gone."""
+        """Switch MIG mode at once, even if the GPU is in use; ends its instances."""
         if not self._slot.mig_capable:
             raise ValueError(f"a {self.description.name} has no MIG mode")
         self.end_instances()
@@ -78,9 +78,8 @@ class SimGpu:
         )
 
     def end_instances(self, gpu_instance: int = layout.UNSET) -> None:
-        """End a GPU instance, or all, with its compute instances and clients: nobody is asked."""
-        library = ctypes.CDLL(str(found_library(self._root)))
-        library.simhost_end_instances(self.slot, gpu_instance)
+        """End a GPU instance, or all, even in use, with its compute instances and clients."""
+        self._library.simhost_end_instances(self.slot, gpu_instance)
 
     @property
     def time_slice(self) -> str:
@@ -99,12 +98,7 @@ class SimGpu:
 
     def reset(self) -> None:
         """Reset the GPU: all clients and instances end, and a pending MIG mode is applied."""
-        self.end_instances()
-        with self._file.changing():
-            for process in self._slot.processes:
-                process.pid = 0
-            self._slot.reset_required = 0
-            self._slot.mig_current = self._slot.mig_pending
+        self._library.simhost_reset(self.slot)
 
     def lose(self, *, lookup: str = "gpu_is_lost", xid: int | None = XID_FELL_OFF_THE_BUS) -> None:
         """Lose the GPU: every call on its handle gives GPU_IS_LOST, and an Xid is reported.
@@ -203,3 +197,7 @@ class SimGpu:
     def _slot(self) -> layout.Gpu:
         slot: layout.Gpu = self._file.state.gpus[self.slot]
         return slot
+
+    @property
+    def _library(self) -> ctypes.CDLL:
+        return ctypes.CDLL(str(found_library(self._root)))

@@ -1,10 +1,11 @@
 """MIG on the simulated GPUs: which GPU instances a model can have, as data that the library serves.
 
-Sources: counts and engines are those of NVIDIA's MIG User Guide, "Supported MIG Profiles" (2026); profile
-ids, placements, SMs and memory are what `nvidia-smi mig -lgip` and `-lgipp` printed on such boards: driver 535
-on an A30, 550 on A100s and an H100, 560 on an H100 NVL. No output of an H200 or B200 was at hand: the H200's
-SMs and memory are those that users report of their MIG devices (7g.141gb: an estimate); the B200's SMs are
-those of the mock in NVIDIA's go-nvml, its memory an estimate.
+Counts and engines are those of NVIDIA's MIG User Guide, "Supported MIG Profiles" (2026). Profile ids,
+placements, SMs and memory are what people published of `nvidia-smi mig -lgip` and `-lgipp` on an A30 (driver
+535), A100s, an H100 and an H100 NVL (driver 560); drivers differ a little in the memory. Of an H200 or B200
+there was no whole output: ids and placements are taken to be an H100's; the H200's SMs and memory are what
+users tell of their MIG devices, but that of 7g.141gb is an estimate; the B200's SMs are those of the mock in
+NVIDIA's go-nvml, and its memory is an estimate.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ PROFILES: dict[str, tuple[Profile, ...]] = {
         Profile("2g.12gb+me", 8, 6, 2, 1, 11.6875, 28, (2, 2, 1, 1), 2, (0, 2)),
         Profile("4g.24gb", 3, 0, 4, 1, 23.4375, 56, (4, 4, 1, 1), 4, WHOLE),
     ),
-    "a100": _eight("5 10 20 40", "4.75 9.75 19.625 39.5", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"),
+    "a100": _eight(
+        "5 10 20 40", "4.75 9.75 19.625 39.375", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"
+    ),
     "a100-80gb": _eight(
         "10 20 40 80", "9.5 19.5 39.25 79", _A100, "1/0/0 1/1/1 1/1/0 2/1/0 3/2/0 4/2/0 7/5/1"
     ),

@@ -191,8 +191,9 @@ static nvmlReturn_t try_create(struct part part, unsigned int id, const nvmlPlac
         return NO_PERMISSION;
     if (!slices)
         return NOT_SUPPORTED;
+    void *instance = handle_of(part);
     int lock = lock_state();
-    nvmlReturn_t error = create(part, slices, asked, handle);
+    nvmlReturn_t error = find_part(instance, &part) ? create(part, slices, asked, handle) : INVALID_ARGUMENT;
     unlock_state(lock);
     changed();
     return error;
@@ -217,7 +218,7 @@ NVML nvmlComputeInstanceDestroy(void *compute)
     if (geteuid() != 0)
         return NO_PERMISSION;
     int lock = lock_state();
-    nvmlReturn_t error = has_clients(part) ? IN_USE : SUCCESS;
+    nvmlReturn_t error = !find_part(compute, &part) ? INVALID_ARGUMENT : has_clients(part) ? IN_USE : SUCCESS;
     if (!error) {
         remove_access(part);
         part.compute->serial = 0;

@@ -49,7 +49,7 @@ typedef struct {
     unsigned int capabilities;
 } nvmlGpuInstanceProfileInfo_v3_t;
 
-/* Whether MIG mode is on or off: mig-parted, too, asks before it enables it. */
+/* Also while MIG mode is off: mig-parted relies on it. */
 NVML nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t gpu, unsigned int number, nvmlGpuInstanceProfileInfo_t *info)
 {
     ENTER_DEVICE(gpu, info && number < KNOWN_PROFILES);
@@ -116,7 +116,7 @@ static bool is_free(const struct sim_profile *profile, unsigned int start, uint3
     return profile->starts >> start & 1 && !(slices_at(profile, start) & taken);
 }
 
-/* How many more of a profile fit, for all of them do not overlap each other. */
+/* How many more instances of a profile fit beside each other. */
 static unsigned int remaining(const struct sim_gpu *gpu, const struct sim_profile *profile)
 {
     unsigned int fit = 0, there = 0;
@@ -130,7 +130,7 @@ static unsigned int remaining(const struct sim_gpu *gpu, const struct sim_profil
     return fit < profile->count - there ? fit : profile->count - there;
 }
 
-/* How many placements that are free would be so no more: the driver takes where these are fewest. */
+/* How many free placements an instance would block: the driver chooses the one that blocks the fewest. */
 static unsigned int blocked_by(const struct sim_gpu *gpu, uint32_t slices, uint32_t taken)
 {
     unsigned int blocked = 0;
@@ -261,7 +261,9 @@ NVML nvmlGpuInstanceDestroy(void *instance)
     if (geteuid() != 0)
         return NO_PERMISSION;
     int lock = lock_state();
-    nvmlReturn_t error = !is_empty(part) || has_clients(part) ? IN_USE : SUCCESS;
+    nvmlReturn_t error = !find_part(instance, &part) ? INVALID_ARGUMENT : SUCCESS; /* it may be gone meanwhile */
+    if (!error && (!is_empty(part) || has_clients(part)))
+        error = IN_USE;
     if (!error) {
         remove_access(part);
         part.instance->serial = 0;

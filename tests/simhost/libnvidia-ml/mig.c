@@ -9,7 +9,7 @@
 
 /*
  * A number that says where the instance is and which one it is: TAG, GPU, GPU instance, compute instance (NONE for
- * a GPU instance), serial. Once the instance is destroyed, it is nobody's.
+ * a GPU instance), serial. No later instance has the same one.
  */
 enum { TAG = 0x5d, NONE = 0xff };
 
@@ -61,7 +61,7 @@ bool has_clients(struct part part)
 
 /* ---- The mode -------------------------------------------------------------------------------------------- */
 
-/* End a GPU instance (UINT_MAX: all) with all in it, as a reset does: nobody is asked. The caller has the lock. */
+/* End a GPU instance (UINT_MAX: all), even in use, with all in it, as a reset does. The caller has the lock. */
 static void end_instances(struct sim_gpu *gpu, unsigned int id)
 {
     for (size_t i = 0; i < COUNT(gpu->instances); i++) {
@@ -79,8 +79,21 @@ static void end_instances(struct sim_gpu *gpu, unsigned int id)
     }
 }
 
+void reset_gpu(struct sim_gpu *gpu)
+{
+    int lock = lock_state();
+
+    end_instances(gpu, UINT_MAX);
+    for (size_t i = 0; i < COUNT(gpu->processes); i++)
+        gpu->processes[i].pid = 0;
+    gpu->mig_current = gpu->mig_pending;
+    gpu->reset_required = 0;
+    unlock_state(lock);
+    changed();
+}
+
 /* For Python (gpu.py), which leaves instances and their files to this library. */
-__attribute__((visibility("default"))) void simhost_end_instances(unsigned int slot, unsigned int id)
+PUBLIC void simhost_end_instances(unsigned int slot, unsigned int id)
 {
     if (!map_state() || slot >= state->gpu_count)
         return;
@@ -90,19 +103,10 @@ __attribute__((visibility("default"))) void simhost_end_instances(unsigned int s
     changed();
 }
 
-nvmlReturn_t reset_gpu(struct sim_gpu *gpu)
+PUBLIC void simhost_reset(unsigned int slot)
 {
-    int lock = lock_state();
-    bool in_use = has_clients((struct part){gpu, NULL, NULL});
-
-    if (!in_use) {
-        end_instances(gpu, UINT_MAX);
-        gpu->mig_current = gpu->mig_pending;
-        gpu->reset_required = 0;
-    }
-    unlock_state(lock);
-    changed();
-    return in_use ? IN_USE : SUCCESS;
+    if (map_state() && slot < state->gpu_count)
+        reset_gpu(&state->gpus[slot]);
 }
 
 NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
@@ -114,7 +118,7 @@ NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int 
     return give(current, gpu->mig_current);
 }
 
-/* What is in the way of a change stays in *status; the mode is pending until the call is repeated or a reset. */
+/* *status says what prevents the change; the mode is then pending until the call is repeated or the GPU is reset. */
 NVML nvmlDeviceSetMigMode(nvmlDevice_t gpu, unsigned int mode, nvmlReturn_t *status)
 {
     ENTER_DEVICE(gpu, status && mode <= 1);

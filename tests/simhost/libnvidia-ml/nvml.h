@@ -17,7 +17,8 @@
 
 #include "layout.h"
 
-#define NVML __attribute__((visibility("default"))) nvmlReturn_t
+#define PUBLIC __attribute__((visibility("default")))
+#define NVML PUBLIC nvmlReturn_t
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define MIB (1024ULL * 1024ULL)
 
@@ -128,7 +129,7 @@ bool has_process(struct part part, const struct sim_process *process); /* it run
 struct sim_profile *profile_of(struct part part); /* that of its GPU instance */
 unsigned int compute_sm(struct part part, unsigned int slices);
 nvmlDevice_t find_mig_device(struct sim_gpu *gpu, const char *uuid);
-nvmlReturn_t reset_gpu(struct sim_gpu *gpu); /* applies a pending MIG mode; ends all instances */
+void reset_gpu(struct sim_gpu *gpu); /* applies a pending MIG mode; ends all clients and instances */
 unsigned int index_of_mig_device(struct part part);
 
 void make_access(struct part part); /* the files by which programs may use an instance */

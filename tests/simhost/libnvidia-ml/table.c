@@ -1,4 +1,7 @@
-/* What nvidia-smi calls without a name: a table of functions that no header describes, as 535 and 550 use it. */
+/*
+ * What nvidia-smi calls without a name: a table of functions that no header describes. Those for processes are
+ * where 535 and 550 look for them, the others where 535 does.
+ */
 #include <unistd.h>
 
 #include "nvml.h"
@@ -44,13 +47,25 @@ static nvmlReturn_t nvmlDeviceIsPrimary(nvmlDevice_t gpu, unsigned int *primary)
     return give(primary, 0);
 }
 
-static nvmlReturn_t nvmlDeviceReset(nvmlDevice_t gpu)
+/* All are reset, or none. What else it takes is left alone. */
+static nvmlReturn_t nvmlDevicesReset(unsigned int count, const nvmlDevice_t *gpus)
 {
-    ENTER_DEVICE(gpu, true);
-    return geteuid() == 0 ? reset_gpu(gpu) : NO_PERMISSION;
+    ENTER(gpus);
+    if (geteuid() != 0)
+        return NO_PERMISSION;
+    for (unsigned int i = 0; i < count; i++) {
+        nvmlReturn_t error = enter_device(__func__, gpus[i]);
+        if (!error && has_clients((struct part){gpus[i], NULL, NULL}))
+            error = IN_USE;
+        if (error && error != GPU_IS_LOST)
+            return error;
+    }
+    for (unsigned int i = 0; i < count; i++)
+        reset_gpu(gpus[i]);
+    return SUCCESS;
 }
 
-static nvmlReturn_t agreed(void) { return SUCCESS; }
+static nvmlReturn_t agreed(void) { return SUCCESS; } /* whether GPUs are on a fabric, which are reset together */
 static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
 
 /*
@@ -60,7 +75,7 @@ static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
 NVML nvmlInternalGetExportTable(const void **table, const void *id)
 {
     enum {
-        RESET = 13, IS_PRIMARY = 20, FABRIC = 169, GROUP = 182, LOCK_GROUP = 183, UNLOCK_GROUP = 184,
+        IS_PRIMARY = 20, RESET = 168, FABRIC = 169, GROUP = 182, LOCK_GROUP = 183, UNLOCK_GROUP = 184,
         SET_POLICY = 192, GET_POLICIES = 193, COMPUTE = 213, MPS = 214, GRAPHICS = 215
     };
     static const void *slots[512];
@@ -71,9 +86,9 @@ NVML nvmlInternalGetExportTable(const void **table, const void *id)
     slots[0] = (void *)sizeof slots;
     for (size_t i = 1; i < COUNT(slots); i++)
         slots[i] = (void *)unsupported;
-    slots[RESET] = (void *)nvmlDeviceReset;
     slots[IS_PRIMARY] = (void *)nvmlDeviceIsPrimary;
     slots[FABRIC] = slots[GROUP] = slots[LOCK_GROUP] = slots[UNLOCK_GROUP] = (void *)agreed;
+    slots[RESET] = (void *)nvmlDevicesReset;
     slots[SET_POLICY] = (void *)nvmlDeviceSetComputePolicy;
     slots[GET_POLICIES] = (void *)nvmlDeviceGetComputePolicies;
     slots[COMPUTE] = (void *)nvmlDeviceGetComputeRunningProcesses_private;
