@@ -63,7 +63,7 @@ GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no inf
     _REPAIRED)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
-    "use its instances: write mig in its entry; or disable MIG mode: mig: all-disabled")
+    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload; or write mig in its entry")
 MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
     "wait a moment; see what it waits for: yunion-mps gpus")
 MIG_IN_USE = _code("mig_in_use",

@@ -219,7 +219,7 @@ def gpus(host: Host) -> Findings:
 def mig(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
-            hint = "write mig: all-disabled in its entry, or a layout to use its instances"
+            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
 
 
