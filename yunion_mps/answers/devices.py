@@ -234,7 +234,10 @@ class VariableFields(TypedDict):
 class MpsClient(ProcessFields, ContainerFields, VariableFields):
     """One process that uses GPUs."""
 
-    mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
+    mps: Annotated[
+        bool | None,
+        Field("False: outside MPS, so no budget limits it. Null: unknown, or its GPUs do not use MPS."),
+    ]
     server: Annotated[Pid | None, Field("The PID of its MPS server.")]
     domain: Annotated[str, Field("The domain that serves it.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]

@@ -83,7 +83,11 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     )
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
-    actions = {str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget for gpu in planned}
+    actions = {
+        str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
+        for gpu in planned
+        if sharing[gpu.pci_address] == MPS
+    }
     unavailable |= waiting
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,

@@ -228,8 +228,10 @@ class Queries:
                 "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
             },
             "gpus": {
-                "total": len(snapshot.inventory.gpus),
-                "unavailable": sum(gpu["state"] == UNAVAILABLE for gpu in self.gpus()["gpus"]),
+                "total": sum(not gpu.parent for gpu in snapshot.inventory.gpus),
+                "unavailable": sum(
+                    gpu["state"] == UNAVAILABLE and not gpu["parent"] for gpu in self.gpus()["gpus"]
+                ),
             },
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }

@@ -187,6 +187,10 @@ class Reloader:
             devices = count(len(wait.pending), "device")
             what = f"GPU {address}: {devices} waiting for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
+        pending += [
+            {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
+            for uuid, why in snapshot.plan.pending.items()
+        ]
         rows: list[answers.Change] = [
             {
                 "kind": change.kind,

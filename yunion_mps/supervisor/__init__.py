@@ -62,7 +62,7 @@ class Supervisor:
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
-        self.jobs = Jobs(self.fleet, self._gpus)
+        self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self._layouts = MigLayouts(self._gpus, self.event_log.record)
         #: Whether a stop has begun.

@@ -328,7 +328,7 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 "its clients can use all of its memory and threads"
             )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
-        planned = snapshot.plan.compute_modes.get(gpu.uuid or "")
+        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served else None
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "

@@ -17,15 +17,14 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.observer import (
     DRIVER_TIMEOUT_S,
     DomainUsage,
-    GpuProcesses,
     GpuUsage,
     HostUsage,
     Observation,
-    ObservedDomain,
     Observer,
     ProcessFacts,
     host_usage,
 )
+from yunion_mps.service.process_list import GpuProcesses, ObservedDomain
 from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
 from unit.leases.shares import device
