@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually
+from integration.image import IMAGE
+from integration.podman_host import mps, spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice
 
@@ -171,3 +176,24 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
     assert not daemon.host.gpus[0].mig
+
+
+def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman: MakePodman) -> None:
+    daemon.start().wait_ready()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    for node in [*(daemon.host.root / "dev/nvidia-caps").iterdir(), daemon.host.root / "dev/nvidia0"]:
+        node.unlink()
+        os.mknod(node, stat.S_IFCHR | 0o444, os.makedev(1, 3))
+    address = f"00:06.0-g{big.gpu_instance}"
+    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "its nodes")
+    podman = make_podman(daemon.host, "runc")
+    command = ["sh", "-c", "ls /dev/nvidia-caps; ls /dev; env"]
+    told = podman.good("run", "--rm", *podman.needs, *mps(address), IMAGE, *command).split()
+    table = (daemon.host.root / "proc/driver/nvidia-caps/mig-minors").read_text().splitlines()
+    minors = [line.split()[1] for line in table if line.startswith(f"gpu0/gi{big.gpu_instance}/")][:2]
+    assert sorted(word for word in told if word.startswith("nvidia-cap") and word != "nvidia-caps") == sorted(
+        f"nvidia-cap{minor}" for minor in minors
+    )
+    assert "nvidia0" in told
+    assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in told
+    assert not [word for word in told if word.startswith("CUDA_MPS_")]
