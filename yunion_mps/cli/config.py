@@ -13,7 +13,8 @@ from yunion_mps.paths import Paths
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.models import Gpu, Plan
+    from yunion_mps.mig import DISABLED
+from yunion_mps.models import Gpu, Plan
     from yunion_mps.settings import Config, DeviceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
@@ -208,6 +209,10 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 def _entry_text(entry: DeviceEntry) -> str:
     action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    if entry.mig not in ((), (DISABLED,)):
+        number = entry.virtual_number
+        each = f", {count(number, 'equal device')} each" if number else ""
+        return f"MIG: {' + '.join(entry.mig)}{each}{action}"
     if entry.slices:
         return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
     if entry.memory_unit_mib:

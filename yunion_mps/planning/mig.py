@@ -151,7 +151,7 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances
     except LayoutError:
         return Instances()
     if not layout.enabled:
-        waiting = {gpu.pci_address: _waiting("MIG mode is still on")} if gpu.mig_enabled else {}
+        waiting = {gpu.pci_address: _waiting("MIG mode is still on", layout)} if gpu.mig_enabled else {}
         return Instances({} if waiting else {gpu.pci_address: entry._replace(mig=())}, (layout,), waiting)
     done = change(layout.profiles, gpu.mig_instances, ())
     kept = {one.uuid for one in done.keep}
@@ -164,10 +164,10 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances
             used.add(one.pci_address)
     waiting = {}
     if not gpu.mig_enabled:
-        waiting[gpu.pci_address] = _waiting("MIG mode is off")
+        waiting[gpu.pci_address] = _waiting("MIG mode is off", layout)
     elif done.create or not all(kept):
         have = describe(done.keep) or "none of its instances"
-        waiting[gpu.pci_address] = _waiting(f"the GPU has {have} of {describe(layout.profiles)}")
+        waiting[gpu.pci_address] = _waiting(f"the GPU has {have}", layout)
     return Instances(dict.fromkeys(used, each), (layout,), waiting)
 
 
@@ -177,8 +177,9 @@ def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
     return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
 
 
-def _waiting(what: str) -> Reason:
-    return Reason(f"its MIG layout is not in effect yet: {what}", MIG_PENDING)
+def _waiting(what: str, layout: MigLayout) -> Reason:
+    named = describe(layout.profiles) or DISABLED
+    return Reason(f"its MIG layout ({named}) is not in effect yet: {what}", MIG_PENDING)
 
 
 def _kept(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
-from yunion_mps.mig import MigLayout
+from yunion_mps.mig import DISABLED, MigLayout
 from yunion_mps.models import (
     DEFAULT,
     Device,
@@ -283,10 +283,12 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
-    if entry.mig:
-        return _layout_error(entry, gpu)
-    if entry.sharing == TIME_SLICING:
-        return _found_by_every_program(gpu, config)
+    if wrong := _layout_error(entry, gpu):
+        return wrong
+    is_split = entry.mig not in ((), (DISABLED,))
+    if entry.sharing == TIME_SLICING or (is_split and not entry.virtual_number):
+        how = "split into MIG instances" if is_split else "time-sliced"
+        return _found_by_every_program(gpu, config, how)
     if entry.slices:
         many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
         return many + [Problem(*at, *wrong) for wrong in slices_error(entry, gpu, config)]
@@ -295,19 +297,20 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
 
 
-def _found_by_every_program(gpu: Gpu, config: Config) -> list[Problem]:
+def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
     """Return a problem if programs without MPS would find the control daemon of other GPUs."""
     at = config.sources["cuda_mps_pipe_directory"]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
     what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is time-sliced"
+    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is {how}"
     return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
 
 
 def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
     try:
-        layout_of(entry, gpu)
+        if entry.mig:
+            layout_of(entry, gpu)
     except LayoutError as error:
         return [Problem(*entry.divided_at, error.what, error.hint)]
     return []

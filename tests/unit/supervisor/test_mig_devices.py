@@ -248,3 +248,21 @@ def test_an_impossible_layout_is_refused_before_anything_changes(
     with pytest.raises(ConfigError, match=r"host_container_device.yml:4: .* has no MIG profile 1g.5gb"):
         supervise(host)
     assert host.gpus[0].mig is False
+
+
+def test_more_devices_than_mps_has_clients_are_refused_for_an_instance_too(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(H100)
+    configured(host, "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 49")
+    with pytest.raises(ConfigError, match="virtual_number is 49, more than the 48 clients"):
+        supervise(host)
+
+
+def test_a_control_daemon_that_every_program_finds_is_refused_beside_instances(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "h100", "count": 2}], cuda_mps_pipe_directory="/tmp/nvidia-mps")
+    configured(host, MIG, "type: NVIDIA_MPS; virtual_number: 2")
+    with pytest.raises(ConfigError, match="which is split into MIG instances"):
+        supervise(host)
