@@ -9,12 +9,12 @@ import click
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import ConfigError
+from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.mig import DISABLED
-from yunion_mps.models import Gpu, Plan
+    from yunion_mps.models import Gpu, Plan
     from yunion_mps.settings import Config, DeviceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
