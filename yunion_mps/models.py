@@ -77,6 +77,11 @@ class Gpu(NamedTuple):
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
 
     @property
+    def mig_profile(self) -> str:
+        """The profile of an instance; empty for a whole GPU."""
+        return self.identity.rpartition("/")[2].partition("@")[0]
+
+    @property
     def is_instance(self) -> bool:
         """Whether it is a MIG instance; `parent` says of which GPU, unless only the address is known."""
         return "-g" in self.pci_address

@@ -75,7 +75,10 @@ class Device(TypedDict):
         str, Field("Why it is unavailable or reserved, or which leases a pending one waits for.")
     ]
     reason_code: ReasonCode
-    budget_enforced: Annotated[bool, Field("Whether it is enforced: only through MPS, from Volta on.")]
+    budget_enforced: Annotated[
+        bool, Field("Whether it is enforced: through MPS from Volta on, and by a MIG instance.")
+    ]
+    mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]
     sharing: Annotated[str, Field("How its GPU is shared.", enum=enums.SHARING)]
     reserved_for: Annotated[str | None, Field("What its GPU is reserved for, as configured.")]
     lease: Annotated[str | None, Field("The id of its lease.")]
@@ -143,6 +146,7 @@ class Gpu(TypedDict):
         ),
     ]
     parent: Annotated[str | None, Field("The UUID of the GPU of which it is a MIG instance.")]
+    mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
 
 

@@ -93,6 +93,7 @@ class Device(AnswerValue["answers.Device"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    mig_profile: Optional[str]
     sharing: str
     reserved_for: Optional[str]
     lease: Optional[str]
@@ -149,6 +150,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
     budget_enforced: bool
     sharing: Optional[str]
     parent: Optional[str]
+    mig_profile: Optional[str]
     reserved_for: Optional[str]
 
 

@@ -67,6 +67,7 @@ class KnownDevice(TypedDict):
     lease: str | None
     holder: str | None
     reserved_for: str | None
+    mig_profile: str | None
 
 
 DeviceT = TypeVar("DeviceT", bound=KnownDevice)
@@ -206,8 +207,8 @@ def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
 class DeviceResource(ExtendedResource):
     """Devices, whose ids are their addresses."""
 
-    def __init__(self, options: PluginOptions) -> None:
-        super().__init__(options.resource_name, "yunion-mps.sock", "devices")
+    def __init__(self, options: PluginOptions, name: str = "", endpoint: str = "yunion-mps.sock") -> None:
+        super().__init__(name or options.resource_name, endpoint, "devices")
         self._options = options
         #: The GPU, memory in MiB and percentage of SM threads of each device.
         self._budgets: dict[str, tuple[str, int, float]] = {}

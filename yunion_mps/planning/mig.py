@@ -158,9 +158,8 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances
     missing = Counter(place.profile.name for place in done.create)
     used = {one.pci_address for one in children if one.uuid in kept}
     for one in children:
-        profile = one.identity.rpartition("/")[2].partition("@")[0]
-        if one.reason and one.uuid not in kept and missing[profile]:
-            missing[profile] -= 1
+        if one.reason and one.uuid not in kept and missing[one.mig_profile]:
+            missing[one.mig_profile] -= 1
             used.add(one.pci_address)
     waiting = {}
     if not gpu.mig_enabled:
