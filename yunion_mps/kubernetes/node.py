@@ -139,7 +139,7 @@ class NodeService:
         def labels() -> dict[str, str]:
             units = memory.offers.values()
             shared = (device.gpu for device in devices.offers.values())
-            return labels_of(shared, {unit.gpu for unit in units}, len(units))
+            return labels_of(shared, {unit.gpu for unit in units}, len(units), devices.sharing)
 
         return [
             OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),

@@ -179,7 +179,8 @@ class DevicePlugin:
             nodes = await self._leases.device_nodes(gpus.split(","))
         except YunionError as error:
             raise _refusal(error) from None
-        mounts = (environment["CUDA_MPS_PIPE_DIRECTORY"], SHARED_MEMORY)
+        pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU does not use MPS
+        mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
         return kubelet_api.ContainerAllocateResponse(
             {**environment, _NVIDIA_RUNTIME: gpus},
             tuple(kubelet_api.MountSpec(path, path) for path in mounts),
