@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
-from simhost import SimHost
-from simhost.host import Closes, SimGpu
+from simhost import SimGpu, SimHost
+from simhost.host import Closes
 from simhost.mps import StandIns
 
 

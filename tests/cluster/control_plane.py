@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import ssl
 import subprocess
 from collections.abc import Sequence
@@ -156,7 +157,10 @@ class ControlPlane(Closes):
     # -- its objects
 
     def write_kubeconfig(self, path: Path, token: str) -> Path:
-        path.write_text(_KUBECONFIG.format(port=self._port, authority=self._authority, token=token))
+        """Write a kubeconfig, and the API server's certificate next to it."""
+        authority = path.with_name("ca.crt")
+        shutil.copy(self._authority, authority)
+        path.write_text(_KUBECONFIG.format(port=self._port, authority=authority.name, token=token))
         return path
 
     def kubectl(self, *words: str | Path) -> str:

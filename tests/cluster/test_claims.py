@@ -9,7 +9,8 @@ import pytest
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 
 from cluster.control_plane import ApiError, Object
-from cluster.node import Node, named, pod
+from cluster.node import Node
+from cluster.objects import named, pod
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
 from kubernetes.containerd import Container

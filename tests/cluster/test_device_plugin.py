@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.control_plane import NODE, ControlPlane
-from cluster.node import Node, pod
+from cluster.node import Node
+from cluster.objects import pod
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.image import make_image
 from integration.lease_host import leases_of

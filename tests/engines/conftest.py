@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that wait for slurmctld to find that a job has reached its limit, up to 30 s."""
+    items.sort(key=lambda item: "time limit" not in item.name)
+
+
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -36,12 +41,18 @@ def jobs(host: SimHost) -> Iterator[StandIns]:
 
 
 @pytest.fixture
-def slurm(daemon: Daemon, version: str) -> Iterator[Slurm]:
-    """A node that is idle, with what `gres-conf` printed for it; two shares can be one budget."""
-    daemon.configure(cuda_mps_combine=2)
+def mapping() -> str:
+    """The gres that jobs request: `gpu:mps`, or `shard` in tests that set it as a parameter."""
+    return "gpu:mps"
+
+
+@pytest.fixture
+def slurm(daemon: Daemon, version: str, mapping: str) -> Iterator[Slurm]:
+    """An idle node with what `gres-conf` printed; two shares, or all shards of a GPU, can be one budget."""
+    daemon.configure(cuda_mps_combine=4 if mapping == "shard" else 2)
     daemon.start().wait_ready()
     with Slurm(daemon.host, version) as slurm:
-        slurm.install()
+        slurm.install(*(["--shards"] if mapping == "shard" else []))
         yield slurm.start()
 
 

@@ -331,8 +331,12 @@ class Slurm(Closes):
         return "\n".join([*shown, self.output(job), self.logs()])
 
     def state(self, node: str = NODE) -> str:
-        """The node's state, as sinfo shows it: idle, mixed, drained…"""
-        return self.peek("sinfo", "--noheader", f"--nodes={node}", "--format=%T").rstrip("*")
+        """The node's state, as sinfo shows it: idle, mixed, drained…
+
+        All nodes are listed, because for a single one, slurmctld does not update what is allocated.
+        """
+        listed = self.peek("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return next((state.rstrip("*") for name, state in map(str.split, listed) if name == node), "")
 
     def reason(self) -> str:
         """The reason why the node is drained; none if it is not drained."""

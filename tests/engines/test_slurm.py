@@ -52,15 +52,18 @@ def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Da
 
 
 def test_two_shares_are_one_budget_and_a_step_can_have_one_share(slurm: Slurm) -> None:
-    show = "sh -c 'echo $SLURM_STEP_GPUS $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT'"
+    show = (
+        "sh -c 'echo $SLURM_STEP_GPUS $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT $YUNION_MPS_LEASE'"
+    )
     steps = f"srun --quiet -n1 {show}\nsrun --quiet -n1 --exact {SHARE} {show}"
-    job = slurm.submit(f"{steps}\necho batch $YUNION_MPS_DEVICE", "--gres=gpu:mps:2")
+    job = slurm.submit(f"{steps}\necho batch $YUNION_MPS_DEVICE $YUNION_MPS_LEASE", "--gres=gpu:mps:2")
     slurm.wait_job(job, "COMPLETED")
     slurm.wait(lambda: "batch" in slurm.output(job), "the output")
+    lease = slurm.output(job).split()[-1]
     assert slurm.output(job).splitlines() == [
-        "0,1 00:06.0-0,00:06.0-1 0=8192M",
-        "0 00:06.0-0 0=4096M",
-        "batch 00:06.0-0,00:06.0-1",
+        f"0,1 00:06.0-0,00:06.0-1 0=8192M {lease}",
+        f"0 00:06.0-0 0=4096M {lease}",
+        f"batch 00:06.0-0,00:06.0-1 {lease}",
     ]
 
 

@@ -200,17 +200,19 @@ def replace(slurm: Slurm, daemon: Daemon, victim: str) -> None:
         slurm.start_node() if victim == "slurmd" else slurm.start_controller()
 
 
+@pytest.mark.parametrize("mapping", ["gpu:mps", "shard"])
 @pytest.mark.parametrize("when", ["begins", "has ended"])
 @pytest.mark.parametrize("victim", ["slurmd", "slurmctld", "daemon", "reexec"])
 def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(
-    slurm: Slurm, daemon: Daemon, victim: str, when: str
+    slurm: Slurm, daemon: Daemon, mapping: str, victim: str, when: str
 ) -> None:
     """It is killed before the hook has leased or released, and after that."""
-    running = slurm.submit(until_told(slurm), SHARE)
+    share = f"--gres={mapping}:1"
+    running = slurm.submit(until_told(slurm), share)
     slurm.wait(lambda: slurm.output(running), "its output")
     (before,) = leases_of(daemon)
     slurm.hold("prolog", when=when)
-    starting = slurm.submit(SHOW, SHARE)
+    starting = slurm.submit(SHOW, share)
     slurm.wait(lambda: slurm.is_held("prolog"), "its Prolog")
     assert len(leases_of(daemon)) == (1 if when == "begins" else 2)
     if victim == "slurmctld":
@@ -235,7 +237,7 @@ def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(
     if victim == "slurmctld":  # until slurmd registers again, 22.05 does not tell Prolog a job's devices
         slurm.ask("scontrol", "reconfigure")
         slurm.wait(lambda: "SlurmdStartTime=2" in slurm.ask("scontrol", "show", "node"), "its registration")
-    again = slurm.submit(SHOW, SHARE)
+    again = slurm.submit(SHOW, share)
     slurm.wait(lambda: slurm.is_completed(again), "the next job")
     wait_unused(slurm, daemon)
     wait_idle(slurm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 
@@ -11,14 +10,11 @@ import pytest
 from engines.slurm import Slurm
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
-from integration.mps_jobs import STUBBORN_JOB, terminations_of
+from integration.mps_jobs import JOB, STUBBORN_JOB, terminations_of
 from simhost import SimHost
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
-
-#: Enough to end before Slurm kills the job, after its KillWait.
-KILL_WAIT_S = 30
 
 
 @pytest.fixture
@@ -34,13 +30,17 @@ def patient_slurm(stand_ins: StandIns, daemon: Daemon, version: str) -> Iterator
     daemon.start().wait_ready()
     daemon.socket_path.chmod(0o666)
     with Slurm(daemon.host, version) as slurm:
-        slurm.install()
-        configuration = slurm.folder / "slurm.conf"
-        text = re.sub(
-            "^KillWait=.*$", f"KillWait={KILL_WAIT_S}", configuration.read_text(), flags=re.MULTILINE
-        )
-        configuration.write_text(text)
-        yield slurm.start()
+        slurm.install().start()
+        slurm.set(KillWait=30)  # enough to end before Slurm kills the job
+        yield slurm
+
+
+def end_job(slurm: Slurm, job: str, end: str) -> None:
+    if end == "scancel":
+        slurm.ask("scancel", job)
+    else:
+        slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
+    slurm.wait_job(job, "CANCELLED", "TIMEOUT")
 
 
 @pytest.mark.parametrize("end", ["scancel", "time limit"])
@@ -51,10 +51,22 @@ def test_a_client_is_disconnected_before_slurm_kills_its_job(
     script = f"srun yunion-mps run --inherit --safe-stop=0s -- {shlex.join(STUBBORN_JOB)}"
     job = slurm.submit(script, "--gres=gpu:mps:1")
     slurm.wait(lambda: "attached" in slurm.output(job), f"the client: {slurm.output(job)}")
-    if end == "scancel":
-        slurm.ask("scancel", job)
-    else:
-        slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
-    slurm.wait_job(job, "CANCELLED", "TIMEOUT")
+    end_job(slurm, job, end)
     slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
     assert terminations_of(daemon) == ["its MPS server disconnected it"], daemon.log
+
+
+@pytest.mark.parametrize(("start", "end"), [("srun --quiet", "scancel"), ("exec", "time limit")])
+def test_the_health_check_disconnects_a_client_before_slurm_kills_it(
+    patient_slurm: Slurm, daemon: Daemon, start: str, end: str
+) -> None:
+    """The client ignores SIGTERM, and ends by itself once it is disconnected."""
+    slurm = patient_slurm
+    slurm.set(KillWait=21, HealthCheckInterval=1)
+    ignore = shlex.join(["sh", "-c", f"trap '' TERM; exec {shlex.join(JOB)}"])
+    job = slurm.submit(f"{start} {ignore}", "--gres=gpu:mps:1", "--array=7")
+    slurm.wait(lambda: "attached" in slurm.output(job), f"the client: {slurm.output(job)}")
+    end_job(slurm, job, end)
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    (how,) = terminations_of(daemon)
+    assert how.startswith("its MPS server disconnected it"), daemon.log

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
 
-pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
+#: A node with two GPUs and four shards of each.
+pytestmark = [
+    pytest.mark.gpus({"kind": "v100", "count": 2}),
+    pytest.mark.parametrize("mapping", ["shard"], scope="function"),
+]
 
 GPUS = ["00:06.0", "00:07.0"]
-
-
-@pytest.fixture
-def slurm(daemon: Daemon, version: str) -> Iterator[Slurm]:
-    """A node with two GPUs and four shards of each; all shards of a GPU can be one budget."""
-    daemon.configure(cuda_mps_combine=4)
-    daemon.start().wait_ready()
-    with Slurm(daemon.host, version) as slurm:
-        yield slurm.install("--shards").start()
 
 
 def gpus_of(daemon: Daemon) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ MakeDaemon = Callable[..., Daemon]
 StartStranger = Callable[[SimHost], "subprocess.Popen[str]"]
 MakePodman = Callable[..., Podman]
 MakeAtWork = Callable[..., "AtWork"]
+MakePodmanAtWork = Callable[..., "tuple[AtWork, Podman]"]
 
 
 class AtWork(NamedTuple):
@@ -146,3 +147,18 @@ def podman(ready_daemon: Daemon, make_podman: MakePodman) -> Podman:
     """Podman on the host of a daemon that is ready, and whose devices can be found."""
     eventually(lambda: spec_of(ready_daemon.host), "the file of the devices")
     return make_podman(ready_daemon.host)
+
+
+@pytest.fixture
+def make_podman_at_work(
+    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
+) -> MakePodmanAtWork:
+    """Make what `make_at_work` makes, and podman on that host, whose devices can be found."""
+
+    def make(**keys: object) -> tuple[AtWork, Podman]:
+        make_podman(make_host())  # which makes the image without stand-ins
+        at_work = make_at_work(**keys)
+        eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
+        return at_work, make_podman(at_work.daemon.host)
+
+    return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,8 +49,13 @@ def terminations_of(daemon: Daemon) -> list[str]:
     return [one["what"].rpartition(": ")[2] for one in events if one["code"] == "client_terminated"]
 
 
-def job_in_container(*words: str) -> list[str]:
-    """What follows `podman run`: options, image and command of a stubborn client, with our own Python."""
+def job_in_container(*words: str, job: Sequence[str] = STUBBORN_JOB) -> list[str]:
+    """What follows `podman run`: options, image and command of a client, with our own Python."""
     folders = {"/usr", "/lib", "/lib64", sys.base_prefix, str(CLIENT.parent)}
     mounts = [f"--volume={folder}:{folder}:ro" for folder in sorted(folders) if Path(folder).exists()]
-    return [*words, *mounts, IMAGE, os.path.realpath(sys.executable), *STUBBORN_JOB[1:]]
+    return [*words, *mounts, IMAGE, *inside_container(job)]
+
+
+def inside_container(job: Sequence[str]) -> list[str]:
+    """The job, as it is named in such a container."""
+    return [os.path.realpath(job[0]), *job[1:]]

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-import simhost
-from integration.conftest import AtWork, MakeAtWork
-from integration.daemon_host import eventually, is_running
-from integration.lease_host import take
+from integration.conftest import AtWork, MakeAtWork, MakePodmanAtWork
+from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import leases_of, take
+from integration.mps_jobs import JOB, ended, inside_container, job_in_container, started
 from integration.test_metrics import value
 
-_CLIENT = Path(simhost.__file__).with_name("mps_client.py")
 DEVICE = "00:06.0-1"
+LEASE = "YUNION_MPS_LEASE"
 
 
 @contextlib.contextmanager
 def process_of(work: AtWork, lease: Any, used_mib: int) -> Iterator[subprocess.Popen[str]]:
     """A client that was started with the lease, at work, and uses so much memory."""
-    host = work.daemon.host
-    command = [sys.executable, "-IS", str(_CLIENT)]
-    env = {**host.env, **lease["environment"]}
-    pipes: dict[str, int] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, env=env, text=True, **pipes) as client:  # type: ignore[call-overload]
-        try:
-            assert [client.stdout.readline() for _ in range(2)] == ["asking\n", "attached\n"]
-            host.gpus[0].add_process(client.pid, used_mib, "M+C")
-            yield client
-        finally:
-            client.terminate()
+    with started(work.daemon.host, *JOB, variables=lease["environment"]) as client:
+        work.daemon.host.gpus[0].add_process(client.pid, used_mib, "M+C")
+        yield client
+
+
+def over_budget_events(daemon: Daemon) -> list[dict[str, Any]]:
+    events = daemon.get("/v1/events?kind=client")[1]["events"]
+    return [one for one in events if one["code"] == "over_budget_terminated"]
 
 
 @pytest.fixture
@@ -65,11 +60,7 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
         assert line.startswith(f"yunion-mps: terminating PID {newest.pid} because {cause} ({DEVICE})")
         assert line.endswith("[over_budget_terminated]\n")
         gpu.remove_process(newest.pid)
-        (event,) = (
-            event
-            for event in daemon.get("/v1/events?kind=client")[1]["events"]
-            if event["code"] == "over_budget_terminated"
-        )
+        (event,) = over_budget_events(daemon)
         assert f"(PID {newest.pid})" in event["what"]
         assert event["what"].endswith(": its MPS server disconnected it; ended by SIGTERM")
         assert event["cause"].startswith(cause)
@@ -79,6 +70,40 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
             daemon.polls()
         assert all(map(is_running, (old.pid, neighbour.pid, work.job.pid)))
         assert [one for one in daemon.status()["problems"] if one["code"] == "over_budget"] == []
+
+
+@pytest.mark.parametrize("names", [("CUDA_MPS_PIPE_DIRECTORY",), ("CUDA_MPS_PIPE_DIRECTORY", LEASE)])
+def test_a_container_over_its_budget_loses_its_newest_process_only(
+    make_podman_at_work: MakePodmanAtWork, names: Sequence[str]
+) -> None:
+    """It is one job, whether or not a process that is started in it later knows the lease."""
+    (daemon, _, neighbour), podman = make_podman_at_work(over_budget="terminate", over_budget_grace_s=1)
+    host, gpu = daemon.host, daemon.host.gpus[0]
+    run = ["yunion-mps", "run", "--podman", "--", *job_in_container("--name", "trainer")]
+    with started(host, *run):
+        (lease,) = leases_of(daemon)
+        budget_mib, old = lease["budgets"][0]["memory_mib"], podman.pid_of("trainer")
+        gpu.add_process(neighbour.pid, 4 * budget_mib, "M+C")
+        gpu.add_process(old, budget_mib, "M+C")
+        variables = [f"--env={name}={lease['environment'][name]}" for name in names]
+        with started(host, "podman", "exec", *variables, "trainer", *inside_container(JOB)) as newest:
+            inside = [one for one in daemon.get("/v1/clients")[1]["clients"] if one["container"] == "trainer"]
+            (pid,) = (one["pid"] for one in inside if one["pid"] != old)
+            gpu.add_process(pid, 512, "M+C")
+            eventually(lambda: daemon.polls() and not is_running(pid), "its end")
+            gpu.remove_process(pid)
+            line = ended(newest)[2].splitlines()[0]
+        used = f"the processes of lease {lease['id'][:8]} together use {budget_mib + 512} of {budget_mib} MiB"
+        assert line.startswith(f"yunion-mps: terminating PID {pid} because {used} ({lease['devices'][0]})")
+        (event,) = over_budget_events(daemon)
+        assert f"(PID {pid})" in event["what"]
+        assert event["what"].endswith(": its MPS server disconnected it; ended by SIGTERM")
+        assert event["cause"].startswith(used)
+        for _ in range(3):
+            daemon.polls()
+        own = {"gpu": "00:06.0", "gpu_uuid": gpu.uuid}
+        assert value(daemon, "yunion_mps_over_budget_terminations_total", **own) == 1
+        assert (is_running(old), is_running(neighbour.pid)) == (True, True)
 
 
 def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_at_work: MakeAtWork) -> None:

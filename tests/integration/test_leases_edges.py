@@ -228,3 +228,17 @@ def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(daemon: Daem
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         status, lease = waiter.answer()
     assert (status, lease["gpus"]) == (201, ["00:07.0"])
+
+
+def test_a_pid_of_another_pid_namespace_holds_no_lease(ready_daemon: Daemon) -> None:
+    """PID 1 there is the caller, and here the first process of this machine, which never ends."""
+    script = (
+        "from yunion_mps.http.client import DaemonClient as Client\n"
+        "from yunion_mps.http.operations import TAKE_LEASE\n"
+        "from yunion_mps.paths import Paths\n"
+        "Client(Paths.from_environment()).call(TAKE_LEASE, holder={'pid': 1})"
+    )
+    inside = ["unshare", "--pid", "--fork", "--mount-proc"]
+    done = ready_daemon.host.run([*inside, sys.executable, "-c", script])
+    assert "NotFoundError: PID 1 is that of a process in the caller's PID namespace" in done.stderr
+    assert given(ready_daemon) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
@@ -10,11 +11,10 @@ import subprocess
 import pytest
 from yunion_mps.host.proc import parent_of
 
-from integration.conftest import AtWork, MakeAtWork, MakeHost, MakePodman
+from integration.conftest import AtWork, MakePodmanAtWork
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
 from integration.mps_jobs import JOB, STUBBORN_JOB, ended, job_in_container, started, terminations_of
-from integration.podman_host import Podman, spec_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -64,6 +64,21 @@ def test_all_processes_are_killed_even_if_the_messages_are_not_read(at_work: AtW
     job.terminate()
     out, _ = job.communicate(timeout=PATIENCE_S)
     assert (job.returncode, out) == (KILLED, "")
+
+
+def test_the_command_is_killed_even_if_nobody_reads_a_full_stderr(at_work: AtWork) -> None:
+    daemon = at_work.daemon
+    reader, writer = os.pipe()
+    job = daemon.host.popen([*AT_ONCE, *STUBBORN_JOB], stdout=subprocess.PIPE, stderr=writer)
+    assert job.stdout
+    assert [job.stdout.readline() for _ in range(2)] == ["asking\n", "attached\n"]
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)))
+    daemon.kill()
+    job.terminate()
+    out, _ = job.communicate(timeout=PATIENCE_S)
+    assert (job.returncode, out) == (KILLED, "")
+    os.close(writer)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("kind", ["careful", "waiting"])
@@ -197,6 +212,25 @@ def test_inherit_requires_a_lease_and_excludes_a_request(ready_daemon: Daemon) -
     assert (done.returncode, "omit --gpu" in done.stderr) == (2, True)
 
 
+def test_in_another_pid_namespace_a_safe_stop_is_refused(ready_daemon: Daemon) -> None:
+    """PIDs are others there than for the daemon: another job's client could have that of one of its own."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc"]
+    done = ready_daemon.host.run([*inside, *RUN, "--", "echo", "begun"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("yunion-mps: --safe-stop: the daemon is in another PID namespace, so ")
+    assert given(ready_daemon) == []
+    done = ready_daemon.host.run([*inside, "yunion-mps", "run", "--", "echo", "begun"])
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+
+
+def test_a_command_may_use_a_pid_namespace_of_its_own(at_work: AtWork) -> None:
+    inside = ["unshare", "--pid", "--fork", "--mount-proc"]
+    with started(at_work.daemon.host, *AT_ONCE, *inside, *STUBBORN_JOB) as job:
+        job.terminate()
+        assert ended(job)[2] == ""
+    assert terminations_of(at_work.daemon) == [DISCONNECTED]
+
+
 def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     run = [*RUN, "--", "sh", "-c", "exec >&-; read -r word"]
     job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -206,21 +240,11 @@ def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     assert job.returncode == 0
 
 
-@pytest.fixture
-def podman_at_work(
-    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
-) -> tuple[AtWork, Podman]:
-    make_podman(make_host())  # which makes the image without stand-ins
-    at_work = make_at_work()
-    eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
-    return at_work, make_podman(at_work.daemon.host)
-
-
 @pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
 def test_clients_in_a_container_are_disconnected_before_it_is_killed(
-    podman_at_work: tuple[AtWork, Podman], is_dead: bool
+    make_podman_at_work: MakePodmanAtWork, is_dead: bool
 ) -> None:
-    (daemon, *_), podman = podman_at_work
+    (daemon, *_), podman = make_podman_at_work()
     run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
     with started(daemon.host, *run) as job:
         if is_dead:

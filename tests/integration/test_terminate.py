@@ -67,6 +67,15 @@ def test_only_the_processes_of_the_lease_or_device_are_terminated(jobs: Jobs, ki
     assert jobs.terminate(target) == (0, [], f"yunion-mps: {target_name(kind, lease)} has no processes\n")
 
 
+def test_no_client_of_a_large_job_is_missed(jobs: Jobs) -> None:
+    """50 are nearly as many as a server has."""
+    lease = jobs.lease("job-17")
+    large = [jobs.begin(lease) for _ in range(50)]
+    status, done, _ = jobs.terminate("job-17")
+    assert (status, done) == (0, sorted((job.pid, BY_TERM) for job in large))
+    assert is_running(jobs.bystander.pid)
+
+
 def target_name(kind: str, lease: dict[str, Any]) -> str:
     return f"device {lease['devices'][0]}" if kind == "device" else f"lease {lease['id']}"
 
@@ -94,6 +103,17 @@ def test_a_released_lease_leaves_nothing_behind_if_requested(jobs: Jobs) -> None
     (event,) = jobs.daemon.get("/v1/events?kind=client")[1]["events"]
     assert event["what"].endswith(BY_KILL)
     assert event["cause"] == "its lease job-17 was released"
+
+
+def test_the_end_of_a_lease_is_not_that_of_a_neighbour_without_one(jobs: Jobs) -> None:
+    """A process that was started with `yunion-mps env` names the device, but belongs to no lease."""
+    lease = jobs.lease("job-17")
+    without = {name: value for name, value in lease["environment"].items() if name != "YUNION_MPS_LEASE"}
+    ours, neighbour = jobs.begin(lease), jobs.begin({"environment": without})
+    jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
+    assert ended(ours)[1] == ["terminated"]
+    assert is_running(neighbour.pid)
+    assert jobs.terminate(lease["devices"][0])[:2] == (0, [(neighbour.pid, BY_TERM)])
 
 
 def test_an_expired_lease_leaves_its_processes_alone(jobs: Jobs) -> None:

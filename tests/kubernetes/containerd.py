@@ -69,6 +69,14 @@ _CGROUPS = "/sys/fs/cgroup"
 _ON_THE_NODE = cri.NamespaceOption(network=cri.NODE, pid=cri.CONTAINER)
 
 
+def write_network(folder: Path) -> None:
+    """Write the CNI plugins and their configuration."""
+    (folder / "test.conf").write_text(_NETWORK)
+    for name in ("nothing", "loopback"):
+        (folder / name).write_text(_NETWORK_PLUGIN)
+        (folder / name).chmod(0o755)
+
+
 def programs() -> Path:
     """Where containerd is: unpacked by scripts/setup if the machine has none; skips if it is too old."""
     machine = shutil.which(_PROGRAMS[0])
@@ -115,10 +123,7 @@ class Containerd(Closes):
         cdi.mkdir(exist_ok=True)
         config = _CONFIG.format(folder=self._folder, state=host.root / "run/containerd", cdi=cdi, image=IMAGE)
         (self._folder / "config.toml").write_text(config)
-        (self._folder / "test.conf").write_text(_NETWORK)
-        for name in ("nothing", "loopback"):
-            (self._folder / name).write_text(_NETWORK_PLUGIN)
-            (self._folder / name).chmod(0o755)
+        write_network(self._folder)
         self.socket = self._folder / "containerd.sock"
         #: The cgroup of all pods.
         self.cgroup = f"yunion-mps-test-{host.root.name}"

@@ -6,14 +6,16 @@ import asyncio
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
 from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operations import GET_CLIENTS, Operation
 from yunion_mps.kubernetes import dra_api
 from yunion_mps.kubernetes.api_objects import Resource
-from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer
+from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer, MissingObjectError
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.dra_claims import ClaimLeases
@@ -25,6 +27,7 @@ from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
+from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
 from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource
 from yunion_mps.paths import Paths
@@ -42,6 +45,8 @@ NOTICED_S, DRA_HEALTH_TIMEOUT_S = 1.0, 30.0
 #: By when slices are current once the API server is back, as docs/kubernetes.md says: a timeout and a delay.
 PUBLISHED_S = 90.0
 HOUR_S, WATCH_S = 3600.0, 300.0
+#: The pauses between attempts grow to 30 s and more.
+ATTEMPTS_IN_AN_HOUR = 10 + HOUR_S / 30
 #: An outage of the daemon that is not reported: a re-exec, in s.
 REEXEC_S = 0.5
 #: How long the daemon has for an answer on a busy host, and when one that hangs is noticed, in s.
@@ -206,7 +211,6 @@ class UnreachableServer(ApiServer):
         self.is_unreachable, self._is_silent = True, is_silent
         self.attempts_s: list[float] = []
         self.stored: dict[str, Any] = {}
-        self.stored_s = 0.0
 
     async def _call(
         self,
@@ -221,15 +225,15 @@ class UnreachableServer(ApiServer):
             if self._is_silent:
                 await asyncio.sleep(TIMEOUT_S)
             raise ApiServerError("away")
-        if resource is not SLICES:
-            raise ApiServerError("no rights", 403)
-        if method == "GET":
-            metadata = {"resourceVersion": "1"}
-            return {"kind": "ResourceSliceList", "metadata": metadata, "items": [*self.stored.values()]}
-        made = cast("dict[str, Any]", body)
-        made = {**made, "metadata": {**made["metadata"], "uid": "1", "resourceVersion": str(now_s())}}
-        self.stored[made["metadata"]["name"]], self.stored_s = made, now_s()
-        return made
+        return self._answer(method, resource, path, body)
+
+    def _answer(self, method: str, resource: Resource[Any], path: str, body: object) -> Any:
+        if path == resource.path():
+            return {"kind": "TheList", "metadata": {"resourceVersion": "1"}, "items": [*self.stored.values()]}
+        try:
+            return self.stored[path.rpartition("/")[2]]
+        except KeyError:
+            raise MissingObjectError("not found", 404) from None
 
     async def _events(
         self, resource: Resource[Any], query: Mapping[str, str]
@@ -242,10 +246,26 @@ class UnreachableServer(ApiServer):
             yield event
 
 
+class SliceServer(UnreachableServer):
+    """It stores slices, and permits nothing else."""
+
+    stored_s = 0.0
+
+    def _answer(self, method: str, resource: Resource[Any], path: str, body: object) -> Any:
+        if resource is not SLICES:
+            raise ApiServerError("no rights", 403)
+        if method == "GET":
+            return super()._answer(method, resource, path, body)
+        made = cast("dict[str, Any]", body)
+        made = {**made, "metadata": {**made["metadata"], "uid": "1", "resourceVersion": str(now_s())}}
+        self.stored[made["metadata"]["name"]], self.stored_s = made, now_s()
+        return made
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent: bool) -> None:
     """The interval between retries grows up to that bound, also in a second outage of an hour."""
-    server = UnreachableServer(is_silent=is_silent)
+    server = SliceServer(is_silent=is_silent)
     publisher = SlicePublisher(server, "node-1", Counts(), sleep=asyncio.sleep)
 
     def published() -> int:
@@ -260,7 +280,7 @@ def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent:
             attempts_s = [*server.attempts_s, now_s()]
             gaps_s = [after - before for before, after in zip(attempts_s, attempts_s[1:])]
             assert max(gaps_s) <= PUBLISHED_S
-            assert len(attempts_s) <= 20 + 2 * HOUR_S / 30, "two loops, each with pauses of 30 s and more"
+            assert len(attempts_s) <= 2 * ATTEMPTS_IN_AN_HOUR, "two loops"
             assert attempts_s[0] - began_s <= PUBLISHED_S
             server.is_unreachable, back_s = False, now_s()
             while published() != number:  # noqa: ASYNC110 - an event of the test would not be its clock
@@ -268,6 +288,79 @@ def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent:
             assert server.stored_s - back_s <= PUBLISHED_S
 
     run(SkippingLoop(), first_of(publisher.run(), returned()))
+
+
+class TerminatingDaemon:
+    """A daemon with a client of each container, whose PID is the container's name; it terminates them."""
+
+    def __init__(self, *pids: int) -> None:
+        self.pids = {*pids}
+        #: When each client was terminated.
+        self.ended_s: dict[int, float] = {}
+
+    async def call(self, operation: Operation[Any], *, pid: int = 0) -> Any:
+        if operation is GET_CLIENTS:
+            clients = [{"pid": pid, "server": True, "container_id": str(pid)} for pid in sorted(self.pids)]
+            return {"clients": clients}
+        self.pids.remove(pid)
+        self.ended_s[pid] = now_s()
+        return {"how": "it was disconnected"}
+
+
+def running_pod(pid: int) -> Any:
+    """A pod with one container, in which this process is a client."""
+    metadata = {"name": f"pod-{pid}", "namespace": "default", "uid": f"uid-{pid}", "resourceVersion": "1"}
+    status = {"phase": "Running", "containerStatuses": [{"containerID": f"containerd://{pid}"}]}
+    return {"metadata": metadata, "status": status}
+
+
+def ending_pod(pid: int, ends_s: float, grace_s: int) -> Any:
+    """The same pod after its deletion, `ends_s` after 1970."""
+    made = running_pod(pid)
+    ends = datetime.fromtimestamp(ends_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    made["metadata"].update(deletionTimestamp=ends, deletionGracePeriodSeconds=grace_s)
+    return made
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_deleted_pods_are_safe_in_an_hour_without_the_api_server(
+    is_silent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known deletions are in time, missed ones soon after it, and no running pod is touched."""
+    stays, known, gone, ending, no_pods = 1, 2, 3, 4, 5
+    server = UnreachableServer(is_silent=is_silent)
+    server.is_unreachable = False
+    pods, daemon = server.stored, TerminatingDaemon(stays, known, gone, ending, no_pods)
+    watch = PodDeletionWatch(server, "node-1", cast(Any, daemon), Counts(), now_s)
+    grace_s = int(HOUR_S / 2)
+
+    async def hour() -> None:
+        for pid in (stays, gone, ending):
+            pods[f"pod-{pid}"] = running_pod(pid)
+        pods[f"pod-{known}"] = ending_pod(known, grace_s, grace_s)
+        await asyncio.sleep(1)
+        tasks = len(asyncio.all_tasks())
+        server.is_unreachable = True
+        server.attempts_s.clear()
+        caplog.clear()
+        for _ in range(60):
+            await asyncio.sleep(HOUR_S / 60)
+            assert len(asyncio.all_tasks()) <= tasks
+        assert len(server.attempts_s) <= ATTEMPTS_IN_AN_HOUR
+        assert list(daemon.ended_s) == [known]
+        assert grace_s - 4 <= daemon.ended_s[known] < grace_s
+        assert len(caplog.records) == 2, "the termination, and the outage once"
+
+        del pods[f"pod-{known}"], pods[f"pod-{gone}"]
+        pods[f"pod-{ending}"] = ending_pod(ending, now_s() - 60, 30)
+        server.is_unreachable, back_s = False, now_s()
+        await asyncio.sleep(HOUR_S)
+        assert daemon.pids == {stays, no_pods}
+        assert max(daemon.ended_s[gone], daemon.ended_s[ending]) - back_s <= PUBLISHED_S
+        assert len(asyncio.all_tasks()) <= tasks
+
+    with caplog.at_level("INFO", "yunion_mps.kubernetes.pod_deletions"):
+        run(SkippingLoop(), first_of(watch.run(), hour()))
 
 
 def test_the_health_of_dra_devices_is_repeated_before_it_expires(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ class MachineError(RuntimeError):
 class Machine(Closes):
     """A context manager: at the end nothing is left of it."""
 
+    #: Whether it has version 2 of cgroups, with which its release boots by default.
+    is_unified = True
+
     def __init__(
         self, image: Path, name: str, gpus: Description | None = None, calls: Sequence[str] = ()
     ) -> None:
@@ -59,7 +62,7 @@ class Machine(Closes):
         self.root = self._folder / "root"
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
-        self._group = ControlGroup(self._folder.name)
+        self._group = ControlGroup(self._folder.name, self._hierarchies())
         try:
             lay_over(image, self.root)
             self.driver = Driver(self._folder / "driver", gpus)
@@ -74,6 +77,7 @@ class Machine(Closes):
 
     def boot(self) -> Machine:
         """Switch it on, and wait until its systemd has started everything."""
+        self._group.remove()  # of the boot before
         self.driver.load()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(self._folder / "notify"))
@@ -84,7 +88,7 @@ class Machine(Closes):
                         **os.environ,
                         "NOTIFY_SOCKET": str(self._folder / "notify"),
                         # As both releases boot by default, also where this machine has not switched yet.
-                        "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+                        "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": str(int(self.is_unified)),
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=console,
@@ -104,6 +108,10 @@ class Machine(Closes):
             raise MachineError(f"{self.name} does not shut down:\n{self.console()}") from None
         finally:
             self._kill()
+
+    def cut_power(self) -> None:
+        """Switch it off without a warning."""
+        self._kill()
 
     def reboot(self) -> None:
         """Shut it down and switch it on again, with a driver that has forgotten everything."""
@@ -191,6 +199,9 @@ class Machine(Closes):
 
     # -- systemd-nspawn
 
+    def _hierarchies(self) -> list[Path]:
+        return hierarchies()
+
     def _command(self) -> list[str]:
         binds = [f"--bind={source}:{target}" for source, target in self.driver.binds.items()]
         return [
@@ -246,12 +257,10 @@ class Machine(Closes):
 class ControlGroup:
     """The group of a machine's systemd, in each hierarchy that systemd uses, if no other systemd makes it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, places: Sequence[Path]) -> None:
         #: Whether this machine was booted with systemd, which then makes a scope.
         self.is_systemds = os.path.isdir("/run/systemd/system")
-        self._folders = (
-            [] if self.is_systemds else [folder / f"yunion-mps-test-{name}" for folder in hierarchies()]
-        )
+        self._folders = [] if self.is_systemds else [place / f"yunion-mps-test-{name}" for place in places]
 
     def enter(self) -> list[str]:
         """The beginning of a command that is then run in the group."""
@@ -259,6 +268,9 @@ class ControlGroup:
             return []
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                if (folder / file).exists():  # version 1, in which it is empty at first
+                    (folder / file).write_text((folder.parent / file).read_text())
         joined = " ".join(f"{folder}/cgroup.procs" for folder in self._folders)
         return ["sh", "-ec", f'for file in {joined}; do echo $$ >"$file"; done; exec "$@"', "sh"]
 

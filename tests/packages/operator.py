@@ -112,6 +112,11 @@ class Operator:
     def servers(self) -> list[int]:
         return [int(line) for line in self.control("get_server_list")]
 
+    def has_disconnected(self, pid: int) -> bool:
+        """Whether the MPS server of this client has disconnected it."""
+        events = self.ask("events?kind=client")["events"]
+        return any(f"(PID {pid})" in one["what"] and "disconnected it" in one["what"] for one in events)
+
     def modes(self) -> list[str]:
         query = ["--query-gpu=compute_mode", "--format=csv,noheader"]
         return self.machine.run("nvidia-smi", *query).stdout.splitlines()

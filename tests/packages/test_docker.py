@@ -10,6 +10,7 @@ import pytest
 
 from packages.conftest import NewMachine
 from packages.docker import CALLS, IMAGE, Docker
+from packages.driver import CLIENT
 from packages.family import Deb
 from packages.machine import UNIT, Done
 from packages.operator import Operator
@@ -19,6 +20,9 @@ ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 FRONT_END = "nvidia-cuda-mps-control"
 ASK = f"echo get_default_active_thread_percentage | {FRONT_END}; echo get_server_list | {FRONT_END}"
 RUN = ("yunion-mps", "run", "--docker", "--")
+#: A client of MPS that ignores SIGTERM, and what a container needs of the machine to run it.
+STUBBORN_CLIENT = ("python3", "-IS", CLIENT, "stubborn")
+CLIENT_MOUNTS = tuple(f"--volume={folder}:{folder}:ro" for folder in ("/usr", "/lib", "/lib64", "/opt"))
 
 
 @pytest.fixture(scope="module")
@@ -123,21 +127,44 @@ def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, doc
     docker.remove("trainer")
 
 
-def test_a_container_that_ignores_sigterm_is_killed_by_a_safe_stop(
-    operator: Operator, docker: Docker
-) -> None:
+def test_a_safe_stop_disconnects_a_client_before_it_is_killed(operator: Operator, docker: Docker) -> None:
     stop_safely(operator, docker, "stopped-cdi")
 
 
-def stop_safely(operator: Operator, docker: Docker, unit: str) -> None:
-    machine = operator.machine
+def begin_client(operator: Operator, unit: str) -> int:
+    """Run a client that ignores SIGTERM in the container `trainer`, in a unit with a safe stop; its PID."""
     run = ("systemd-run", f"--unit={unit}", "--property=KillMode=mixed", *RUN[:-1], "--safe-stop=0s", "--")
-    machine.run(*run, "--network", "none", "--name", "trainer", IMAGE, "sleep", "300")
+    options = ("--network", "none", "--name", "trainer", *CLIENT_MOUNTS)
+    operator.machine.run(*run, *options, IMAGE, *STUBBORN_CLIENT)
+    attached = "it is attached"
+    (client,) = operator.machine.wait_until(attached, lambda: operator.ask("clients")["clients"])
+    assert client["container"] == "trainer"
+    return int(client["pid"])
+
+
+def stop_safely(operator: Operator, docker: Docker, unit: str) -> None:
+    pid = begin_client(operator, unit)
     bound(operator)
-    machine.run("systemctl", "stop", unit)
+    operator.machine.run("systemctl", "stop", unit)
     assert docker.told("trainer", "{{.State.Status}} {{.State.ExitCode}}") == "exited 137"
+    assert operator.has_disconnected(pid)
     nothing_is_taken(operator)
-    machine.run("systemctl", "reset-failed", unit, check=False)
+    operator.machine.run("systemctl", "reset-failed", unit, check=False)
+    docker.remove("trainer")
+
+
+def test_after_terminate_docker_stop_kills_no_client_of_mps(operator: Operator, docker: Docker) -> None:
+    machine = operator.machine
+    pid = begin_client(operator, "terminated")
+    (device,) = bound(operator)["devices"]
+    assert machine.run("yunion-mps", "terminate", device, "--yes", check=False).returncode == 1
+    assert docker.told("trainer", "{{.State.Status}}") == "running", "it ignores SIGTERM"
+    assert operator.has_disconnected(pid)
+    assert operator.ask("clients")["clients"] == []
+    docker("stop", "--time", "0", "trainer")
+    nothing_is_taken(operator)
+    machine.wait_until("its end", lambda: machine.show("ActiveState", "terminated") != "active")
+    machine.run("systemctl", "reset-failed", "terminated", check=False)
     docker.remove("trainer")
 
 

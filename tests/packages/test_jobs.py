@@ -29,12 +29,6 @@ def lease_of(operator: Operator, name: str) -> dict[str, Any]:
     return next(lease for lease in leases if str(lease["pid"]) in children)
 
 
-def disconnected(operator: Operator, pid: int) -> bool:
-    """Whether the MPS server of this client has disconnected it."""
-    events = operator.ask("events?kind=client")["events"]
-    return any(f"(PID {pid})" in one["what"] and "disconnected it" in one["what"] for one in events)
-
-
 def begin(machine: Machine, command: str, options: str = OPTIONS) -> None:
     machine.run("mkdir", "-p", "/etc/yunion/jobs")
     machine.write("/etc/yunion/jobs/train", f"COMMAND={command}\nOPTIONS={options}\n")
@@ -60,7 +54,7 @@ class TestJobs:
         assert host.ask("devices?unused=true")["total"] == 3
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
-        assert disconnected(host, lease["pid"]), "before it died of SIGTERM"
+        assert host.has_disconnected(lease["pid"]), "before it died of SIGTERM"
 
     def test_leftover_processes_end_with_the_job_unit(self, host: Operator) -> None:
         """They are disconnected from MPS first, although the job has ended by itself."""
@@ -80,6 +74,20 @@ class TestJobs:
         machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
         machine.run("systemctl", "kill", "--signal=KILL", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+
+    def test_a_job_is_stopped_safely_even_if_its_run_is_killed(self, host: Operator) -> None:
+        """ExecStop= does it; without it, systemd would kill the rest of the unit at once."""
+        machine = host.machine
+        begin(machine, f"python3 -IS {CLIENT}")
+        (client,) = machine.wait_until("it is attached", lambda: host.ask("clients")["clients"])
+        killed = machine.journal(JOB).count("Killing process")
+        host.kill(int(machine.show("MainPID", JOB)))
+        machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")
+        assert host.has_disconnected(client["pid"])
+        assert machine.show("Result", JOB) == "exit-code"
+        assert machine.journal(JOB).count("Killing process") == killed, "systemd had nothing to kill"
+        machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+        machine.run("systemctl", "reset-failed", JOB)
 
     def test_no_job_releases_the_lease_of_another_job(self, host: Operator) -> None:
         machine, thief = host.machine, "yunion-mps-job@thief.service"

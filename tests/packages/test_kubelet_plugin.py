@@ -17,6 +17,7 @@ contexts: [{name: here, context: {cluster: here, user: node}}]
 clusters: [{name: here, cluster: {server: "http://127.0.0.1:1"}}]
 users: [{name: node, user: {token: secret}}]
 """
+_PROGRAM = "[Service]\nExecStart=\nExecStart={}\n"
 #: One of each format, with the oldest Python (3.9) and the newest one; the rest of an operator's life is the
 #: same as with the daemon's package.
 on_both = pytest.mark.parametrize("family", ["bullseye-deb", "trixie-rpm"], indirect=True, scope="class")
@@ -59,3 +60,20 @@ def test_the_plugin_is_installed_upgraded_and_removed(
     operator.see_it_serves()
     family.remove()
     operator.see_it_rests()
+
+
+@on_both
+def test_the_kubelet_starts_if_the_plugin_fails_or_hangs(family: Family, current: Packages) -> None:
+    """The plugin is ordered before the kubelet, which waits for its start for some seconds at most."""
+    machine = family.machine
+    family.install(current, plugin=True)
+    machine.write("/etc/systemd/system/kubelet.service", "[Service]\nExecStart=/bin/sleep infinity\n")
+    for program in ("/bin/false", "/bin/sleep infinity"):
+        machine.write(f"/etc/systemd/system/{PLUGIN}.d/program.conf", _PROGRAM.format(program))
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "start", "--no-block", PLUGIN)
+        machine.run("systemctl", "start", "kubelet")
+        machine.run("systemctl", "stop", "kubelet", PLUGIN)
+    assert "start operation timed out" in machine.journal(PLUGIN)
+    limits = [machine.show(f"Timeout{phase}USec", PLUGIN) for phase in ("Start", "Stop")]
+    assert limits == ["10s", "5s"]

@@ -7,8 +7,18 @@ with SimHost.create([{"kind": "h100", "count": 8}]) as host:
 """
 
 from .description import REFERENCE, Description, DescriptionError
-from .host import SimGpu, SimHost
+from .gpu import MigDevice, SimGpu
+from .host import SimHost
 from .install import BuildError
 from .state import StateError
 
-__all__ = ["REFERENCE", "BuildError", "Description", "DescriptionError", "SimGpu", "SimHost", "StateError"]
+__all__ = [
+    "REFERENCE",
+    "BuildError",
+    "Description",
+    "DescriptionError",
+    "MigDevice",
+    "SimGpu",
+    "SimHost",
+    "StateError",
+]

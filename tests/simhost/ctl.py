@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import COMPUTE_MODES, ERRORS
-from .host import SimGpu, SimHost
+from .gpu import SimGpu
+from .host import SimHost
+from .mig import TIME_SLICES
 from .state import PROCESS_TYPES, StateError
 
 
@@ -52,6 +54,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     mig.add_argument("mode", choices=["on", "off"])
 
+    add_gpu(
+        "reset", "Reset the GPU, even in use, and apply its pending MIG mode.", lambda gpu, _: gpu.reset()
+    )
+    add_gpu(
+        "require-reset", "Refuse MIG changes of the GPU until a reset.", lambda gpu, _: gpu.require_reset()
+    )
+    end = add_gpu(
+        "end-instance", "End a GPU instance with all in it.", lambda gpu, given: gpu.end_instances(given.gi)
+    )
+    end.add_argument("gi", type=int, metavar="GI", help="id of the GPU instance")
+    slice_ = add_gpu(
+        "time-slice", "Set the time-slice.", lambda gpu, given: setattr(gpu, "time_slice", given.time_slice)
+    )
+    slice_.add_argument("time_slice", choices=TIME_SLICES)
+
     process = add_gpu("process", "Add a process with its memory in MiB, or remove it.", _process)
     process.add_argument("what", choices=["add", "remove"])
     process.add_argument("pid", type=int, metavar="PID")
@@ -60,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "--type", choices=PROCESS_TYPES, default="C", help="type, as in nvidia-smi (default: C)"
     )
     process.add_argument("--sm", type=int, metavar="PERCENT", help="its SM utilization (default: no sample)")
+
+    process.add_argument(
+        "--on", type=int, nargs=2, metavar=("GI", "CI"), help="the MIG device it runs on, by its two ids"
+    )
 
     load = add_gpu("load", "Set the load that NVML reports for the GPU.", _load)
     load.add_argument("utilization", type=int, metavar="PERCENT")
@@ -76,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     fail.add_argument(
         "--delay-ms", type=int, default=0, metavar="D", help="delay of the call in milliseconds (default: 0)"
     )
+    fail.add_argument(
+        "--skip", type=int, default=0, metavar="K", help="number of calls that succeed first (default: 0)"
+    )
+    add("reboot", "Do to the GPUs what a reboot does.", lambda host, _: host.reboot())
     add("clear", "Clear all failures.", lambda host, _: host.clear())
     add("show", "Print the host as JSON.", lambda host, _: json.dump(host.show(), sys.stdout, indent=2))
     return parser
@@ -93,7 +118,7 @@ def _set_compute_mode(gpu: SimGpu, given: argparse.Namespace) -> None:
 
 def _process(gpu: SimGpu, given: argparse.Namespace) -> None:
     if given.what == "add":
-        gpu.add_process(given.pid, given.used_mib, given.type, given.sm)
+        gpu.add_process(given.pid, given.used_mib, given.type, given.sm, given.on and tuple(given.on))
     elif not gpu.remove_process(given.pid):
         raise StateError(f"no process {given.pid} on GPU {given.gpu}")
 
@@ -103,4 +128,11 @@ def _load(gpu: SimGpu, given: argparse.Namespace) -> None:
 
 
 def _fail(host: SimHost, given: argparse.Namespace) -> None:
-    host.fail(given.call, given.error, gpu=given.gpu, times=given.times, delay_ms=given.delay_ms)
+    host.fail(
+        given.call,
+        given.error,
+        gpu=given.gpu,
+        times=given.times,
+        delay_ms=given.delay_ms,
+        skip=given.skip,
+    )

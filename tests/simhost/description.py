@@ -37,6 +37,7 @@ class GpuDescription(NamedTuple):
     """One GPU, everything decided."""
 
     kind: Kind
+    kind_name: str
     name: str
     uuid: str
     pci: Pci
@@ -167,6 +168,7 @@ def _gpu(given: dict[str, Any], pci: Pci, render: int | None, minor: int) -> Gpu
     made_uuid = f"GPU-{uuid.uuid5(_NAMESPACE, '{} {:x}:{:x}:{:x}'.format(given['kind'], *pci))}"
     return GpuDescription(
         kind=kind,
+        kind_name=given["kind"],
         name=given.get("name", kind.name),
         uuid=given.get("uuid", made_uuid),
         pci=pci,

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from . import layout
-from .catalog import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
-from .description import REFERENCE, Description, GpuDescription, HostDescription, parse_description
+from .description import REFERENCE, Description, HostDescription, parse_description
 from .environment import host_environment
-from .install import built_library, install, library_path
-from .state import PROCESS_TYPES, StateError, StateFile
-from .tree import device_file, plug_in, unplug, write_tree
+from .gpu import MigDevice, SimGpu
+from .install import built_library, hidden_library_path, install, library_path
+from .state import StateError, StateFile
+from .tree import device_file, write_tree
 
 #: How `divide` leaves a GPU's memory open, to be leased in units.
 IN_UNITS = "virtual_number: 0\n  memory_unit: 1GiB"
@@ -118,14 +117,22 @@ class SimHost(Closes):
         (self.root / "etc/yunion/host_container_device.yml").write_text(device_file(divided))
 
     def fail(
-        self, call: str, error: str, *, gpu: int | None = None, times: int | None = None, delay_ms: int = 0
+        self,
+        call: str,
+        error: str,
+        *,
+        gpu: int | None = None,
+        times: int | None = None,
+        delay_ms: int = 0,
+        skip: int = 0,
     ) -> None:
         """Let an NVML call (any version; `*` and `?` as in file names) fail with an error of catalog.ERRORS.
 
         `times=None`: until cleared. `delay_ms` passes first, less if the rule is cleared meanwhile; the
-        error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on.
+        error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on. The first
+        `skip` calls are let through.
         """
-        self._state.add_failure(call, error, gpu, times, delay_ms)
+        self._state.add_failure(call, error, gpu, times, delay_ms, skip)
 
     def show(self) -> dict[str, Any]:
         return {"failures": self._state.failures(), "gpus": [gpu.show() for gpu in self.gpus]}
@@ -133,6 +140,17 @@ class SimHost(Closes):
     def clear(self) -> None:
         """Take back all failures; calls that hang in them go on."""
         self._state.clear_failures()
+
+    def reboot(self) -> None:
+        """Do to the GPUs what a reboot does: apply pending MIG modes, end instances, forget policies."""
+        for gpu in self.gpus:
+            gpu.reset()
+            gpu.compute_mode = gpu.time_slice = "default"
+
+    def create_mig_devices(self, gpu: int, *profiles: str) -> list[MigDevice]:
+        """Create GPU instances with a compute instance each, as an operator does; return all of the GPU."""
+        self.run(["nvidia-smi", "mig", "-i", gpu, "-cgi", ",".join(profiles), "-C"], check=True)
+        return self.gpus[gpu].mig_devices()
 
     def hide_library(self) -> None:
         """Take the library away: programs started from now on find no driver."""
@@ -149,7 +167,7 @@ class SimHost(Closes):
 
     @property
     def _hidden_library(self) -> Path:
-        return self.library.with_name(f"hidden-{self.library.name}")
+        return hidden_library_path(self.root)
 
     def run(self, command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on the host: subprocess.run in its environment, output captured, 2 min at most."""
@@ -191,120 +209,3 @@ def _new_root() -> Path:
     memory = "/dev/shm"
     usable = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
     return Path(tempfile.mkdtemp(prefix="sim.", dir=memory if usable else "/tmp"))
-
-
-class SimGpu:
-    """A GPU by its slot: its NVML index as long as no GPU before it is removed."""
-
-    def __init__(self, slot: int, description: GpuDescription, state: StateFile, root: Path) -> None:
-        self.slot = slot
-        self.description = description
-        self._file = state
-        self._root = root
-
-    @property
-    def uuid(self) -> str:
-        """The UUID, e.g. GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400."""
-        return self.description.uuid
-
-    @property
-    def compute_mode(self) -> str:
-        """The compute mode now: default, prohibited or exclusive_process."""
-        return next(name for name, mode in COMPUTE_MODES.items() if mode == self._slot.compute_mode)
-
-    @compute_mode.setter
-    def compute_mode(self, name: str) -> None:
-        with self._file.changing():
-            self._slot.compute_mode = COMPUTE_MODES[name]
-
-    @property
-    def mig(self) -> bool:
-        return bool(self._slot.mig_current)
-
-    @mig.setter
-    def mig(self, on: bool) -> None:
-        if not self._slot.mig_capable:
-            raise ValueError(f"a {self.description.name} has no MIG mode")
-        with self._file.changing():
-            self._slot.mig_current = self._slot.mig_pending = on
-
-    def lose(self, *, lookup: str = "gpu_is_lost", xid: int | None = XID_FELL_OFF_THE_BUS) -> None:
-        """Lose the GPU: every call on its handle gives GPU_IS_LOST, and an Xid is reported.
-
-        `lookup` is what looking up its handle gives; "success" for a driver that notices only later.
-        """
-        with self._file.changing():
-            self._slot.lost_lookup = ERRORS[lookup]
-            self._slot.lost = 1
-        if xid is not None:
-            self._file.add_event(self.slot, xid)
-
-    def remove(self) -> None:
-        """Take the GPU off the bus: also its files go, and the next nvmlInit does not count it."""
-        with self._file.changing():
-            self._slot.present = 0
-        unplug(self._root, self.description)
-
-    def restore(self) -> None:
-        """Bring a lost or removed GPU back; a removed one is found by the next nvmlInit."""
-        if not self._slot.present:
-            plug_in(self._root, self.description)
-        with self._file.changing():
-            self._slot.lost = 0
-            self._slot.present = 1
-
-    def replace(self, uuid: str) -> None:
-        """Put another GPU of the same model in its place; not while a daemon runs."""
-        self.description = self.description._replace(uuid=uuid)
-        with self._file.changing():
-            self._slot.uuid = uuid.encode()
-
-    def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
-        """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C or M+C; `sm` in percent."""
-        self._file.add_process(self.slot, pid, used_mib, kind, sm)
-
-    def load(
-        self, utilization: int | None, temperature_c: int | None = None, power_w: float | None = None
-    ) -> None:
-        """Set what NVML measures; a `utilization` of None is that of the processes, other Nones stay."""
-        with self._file.changing():
-            self._slot.utilization = layout.UNSET if utilization is None else utilization
-            if temperature_c is not None:
-                self._slot.temperature_c = temperature_c
-            if power_w is not None:
-                self._slot.power_mw = int(power_w * 1000)
-
-    def remove_process(self, pid: int) -> bool:
-        return self._file.remove_process(self.slot, pid)
-
-    def xid(self, code: int) -> None:
-        self._file.add_event(self.slot, code)
-
-    def show(self) -> dict[str, Any]:
-        """Return what can change of the GPU as it is now, for people and programs."""
-        slot = self._slot
-        types = {number: name for name, number in PROCESS_TYPES.items()}
-        processes = [
-            {
-                "pid": p.pid,
-                "used_mib": None if p.used_mib == layout.UNKNOWN_MIB else p.used_mib,
-                "type": types[p.type],
-            }
-            for p in slot.processes
-            if p.pid
-        ]
-        return {
-            "name": self.description.name,
-            "uuid": self.uuid,
-            "pci": self.description.address,
-            "compute_mode": self.compute_mode,
-            "mig": self.mig,
-            "lost": bool(slot.lost),
-            "present": bool(slot.present),
-            "processes": processes,
-        }
-
-    @property
-    def _slot(self) -> layout.Gpu:
-        slot: layout.Gpu = self._file.state.gpus[self.slot]
-        return slot

@@ -81,6 +81,16 @@ def library_path(root: Path) -> Path:
     return root / "lib" / SONAME
 
 
+def hidden_library_path(root: Path) -> Path:
+    return root / "lib" / f"hidden-{SONAME}"
+
+
+def found_library(root: Path) -> Path:
+    """Return the library, hidden or not."""
+    hidden = hidden_library_path(root)
+    return hidden if hidden.exists() else library_path(root)
+
+
 def install(root: Path, library: Path) -> None:
     """Install both; a library that is hidden stays so.
 
@@ -89,8 +99,7 @@ def install(root: Path, library: Path) -> None:
     """
     temporary = library_path(root).with_name(f".{SONAME}.{os.getpid()}")
     shutil.copyfile(library, temporary)
-    hidden = library_path(root).with_name(f"hidden-{SONAME}")
-    temporary.replace(hidden if hidden.exists() else library_path(root))
+    temporary.replace(found_library(root))
     ctl = root / "bin/simhost-ctl"
     words = {
         "python": sys.executable,

@@ -11,12 +11,14 @@ import ctypes
 from typing import Any
 
 MAGIC = 0x53494D48  # "SIMH"
-VERSION = 3
+VERSION = 4
 
 MAX_GPUS = 64
 MAX_PROCESSES = 32  # a GPU
 MAX_FAILURES = 64
 MAX_EVENTS = 64  # a ring: the oldest is overwritten
+MAX_PROFILES = 8  # of GPU instances of a GPU
+MAX_INSTANCES = 8  # GPU instances of a GPU, and compute instances of each; NVIDIA's GPUs have 7 at most
 
 FOREVER = 0xFFFFFFFF  # Failure.times: until cleared
 ALL_GPUS = -1  # Failure.gpu
@@ -34,7 +36,54 @@ class Process(ctypes.Structure):
         ("type", ctypes.c_uint32),  # PROCESS_*
         ("used_mib", ctypes.c_uint64),
         ("sm_percent", ctypes.c_uint32),
+        ("gpu_instance", ctypes.c_uint32),  # id of the instance it runs on, or UNSET
+        ("compute_instance", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+    ]
+
+
+class Profile(ctypes.Structure):
+    """A GPU instance profile of a GPU (see mig.py); an entry without a name ends the list."""
+
+    _fields_ = [
+        ("name", ctypes.c_char * 24),
+        ("memory_mib", ctypes.c_uint64),
+        ("number", ctypes.c_uint32),  # NVML_GPU_INSTANCE_PROFILE_*
+        ("id", ctypes.c_uint32),
+        ("slices", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("sm", ctypes.c_uint32),
+        ("copy", ctypes.c_uint32),
+        ("decoders", ctypes.c_uint32),
+        ("jpeg", ctypes.c_uint32),
+        ("ofa", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),  # memory slices
+        ("starts", ctypes.c_uint32),  # bit n: may be placed at memory slice n
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class Compute(ctypes.Structure):
+    """One compute instance, which is a MIG device; free without a serial number."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("slices", ctypes.c_uint32),
+        ("start", ctypes.c_uint32),
+        ("uuid", ctypes.c_char * 48),
+    ]
+
+
+class Instance(ctypes.Structure):
+    """One GPU instance; free without a serial number."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("profile", ctypes.c_uint32),  # index of the profile
+        ("start", ctypes.c_uint32),
+        ("computes", Compute * MAX_INSTANCES),
     ]
 
 
@@ -56,6 +105,10 @@ class Gpu(ctypes.Structure):
         ("mig_capable", ctypes.c_uint32),
         ("mig_current", ctypes.c_uint32),
         ("mig_pending", ctypes.c_uint32),
+        ("mig_needs_reset", ctypes.c_uint32),  # a change of the mode stays pending until the next reset
+        ("reset_required", ctypes.c_uint32),  # 1: nothing is created, and no mode changes, before a reset
+        ("time_slice", ctypes.c_uint32),  # 0 to 3, as nvidia-smi compute-policy numbers them
+        ("last_serial", ctypes.c_uint32),  # of all instances ever: a handle or UUID is never used again
         ("compute_mode", ctypes.c_uint32),  # nvmlComputeMode_t
         ("present", ctypes.c_uint32),  # 0: not enumerated by the next nvmlInit
         ("lost", ctypes.c_uint32),  # 1: every call on its handle gives GPU_IS_LOST
@@ -65,6 +118,8 @@ class Gpu(ctypes.Structure):
         ("power_mw", ctypes.c_uint32),
         ("power_limit_mw", ctypes.c_uint32),
         ("processes", Process * MAX_PROCESSES),
+        ("profiles", Profile * MAX_PROFILES),
+        ("instances", Instance * MAX_INSTANCES),
     ]
 
 
@@ -75,6 +130,7 @@ class Failure(ctypes.Structure):
         ("call", ctypes.c_char * 64),  # fnmatch(3) pattern for the name without _v2, _v3
         ("gpu", ctypes.c_int32),  # slot, or ALL_GPUS
         ("error", ctypes.c_uint32),  # nvmlReturn_t; 0: the call only takes its time
+        ("skip", ctypes.c_uint32),  # how many calls are to succeed first
         ("times", ctypes.c_uint32),  # how many calls are still to fail, or FOREVER
         ("delay_ms", ctypes.c_uint32),  # wait before the call answers; ends early when the rule is cleared
         ("id", ctypes.c_uint32),  # tells this rule from a later one in the same slot
@@ -115,8 +171,8 @@ STATE_SIZE = ctypes.sizeof(State)
 
 _C_TYPES = {ctypes.c_uint32: "uint32_t", ctypes.c_int32: "int32_t", ctypes.c_uint64: "uint64_t"}
 _CONSTANTS = (
-    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS UNSET "
-    "PROCESS_COMPUTE PROCESS_MPS"
+    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS MAX_PROFILES MAX_INSTANCES "
+    "FOREVER ALL_GPUS UNSET PROCESS_COMPUTE PROCESS_MPS"
 )
 
 
@@ -125,7 +181,7 @@ def c_header() -> str:
     lines = ["/* Made from layout.py; do not edit. */", "#include <stdint.h>"]
     lines += [f"#define SIM_{name} ({globals()[name]:#x})" for name in _CONSTANTS.split()]
     lines.append(f"#define SIM_UNKNOWN_MIB UINT64_C({UNKNOWN_MIB:#x})")
-    for struct in (Process, Gpu, Failure, Event, State):
+    for struct in (Process, Profile, Compute, Instance, Gpu, Failure, Event, State):
         name = f"struct sim_{struct.__name__.lower()}"
         members = [f"    {_c_member(field[0], field[1])};" for field in struct._fields_]
         lines += [f"{name} {{", *members, "};"]

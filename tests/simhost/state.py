@@ -15,6 +15,7 @@ from typing import Any
 from . import layout
 from .catalog import ERRORS, EVENT_XID, VENDOR
 from .description import GpuDescription, HostDescription
+from .mig import NEED_A_RESET, PROFILES
 
 # As nvidia-smi's table has them: compute, a client of MPS.
 PROCESS_TYPES = {"C": layout.PROCESS_COMPUTE, "M+C": layout.PROCESS_MPS}
@@ -77,7 +78,9 @@ class StateFile:
         word = ctypes.byref(self.state, layout.State.changes.offset)
         ctypes.CDLL(None).syscall(number, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def add_failure(self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int) -> None:
+    def add_failure(
+        self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int, skip: int
+    ) -> None:
         """Add a rule; the first rule that fits a call decides about it."""
         with self.changing() as state:
             free = next((slot for slot in state.failures if not slot.call), None)
@@ -89,6 +92,7 @@ class StateFile:
             free.error = ERRORS[error]
             free.times = layout.FOREVER if times is None else times
             free.delay_ms = delay_ms
+            free.skip = skip
             free.call = _unversioned(call).encode()
             state.failure_count += 1
 
@@ -112,8 +116,10 @@ class StateFile:
                 slot.call = b""
             state.failure_count = 0
 
-    def add_process(self, gpu: int, pid: int, used_mib: int | None, kind: str, sm: int | None) -> None:
-        """Put a process on a GPU; one that is there is changed."""
+    def add_process(
+        self, gpu: int, pid: int, used_mib: int | None, kind: str, sm: int | None, on: tuple[int, int] | None
+    ) -> None:
+        """Put a process on a GPU, or `on` a GPU and compute instance of it; one that is there is changed."""
         with self.changing() as state:
             slots = state.gpus[gpu].processes
             slot = next((slot for slot in slots if slot.pid == pid), None) or next(
@@ -124,6 +130,7 @@ class StateFile:
             slot.type = PROCESS_TYPES[kind]
             slot.used_mib = layout.UNKNOWN_MIB if used_mib is None else used_mib
             slot.sm_percent = layout.UNSET if sm is None else sm
+            slot.gpu_instance, slot.compute_instance = on or (layout.UNSET, layout.UNSET)
             slot.pid = pid
 
     def remove_process(self, gpu: int, pid: int) -> bool:
@@ -158,6 +165,12 @@ def _fill(slot: layout.Gpu, gpu: GpuDescription) -> None:
     slot.minor = gpu.minor
     slot.mig_capable = kind.mig
     slot.mig_current = slot.mig_pending = gpu.mig
+    slot.mig_needs_reset = gpu.kind_name in NEED_A_RESET
+    for place, profile in zip(slot.profiles, PROFILES.get(gpu.kind_name, ())):
+        place.name, place.memory_mib = profile.name.encode(), int(profile.memory_gib * 1024)
+        place.number, place.id, place.slices, place.count = profile[1:5]
+        place.sm, (place.copy, place.decoders, place.jpeg, place.ofa) = profile.sm, profile.engines
+        place.size, place.starts = profile.size, sum(1 << start for start in profile.starts)
     slot.compute_mode = gpu.compute_mode
     slot.present = 1
     slot.lost, slot.lost_lookup = gpu.lost, ERRORS["gpu_is_lost"]

@@ -14,7 +14,8 @@ from .description import GpuDescription, HostDescription
 MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
 
 _FOLDERS = (
-    "bin", "dev/dri/by-path", "dev/shm", "etc/yunion", "lib", "proc/driver/nvidia", "run",
+    "bin", "dev/dri/by-path", "dev/nvidia-caps", "dev/shm", "etc/yunion", "lib",
+    "proc/driver/nvidia/capabilities/mig", "proc/driver/nvidia-caps", "run",
     "sys/bus/pci/devices", "sys/bus/pci/drivers/nvidia", "tmp", "var/lib", "var/log",
 )  # fmt: skip
 _DRIVER = """\
@@ -43,8 +44,23 @@ def write_tree(root: Path, host: HostDescription) -> None:
     (root / "dev/shm").chmod(0o1777)
     for node in ("nvidiactl", "nvidia-uvm"):
         _node(root / "dev" / node)
+    _write(root / "proc/driver/nvidia-caps/mig-minors", _mig_minors(host))
+    for name, minor, mode in (("config", 1, 0o400), ("monitor", 2, 0o444)):
+        access = f"DeviceFileMinor: {minor}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n"
+        _write(root / "proc/driver/nvidia/capabilities/mig" / name, access)
+        _write(root / f"dev/nvidia-caps/nvidia-cap{minor}", "")
     for gpu in host.gpus:
         plug_in(root, gpu)
+
+
+def _mig_minors(host: HostDescription) -> str:
+    """Return the table of the minors of /dev/nvidia-caps/*; libnvidia-ml/access.c counts the same way."""
+    names = ["config", "monitor"]
+    for gpu in range(1 + max(gpu.minor for gpu in host.gpus)):
+        for instance in range(15):
+            place = f"gpu{gpu}/gi{instance}"
+            names += [f"{place}/access", *(f"{place}/ci{number}/access" for number in range(8))]
+    return "".join(f"{name} {minor}\n" for minor, name in enumerate(names, 1))
 
 
 def device_file(divided: Iterable[tuple[str, object]]) -> str:

@@ -45,6 +45,11 @@ def call(
     return _daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
 
 
+def shares_pids(timeout_s: float) -> bool:
+    """Whether the daemon's PIDs are ours, which they are not in another PID namespace; raises YunionError."""
+    return _daemon().is_visible(timeout_s)
+
+
 def listed_devices() -> list[Device]:
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 

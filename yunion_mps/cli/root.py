@@ -52,7 +52,11 @@ SECTIONS = {
     },
 }
 #: Called by the packages' scripts and units; help and completion omit them.
-_INTERNAL = {"gateway": ("gateway", "gateway"), "daemon-reexec": ("reload", "reexec")}
+_INTERNAL = {
+    "gateway": ("gateway", "gateway"),
+    "daemon-reexec": ("reload", "reexec"),
+    "stop-job-unit": ("safe_stop", "stop_job_unit"),
+}
 COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
 
 

@@ -13,33 +13,44 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import click
 
-from yunion_mps.cli.calls import call
-from yunion_mps.cli.output import print_notice
+from yunion_mps.cli.calls import call, shares_pids
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import (
     BusyError,
     HostError,
+    NotAllowedError,
     NotFoundError,
     ShortageError,
     UnreachableError,
     YunionError,
 )
-from yunion_mps.host.proc import descendants_of, dies_of, job_unit_of
+from yunion_mps.host.proc import all_pids, descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
+from yunion_mps.text import printable
 
 #: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
 _DAEMON_S, _RETRY_S = 5.0, 0.2
+#: How long a notice may take.
+_NOTICE_S = 1.0
 #: How soon to kill processes that were started meanwhile, and when to give up on those that cannot be killed.
 _KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
+#: How long the processes of a job unit have after SIGTERM, as in yunion-mps-job@.service, and how often they
+#: are polled.
+_UNIT_GRACE_S, _POLL_S = 30, 0.1
+
+#: The exit status of a shell for a command that was killed.
+_KILLED = 128 + signal.SIGKILL
 
 #: Signals that are not passed on: no process can catch them, or our own actions cause them.
 _OWN = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU}
@@ -56,8 +67,11 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     """Fork; returns in the child, which is to become COMMAND. The parent raises click's Exit at the end.
 
     `engine` is the container engine that COMMAND is, or empty. The child reports its lease with the returned
-    function.
+    function. Raises HostError in another PID namespace than the daemon's.
     """
+    with contextlib.suppress(UnreachableError, NotAllowedError, BusyError):  # COMMAND may need no daemon
+        if not engine:
+            _refuse_other_pids(_DAEMON_S)
     reader, writer = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
@@ -78,6 +92,13 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
     raise click.exceptions.Exit(_Parent(child, grace_s, engine, reader).wait())
 
 
+def _refuse_other_pids(timeout_s: float) -> None:
+    """Raise HostError if the daemon's PIDs are not ours: they would name other processes."""
+    if not shares_pids(timeout_s):
+        what = "--safe-stop: the daemon is in another PID namespace, so COMMAND's clients are unknown here"
+        raise HostError(what, "use the host's PID namespace (podman run --pid=host), or omit --safe-stop")
+
+
 def _report_lease(writer: int, lease_id: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # the parent was killed
         os.write(writer, lease_id.encode())
@@ -95,6 +116,7 @@ class _Parent:
         self._is_stopping = False
         self._has_handled_exit = False  # of COMMAND
         self._is_alone = False  # without the daemon
+        self._is_unread = False  # standard error
 
     def wait(self) -> int:
         """Wait for the end of COMMAND and, during a stop, of its descendants; return the exit status."""
@@ -102,12 +124,17 @@ class _Parent:
             left_s = None if self._due_s is None else self._due_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 if self._killed_s and time.monotonic() > self._killed_s + _GIVE_UP_S:
-                    print_notice("some processes cannot be killed and are still running")
+                    self._notify("some processes cannot be killed and are still running")
                     break
                 self._kill()
-            elif received := _next_signal(left_s):
-                self._handle(received)
-        return 128 + signal.SIGKILL if self._status is None else self._status
+            else:
+                self._await_change(left_s)
+        return _KILLED if self._status is None else self._status
+
+    def _await_change(self, timeout_s: float | None) -> None:
+        """Handle the next signal, if there is one within `timeout_s`."""
+        if received := _next_signal(timeout_s):
+            self._handle(received)
 
     def _handle(self, received: signal.struct_siginfo) -> None:
         number = received.si_signo
@@ -192,11 +219,12 @@ class _Parent:
                     time.sleep(_RETRY_S)
                     continue
                 self._is_alone = is_silent
-                print_notice(f"{what} was not disconnected from MPS before its signal: {error.message}")
+                self._notify(f"{what} was not disconnected from MPS before its signal: {error.message}")
             return
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""
+        _refuse_other_pids(timeout_s)
         listed = call(GET_CLIENTS, timeout_s)
         for pid in [client["pid"] for client in listed["clients"] if client["server"]]:
             if pid in pids:
@@ -204,6 +232,17 @@ class _Parent:
                 self._try(f"PID {pid}", partial(call, TERMINATE_CLIENT, pid=pid, signals=NO_SIGNAL))
         if listed["errors"]:
             raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
+
+    def _notify(self, text: str) -> None:
+        """Print a notice; once one takes too long, none is printed. Standard error may be a full pipe."""
+        if sys.stderr is None or self._is_unread:
+            return
+        # Not print, because Python aborts at its end if a thread still uses the stream.
+        line = f"yunion-mps: {printable(text)}\n".encode()
+        thread = threading.Thread(target=_write, args=(sys.stderr.fileno(), line), daemon=True)
+        thread.start()
+        thread.join(_NOTICE_S)
+        self._is_unread = thread.is_alive()
 
     def _lease_id(self) -> str:
         """The id of the container's lease; empty if there is none yet."""
@@ -222,6 +261,47 @@ class _Parent:
                 output_of([program, "kill", container], ENGINE_TIMEOUT_S)
                 return True
         return False
+
+
+class _JobUnit(_Parent):
+    """Stops the processes of our job unit, whose `run` was killed, as that would have done."""
+
+    def __init__(self, grace_s: int) -> None:
+        super().__init__(0, grace_s, "", -1)
+        self._status = _KILLED
+        self._unit = job_unit_of(os.getpid())
+        self._notify("run was killed: stopping the other processes of the unit")
+        self._begin_stop()
+        self._send(signal.SIGTERM, self._descendants())
+
+    def _descendants(self) -> list[int]:
+        return [
+            pid for pid in all_pids() if pid != os.getpid() and self._unit and job_unit_of(pid) == self._unit
+        ]
+
+    def _await_change(self, timeout_s: float | None) -> None:
+        del timeout_s  # they are not our children, whose ends are signalled
+        time.sleep(_POLL_S)
+
+
+@click.command("stop-job-unit", hidden=True)
+def stop_job_unit() -> None:
+    """Stop the processes of this job unit safely if its main process was killed.
+
+    ExecStop= of yunion-mps-job@.service calls it, and systemd says in EXIT_STATUS how that process ended. It
+    exits with 137 then, so that the unit fails.
+
+    \b
+    Examples:
+      yunion-mps stop-job-unit
+    """
+    if os.environ.get("EXIT_STATUS") == "KILL":
+        raise click.exceptions.Exit(_JobUnit(_UNIT_GRACE_S).wait())
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, line)
 
 
 def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:

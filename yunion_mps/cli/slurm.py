@@ -123,7 +123,8 @@ def health_check() -> None:
     """Drain the node while Slurm's devices cannot be used, and resume it once they can.
 
     Only a drain whose reason begins with "yunion-mps: " is ended. Leases of jobs that Slurm no longer knows
-    are released.
+    are released. A job that Slurm is about to kill, after scancel or at its time limit, is disconnected from
+    MPS, if KillWait is at least HealthCheckInterval + 20 seconds.
 
     \b
     Examples:

@@ -118,6 +118,12 @@ def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
     return len(fields) > 6 and bool(int(fields[6]) & _PF_KTHREAD)
 
 
+def has_other_pids(pid: int, proc: str = "/proc") -> bool:
+    """Whether the process is in a PID namespace below ours, so that the PIDs that it names are not ours."""
+    rows = (line.split() for line in _read(pid, "status", proc=proc).splitlines())
+    return any(len(row) > 2 for row in rows if row[:1] == [b"NSpid:"])
+
+
 def parent_of(pid: int, proc: str = "/proc") -> int:
     fields = _stat_fields(pid, proc)
     return int(fields[1]) if len(fields) > 1 else 0

@@ -46,6 +46,8 @@ _ACCEPTED = "application/json, text/plain"
 _PIECE_BYTES = 1 << 18
 #: How long asyncio waits before connecting again if the listener's backlog is full, which no event reports.
 _CONNECT_RETRY_S = 0.02
+#: Of SO_PEERCRED: PID, user and group.
+_CREDENTIALS = struct.Struct("3i")
 
 
 class Exchange:
@@ -119,6 +121,15 @@ class DaemonClient:
         response = self._send(exchange, timeout_s, until_closed=until_closed)
         result: T = result_of(response, is_text=bool(operation.media_types))
         return result
+
+    def is_visible(self, timeout_s: float) -> bool:
+        """Whether our PID namespace shows the daemon's process; raises YunionError if it cannot be reached.
+
+        Otherwise the kernel reports its PID as 0 (unix(7), SO_PEERCRED), and its PIDs are not ours.
+        """
+        with self._connect(timeout_s) as connection:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return bool(_CREDENTIALS.unpack(credentials)[0])
 
     def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
         """The answer, None if its ETag is still `if_none_match`, and its ETag."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 from yunion_mps.errors import NotFoundError, YunionError
@@ -141,10 +141,19 @@ class Deletions:
 class PodDeletionWatch:
     """Watches the node's pods. While the API server is unreachable, known deletions are still handled."""
 
-    def __init__(self, server: ApiServer, node: str, daemon: AsyncDaemonClient, counts: Counts) -> None:
+    def __init__(
+        self,
+        server: ApiServer,
+        node: str,
+        daemon: AsyncDaemonClient,
+        counts: Counts,
+        utc_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`utc_s` returns the seconds since 1970."""
         self._server = server
         self._node = node
         self._daemon = daemon
+        self._utc_s = utc_s
         self._failures = Failures(log, counts.errors)
         self._deletions = Deletions()
         self._changed = asyncio.Event()
@@ -159,7 +168,7 @@ class PodDeletionWatch:
         async for pods in self._server.watch(PODS, fields=fields, confirm=True, on_failure=self._report):
             if self._failures.clear():
                 log.info("watching the pods of node %s again", self._node)
-            self._deletions.update(pods, time.monotonic(), time.time())
+            self._deletions.update(pods, _now_s(), self._utc_s())
             self._changed.set()
             if not is_checked:  # listing the pods of a node that does not exist succeeds, without pods
                 is_checked = True
@@ -177,7 +186,7 @@ class PodDeletionWatch:
         terminating: set[asyncio.Future[None]] = set()
         try:
             while True:
-                for pod in self._deletions.take_due(time.monotonic()):
+                for pod in self._deletions.take_due(_now_s()):
                     terminating.add(asyncio.ensure_future(self._terminate(pod)))
                 terminating = {task for task in terminating if not task.done()}
                 await self._wait()
@@ -187,7 +196,7 @@ class PodDeletionWatch:
     async def _wait(self) -> None:
         """Wait for a change of the pods, or until the next one is due."""
         next_s = self._deletions.next_s()
-        timer = [] if next_s is None else [asyncio.sleep(max(next_s - time.monotonic(), 0))]
+        timer = [] if next_s is None else [asyncio.sleep(max(next_s - _now_s(), 0))]
         await first_of(self._changed.wait(), *timer)
         self._changed.clear()
 
@@ -197,7 +206,7 @@ class PodDeletionWatch:
             try:
                 clients = (await self._daemon.call(GET_CLIENTS))["clients"]
             except YunionError as error:
-                if time.monotonic() > pod.ends_s + _LATE_S:
+                if _now_s() > pod.ends_s + _LATE_S:
                     log.warning("pod %s: its MPS clients were not terminated: %s", pod.name, error)
                     return
                 await asyncio.sleep(_RETRY_S)
@@ -223,6 +232,10 @@ class PodDeletionWatch:
     def _report(self, error: ApiServerError) -> None:
         what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
         self._failures.report(f"{what}: {node_failure(error, self._node)}", API_SERVER)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _containers(pod: Pod) -> frozenset[str]:

@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
-from yunion_mps.host.proc import job_unit_of, started_ticks, uid_of
+from yunion_mps.host.proc import has_other_pids, job_unit_of, started_ticks, uid_of
 from yunion_mps.leases.request import owner_name
 from yunion_mps.models import Holder, Lease, Owner
 
@@ -44,9 +44,11 @@ def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
     A process's lease belongs to the process's owner, a container's lease to the engine that requests it,
     because a user of a container, even if mapped by a user namespace, is not a user of the host.
     """
+    hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
+    if pid != caller.pid and has_other_pids(caller.pid):
+        raise NotFoundError(f"PID {pid} is that of a process in the caller's PID namespace", hint)
     started, uid = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
     if started is None or uid is None:
-        hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if caller.uid != uid and not is_privileged(caller.uid):
         raise NotAllowedError(f"PID {pid} belongs to another user", "only root can take a lease for it")

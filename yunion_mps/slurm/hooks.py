@@ -14,19 +14,23 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.enums import DEVICE_VARIABLES, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
+from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import Record, read_record
-from yunion_mps.slurm.job import JOB_ID, Job
+from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmNode, shards_of
 from yunion_mps.text import printable
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseDetails
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
@@ -96,7 +100,10 @@ class Hooks:
         return 0
 
     def health_check(self) -> int:
-        """Drain the node while Slurm's devices cannot be used, and resume it once they can; returns 0."""
+        """Drain the node while Slurm's devices cannot be used, and resume it once they can; returns 0.
+
+        Also disconnects the processes of jobs from MPS before Slurm kills them.
+        """
         node = SlurmNode()
         try:
             if reason := self._trouble(node):
@@ -121,7 +128,8 @@ class Hooks:
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
         several = addresses if len(addresses) > 1 and not record.shards else {}
-        single = {str(index): leases.environment(addr) for index, (addr,) in several.items()}
+        lease_id = {LEASE_VARIABLE: lease["id"]}  # a step with one device uses the job's lease, too
+        single = {str(index): {**leases.environment(addr), **lease_id} for index, (addr,) in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
@@ -131,17 +139,17 @@ class Hooks:
             record = read_record(self._paths)
             if record is None:
                 return None
+            # Slurm is asked for its jobs last, and once.
+            files, jobs = self._files_by_job(), lru_cache(node.jobs)
+            found = leases.reconcile(jobs)
+            ending = [(lease, since_s) for lease in found.live if (since_s := jobs()[job_of(lease)])]
+            self._disconnect(ending, node)
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
-            files, jobs = (
-                self._files_by_job(),
-                lru_cache(node.jobs),
-            )  # Slurm is asked for its jobs last, and once
-            used = leases.reconcile(jobs).used
             for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-            held = held_outside(leases.all(), addresses) or still_used(used)
+            held = held_outside(leases.all(), addresses) or still_used(found.used)
         except YunionError as error:
             return error.reason
         broken = [
@@ -150,6 +158,20 @@ class Hooks:
         if broken:
             return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
         return held
+
+    def _disconnect(self, ending: Sequence[tuple[LeaseDetails, float]], node: SlurmNode) -> None:
+        """Disconnect the processes of jobs from MPS that Slurm is about to kill.
+
+        `ending` has the lease of each job that is ending, and since when. Slurm calls no hook between its
+        SIGTERM and its SIGKILL.
+        """
+        settings = node.kill_settings_s() if ending else (0, 0)
+        for lease, since_s in ending:
+            if is_about_to_be_killed(time.time() - since_s, *settings):
+                try:
+                    self._leases().disconnect(lease)
+                except YunionError as error:
+                    self._on_message(f"{lease['name']}: not disconnected from MPS: {error.message}")
 
     def _files_by_job(self) -> list[tuple[str, str]]:
         """The ids of the jobs that have files, and the files, also unfinished ones."""

@@ -20,6 +20,9 @@ _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
 #: Set by sbatch, and by an srun that starts the job itself.
 _COMPONENT = re.compile(r"SLURM_JOB_ID_(HET|PACK)_GROUP_[0-9]+")
 _INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+#: How much later than its interval a check may act, and how long a program has after SIGTERM, in s.
+_CHECK_S = 10
+_GRACE_S = 10
 
 
 class Job(NamedTuple):
@@ -80,3 +83,13 @@ def stale_leases(leases: Iterable[L], live: Iterable[str]) -> list[L]:
     """The leases of Slurm's jobs whose ids are not in `live`."""
     ids = set(live)
     return [lease for lease in leases if (job := job_of(lease)) and job not in ids]
+
+
+def is_about_to_be_killed(age_s: float, kill_wait_s: int, interval_s: int) -> bool:
+    """Whether Slurm kills a job, which it began to end `age_s` ago, before the next check can act.
+
+    `interval_s` is the time from a check to the next. Always false if it is so long that a check would have
+    to act before a program had 10 s to end by itself.
+    """
+    first_s = kill_wait_s - interval_s - _CHECK_S
+    return interval_s > 0 and first_s >= _GRACE_S and first_s <= age_s < kill_wait_s

@@ -6,11 +6,12 @@ the lease is stale, and is released as soon as another job needs its devices.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.enums import IN_USE, OVER_BUDGET, SLURM
+from yunion_mps.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import (
@@ -19,6 +20,7 @@ from yunion_mps.http.operations import (
     GET_DEVICES,
     GET_LEASES,
     TAKE_LEASE,
+    TERMINATE_LEASE,
     Operation,
 )
 from yunion_mps.http.parameters import Value
@@ -132,7 +134,14 @@ class JobLeases:
         leases = [lease for lease in self.all() if job_of(lease)]
         stale = stale_leases(leases, live()) if leases else []
         used = self._end_unused(stale)
-        return ReconcileResult([lease for lease in stale if lease not in used], used)
+        kept = [lease for lease in leases if lease not in stale]
+        return ReconcileResult([lease for lease in stale if lease not in used], used, kept)
+
+    def disconnect(self, lease: LeaseRecord) -> None:
+        """Have their MPS server disconnect the job's processes, which continue without MPS."""
+        with contextlib.suppress(NotFoundError):  # its Epilog released it
+            for one in self._call(TERMINATE_LEASE, lease=lease["id"], signals=NO_SIGNAL)["terminations"]:
+                self._on_message(f"{lease['name']}: PID {one['pid']}: {one['how']}")
 
     def _end_unused(self, leases: Iterable[LeaseDetails]) -> list[LeaseDetails]:
         """End the leases whose devices no process uses; returns the others.
@@ -161,10 +170,14 @@ class JobLeases:
 
 
 class ReconcileResult(NamedTuple):
-    """The leases of jobs that are not live: those that were ended, and those that are kept."""
+    """The leases of jobs that are not live: those that were ended, and those in use, which are kept.
+
+    `live` are the leases of the others.
+    """
 
     ended: Sequence[LeaseDetails]
     used: Sequence[LeaseDetails]
+    live: Sequence[LeaseDetails]
 
 
 def _held(reason: Reason) -> NothingFreeError:

@@ -65,6 +65,20 @@ def parse_state(text: str) -> NodeState | None:
     return None
 
 
+#: Durations in the output of `scontrol show config`.
+_SECONDS = re.compile(r"^(\w+) += ([0-9]+) sec$", re.MULTILINE)
+
+
+def parse_jobs(text: str) -> dict[str, float | None]:
+    """Parse lines of squeue: the id, the state, and when the job ended or is expected to end."""
+    words = (line.split() for line in text.splitlines())
+    return {
+        job: float(end) if state == "COMPLETING" and end.isdigit() else None
+        for job, state, end in (three for three in words if len(three) == 3)
+        if re.fullmatch(JOB_ID, job)
+    }
+
+
 class SlurmNode:
     """A node, read and changed by Slurm's commands; its methods raise HostError if a command fails."""
 
@@ -88,10 +102,19 @@ class SlurmNode:
     def resume(self) -> None:
         _answer("scontrol", "update", f"NodeName={self.name}", "State=RESUME")
 
-    def jobs(self) -> list[str]:
-        """The ids of all of Slurm's jobs on this node: those that are starting, running or ending."""
-        words = _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A").split()
-        return [word for word in words if re.fullmatch(JOB_ID, word)]
+    def jobs(self) -> dict[str, float | None]:
+        """All of Slurm's jobs on this node, by id: those that are starting, running or ending.
+
+        For a job that is ending, the value is when Slurm began to end it, in s since the epoch.
+        """
+        return parse_jobs(
+            _answer("squeue", "--noheader", f"--nodelist={self.name}", "--format=%A %T %e", times="%s")
+        )
+
+    def kill_settings_s(self) -> tuple[int, int]:
+        """KillWait and HealthCheckInterval of slurm.conf, in s."""
+        found = dict(_SECONDS.findall(_answer("scontrol", "show", "config")))
+        return int(found.get("KillWait", 0)), int(found.get("HealthCheckInterval", 0))
 
     def gres(self, job_id: str) -> set[str]:
         """What the job has on this node, for example `gpu:1(IDX:0)`; empty if the job is ending.
@@ -113,9 +136,11 @@ def node_name() -> str:
     return socket.gethostname().partition(".")[0]
 
 
-def _answer(program: str, *arguments: str) -> str:
+def _answer(program: str, *arguments: str, times: str = "standard") -> str:
+    """The output of one of Slurm's commands; `times` is how it shows times, as in strftime(3)."""
     path = find_program(program, hint_of(PROGRAM_MISSING), ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin"))
-    status, output = outcome_of([path, *arguments], _COMMAND_S, with_stderr=True)
+    environment = {**os.environ, "SLURM_TIME_FORMAT": times}
+    status, output = outcome_of([path, *arguments], _COMMAND_S, with_stderr=True, environment=environment)
     text = printable(output.decode(errors="replace").strip().replace("\n", "; ")) if status else ""
     if status is None:
         raise HostError(f"{program}: did not end within {_COMMAND_S:g} s", "check slurmctld: scontrol ping")

@@ -18,14 +18,18 @@ typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
 
 NVML nvmlDeviceGetUUID(nvmlDevice_t gpu, char *uuid, unsigned int size)
 {
-    ENTER_DEVICE(gpu, uuid);
-    return give_text(uuid, size, gpu->uuid);
+    ENTER_PART(gpu, uuid);
+    return give_text(uuid, size, part.compute ? part.compute->uuid : part.gpu->uuid);
 }
 
 NVML nvmlDeviceGetName(nvmlDevice_t gpu, char *name, unsigned int size)
 {
-    ENTER_DEVICE(gpu, name);
-    return give_text(name, size, gpu->name);
+    char text[sizeof gpu->name + 32];
+
+    ENTER_PART(gpu, name);
+    snprintf(text, sizeof text, "%s%s%s", part.gpu->name, part.instance ? " MIG " : "",
+             part.instance ? profile_of(part)->name : "");
+    return give_text(name, size, text);
 }
 
 #define NUMBER_OF_GPU(function, value)                        \
@@ -38,7 +42,6 @@ NVML nvmlDeviceGetName(nvmlDevice_t gpu, char *name, unsigned int size)
 NUMBER_OF_GPU(nvmlDeviceGetMinorNumber, gpu->minor)
 NUMBER_OF_GPU(nvmlDeviceGetPersistenceMode, 0)
 NUMBER_OF_GPU(nvmlDeviceGetDisplayActive, 0)
-NUMBER_OF_GPU(nvmlDeviceIsMigDeviceHandle, 0)
 NUMBER_OF_GPU(nvmlDeviceGetPerformanceState, 0)
 
 NVML nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor)
@@ -47,6 +50,17 @@ NVML nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor
     *major = (int)gpu->capability_major;
     *minor = (int)gpu->capability_minor;
     return SUCCESS;
+}
+
+NVML nvmlDeviceGetArchitecture(nvmlDevice_t gpu, unsigned int *architecture)
+{
+    static const unsigned int first_of[] = {30, 50, 60, 70, 75, 80, 89, 90, 100}; /* from Kepler, which is 2 */
+    unsigned int found = 0;
+
+    ENTER_DEVICE(gpu, architecture);
+    while (found < COUNT(first_of) && first_of[found] <= gpu->capability_major * 10 + gpu->capability_minor)
+        found++;
+    return give(architecture, found + 1);
 }
 
 NVML nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
@@ -75,36 +89,40 @@ static unsigned int utilization_of(const struct sim_gpu *gpu)
     return sum < 100 ? sum : 100;
 }
 
-static unsigned long long used_mib(const struct sim_gpu *gpu)
+/* What a GPU or a GPU instance has, in bytes; an instance's share of what the driver reserves is not part of it. */
+static nvmlMemory_v2_t memory_of(struct part part)
 {
-    unsigned long long used = 0;
+    unsigned long long used = 0, reserved = part.instance ? 0 : part.gpu->reserved_mib;
+    unsigned long long total = part.instance ? profile_of(part)->memory_mib : part.gpu->memory_mib;
+    struct part whole = {part.gpu, part.instance, NULL}; /* its compute instances share the memory */
     int lock = lock_state();
 
-    for (size_t i = 0; i < COUNT(gpu->processes); i++)
-        if (gpu->processes[i].pid && gpu->processes[i].used_mib != SIM_UNKNOWN_MIB)
-            used += gpu->processes[i].used_mib;
+    for (size_t i = 0; i < COUNT(part.gpu->processes); i++) {
+        const struct sim_process *process = &part.gpu->processes[i];
+        if (has_process(whole, process) && process->used_mib != SIM_UNKNOWN_MIB)
+            used += process->used_mib;
+    }
     unlock_state(lock);
-    return used < gpu->memory_mib - gpu->reserved_mib ? used : gpu->memory_mib - gpu->reserved_mib;
+    used = used < total - reserved ? used : total - reserved;
+    return (nvmlMemory_v2_t){0, total * MIB, reserved * MIB, (total - reserved - used) * MIB, used * MIB};
 }
 
 NVML nvmlDeviceGetMemoryInfo(nvmlDevice_t gpu, nvmlMemory_t *memory)
 {
-    ENTER_DEVICE(gpu, memory);
-    memory->total = gpu->memory_mib * MIB;
-    memory->used = (used_mib(gpu) + gpu->reserved_mib) * MIB; /* version 1 counts the reserved part as used */
-    memory->free = memory->total - memory->used;
+    ENTER_PART(gpu, memory);
+    nvmlMemory_v2_t all = memory_of(part);
+    *memory = (nvmlMemory_t){all.total, all.free, all.used + all.reserved}; /* version 1 counts it as used */
     return SUCCESS;
 }
 
 NVML nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t gpu, nvmlMemory_v2_t *memory)
 {
-    ENTER_DEVICE(gpu, memory);
-    if (memory->version != (sizeof *memory | 2u << 24))
+    ENTER_PART(gpu, memory);
+    unsigned int version = memory->version;
+    if (version != (sizeof *memory | 2u << 24))
         return ARGUMENT_VERSION_MISMATCH;
-    memory->total = gpu->memory_mib * MIB;
-    memory->used = used_mib(gpu) * MIB;
-    memory->reserved = gpu->reserved_mib * MIB;
-    memory->free = memory->total - memory->reserved - memory->used;
+    *memory = memory_of(part);
+    memory->version = version;
     return SUCCESS;
 }
 
@@ -122,15 +140,6 @@ NVML nvmlDeviceSetComputeMode(nvmlDevice_t gpu, unsigned int mode)
     unlock_state(lock);
     changed();
     return SUCCESS;
-}
-
-NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
-{
-    ENTER_DEVICE(gpu, current && pending);
-    if (!gpu->mig_capable)
-        return NOT_SUPPORTED;
-    *pending = gpu->mig_pending;
-    return give(current, gpu->mig_current);
 }
 
 NVML nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *utilization)
@@ -156,23 +165,23 @@ NVML nvmlDeviceGetTemperature(nvmlDevice_t gpu, unsigned int sensor, unsigned in
 #define UNSUPPORTED(function)             \
     NVML function(nvmlDevice_t gpu)       \
     {                                     \
-        ENTER_DEVICE(gpu, true);          \
+        ENTER_PART(gpu, true);            \
         return NOT_SUPPORTED;             \
     }
 #define GET(what) UNSUPPORTED(nvmlDeviceGet##what)
 
 UNSUPPORTED(nvmlDeviceSetPersistenceMode)
 GET(AccountingBufferSize) GET(AccountingMode) GET(AccountingPids) GET(AccountingStats)
-GET(ApplicationsClock) GET(Architecture) GET(Attributes_v2) GET(AutoBoostedClocksEnabled)
-GET(BAR1MemoryInfo) GET(BoardId) GET(BoardPartNumber) GET(Brand) GET(BridgeChipInfo) GET(Clock)
+GET(ApplicationsClock) GET(AutoBoostedClocksEnabled)
+GET(BoardId) GET(BoardPartNumber) GET(Brand) GET(BridgeChipInfo) GET(Clock)
 GET(ClockInfo) GET(CpuAffinity) GET(CurrPcieLinkGeneration) GET(CurrPcieLinkWidth)
 GET(CurrentClocksThrottleReasons) GET(DecoderUtilization) GET(DefaultApplicationsClock) GET(DisplayMode)
 GET(DriverModel) GET(EccMode) GET(EncoderSessions) GET(EncoderStats) GET(EncoderUtilization)
 GET(FBCSessions) GET(FBCStats) GET(FanSpeed) GET(GpcClkVfOffset) GET(GpuMaxPcieLinkGeneration)
 GET(GpuOperationMode) GET(GspFirmwareMode) GET(GspFirmwareVersion) GET(InforomImageVersion)
-GET(InforomVersion) GET(JpgUtilization) GET(LastBBXFlushTime) GET(MaxClockInfo) GET(MaxMigDeviceCount)
-GET(MaxPcieLinkGeneration) GET(MaxPcieLinkWidth) GET(MemoryAffinity) GET(MemoryErrorCounter)
-GET(MigDeviceHandleByIndex) GET(ModuleId) GET(MultiGpuBoard) GET(NumaNodeId) GET(OfaUtilization)
+GET(InforomVersion) GET(JpgUtilization) GET(LastBBXFlushTime) GET(MaxClockInfo)
+GET(MaxPcieLinkGeneration) GET(MaxPcieLinkWidth) GET(MemoryAffinity)
+GET(ModuleId) GET(MultiGpuBoard) GET(NumaNodeId) GET(OfaUtilization)
 GET(PcieReplayCounter) GET(PcieThroughput) GET(PowerManagementDefaultLimit) GET(PowerManagementLimit)
 GET(PowerManagementLimitConstraints) GET(PowerManagementMode) GET(PowerState) GET(RemappedRows)
 GET(RetiredPages) GET(RetiredPagesPendingStatus) GET(RetiredPages_v2) GET(RowRemapperHistogram)

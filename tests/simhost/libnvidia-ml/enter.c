@@ -42,6 +42,10 @@ nvmlReturn_t injected(const char *call, int slot)
     plain_name(call, plain, sizeof plain);
     int lock = lock_state();
     struct sim_failure *failure = find_failure(plain, slot);
+    if (failure && failure->skip) {
+        failure->skip--;
+        failure = NULL;
+    }
     if (!failure) {
         unlock_state(lock);
         return SUCCESS;
@@ -68,14 +72,22 @@ nvmlReturn_t enter(const char *call)
     return __atomic_load_n(&references, __ATOMIC_ACQUIRE) ? injected(call, -1) : UNINITIALIZED;
 }
 
-nvmlReturn_t enter_device(const char *call, nvmlDevice_t gpu)
+nvmlReturn_t enter_part(const char *call, const void *handle, struct part *part)
 {
     if (!__atomic_load_n(&references, __ATOMIC_ACQUIRE))
         return UNINITIALIZED;
-    if (gpu < state->gpus || gpu >= state->gpus + state->gpu_count)
+    if (!find_part(handle, part))
         return INVALID_ARGUMENT;
-    nvmlReturn_t error = injected(call, (int)(gpu - state->gpus));
+    nvmlReturn_t error = injected(call, (int)(part->gpu - state->gpus));
     if (error)
         return error;
-    return gpu->lost || !gpu->present ? GPU_IS_LOST : SUCCESS;
+    return part->gpu->lost || !part->gpu->present ? GPU_IS_LOST : SUCCESS;
+}
+
+nvmlReturn_t enter_device(const char *call, nvmlDevice_t gpu)
+{
+    struct part part = {0};
+    nvmlReturn_t error = enter_part(call, gpu, &part);
+
+    return part.instance ? INVALID_ARGUMENT : error;
 }

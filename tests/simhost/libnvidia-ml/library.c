@@ -35,7 +35,7 @@ NVML nvmlShutdown(void)
     return error;
 }
 
-__attribute__((visibility("default"))) const char *nvmlErrorString(nvmlReturn_t error)
+PUBLIC const char *nvmlErrorString(nvmlReturn_t error)
 {
     static const char *const words[] = {
         "Success", "Uninitialized", "Invalid Argument", "Not Supported", "Insufficient Permissions",

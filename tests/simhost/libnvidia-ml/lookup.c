@@ -47,13 +47,20 @@ NVML nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device)
 NVML nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
 {
     struct sim_gpu *gpu = NULL;
+    nvmlDevice_t mig_device = NULL;
 
     if (references && (!device || !uuid))
         return INVALID_ARGUMENT;
-    for (unsigned int i = 0; references && i < order_count; i++)
-        if (!strcasecmp(state->gpus[order[i]].uuid, uuid))
-            gpu = &state->gpus[order[i]];
-    return look_up(__func__, gpu, device);
+    for (unsigned int i = 0; references && !gpu && i < order_count; i++) {
+        struct sim_gpu *next = &state->gpus[order[i]];
+        mig_device = find_mig_device(next, uuid);
+        if (mig_device || !strcasecmp(next->uuid, uuid))
+            gpu = next;
+    }
+    nvmlReturn_t error = look_up(__func__, gpu, device);
+    if (!error && mig_device)
+        *device = mig_device;
+    return error;
 }
 
 static bool has_address(const struct sim_gpu *gpu, const char *text)
@@ -83,9 +90,11 @@ NVML nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
 
 NVML nvmlDeviceGetIndex(nvmlDevice_t gpu, unsigned int *index)
 {
-    ENTER_DEVICE(gpu, index);
+    ENTER_PART(gpu, index);
+    if (part.compute)
+        return give(index, index_of_mig_device(part));
     for (unsigned int i = 0; i < order_count; i++)
-        if (&state->gpus[order[i]] == gpu)
+        if (&state->gpus[order[i]] == part.gpu)
             return give(index, i);
     return NOT_FOUND;
 }

@@ -39,7 +39,8 @@ static void view_process(const struct sim_process *process, process_view_t *view
 {
     view->pid = process->pid;
     view->used = process->used_mib == SIM_UNKNOWN_MIB ? SIM_UNKNOWN_MIB : process->used_mib * MIB;
-    view->gpu_instance = view->compute_instance = UINT_MAX;
+    view->gpu_instance = process->gpu_instance; /* SIM_UNSET is NVML's word for none */
+    view->compute_instance = process->compute_instance;
     view->used_protected = 0;
     if (named && !process_name(process->pid, view->name, sizeof view->name))
         strcpy(view->name, "[Not Found]");
@@ -49,16 +50,16 @@ static void view_process(const struct sim_process *process, process_view_t *view
  * Fills at most *count entries of `size` bytes, each as much of a process_view_t as fits. A client of MPS is a
  * compute process too: nvidia-smi merges the two lists and shows it as M+C.
  */
-static nvmlReturn_t give_processes(struct sim_gpu *gpu, uint32_t type, unsigned int *count, void *out, size_t size)
+static nvmlReturn_t give_processes(struct part part, uint32_t type, unsigned int *count, void *out, size_t size)
 {
     unsigned int n = 0, room = *count;
     process_view_t view;
     int lock = lock_state();
 
-    for (size_t i = 0; i < COUNT(gpu->processes); i++) {
-        const struct sim_process *process = &gpu->processes[i];
+    for (size_t i = 0; i < COUNT(part.gpu->processes); i++) {
+        const struct sim_process *process = &part.gpu->processes[i];
         bool fits = process->type == type || (type == SIM_PROCESS_COMPUTE && process->type == SIM_PROCESS_MPS);
-        if (!process->pid || !fits)
+        if (!has_process(part, process) || !fits)
             continue;
         if (n < room && out) {
             view_process(process, &view, size == sizeof view);
@@ -74,8 +75,8 @@ static nvmlReturn_t give_processes(struct sim_gpu *gpu, uint32_t type, unsigned 
 #define PROCESSES(function, type)                                                              \
     NVML function(nvmlDevice_t gpu, unsigned int *count, nvmlProcessInfo_v2_t *processes)      \
     {                                                                                          \
-        ENTER_DEVICE(gpu, count && (processes || !*count));                                    \
-        return give_processes(gpu, type, count, processes, sizeof *processes);                 \
+        ENTER_PART(gpu, count && (processes || !*count));                                    \
+        return give_processes(part, type, count, processes, sizeof *processes);                 \
     }
 
 PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE)
@@ -118,38 +119,14 @@ NVML nvmlDeviceGetProcessUtilization(nvmlDevice_t gpu, nvmlProcessUtilizationSam
     return !n ? NOT_FOUND : n > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
-
+/* What nvidia-smi calls through the table of table.c. */
 #define PRIVATE_PROCESSES(function, type)                                                             \
-    static nvmlReturn_t function(nvmlDevice_t gpu, unsigned int *count, process_view_t *processes)    \
+    nvmlReturn_t function(nvmlDevice_t gpu, unsigned int *count, process_view_t *processes)    \
     {                                                                                                 \
-        ENTER_DEVICE(gpu, count && processes);                                                        \
-        return give_processes(gpu, type, count, processes, sizeof *processes);                        \
+        ENTER_PART(gpu, count && processes);                                                        \
+        return give_processes(part, type, count, processes, sizeof *processes);                        \
     }
 
 PRIVATE_PROCESSES(nvmlDeviceGetComputeRunningProcesses_private, SIM_PROCESS_COMPUTE)
 PRIVATE_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_private, SIM_PROCESS_MPS)
 PRIVATE_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_private, 0) /* there are none */
-
-/*
- * nvidia-smi refuses a library without this ("Mismatch in versions"). A table begins with its size in bytes. The
- * calls for processes are where nvidia-smi 535 and 550 look for them; the others say that they are not supported,
- * which it shows as N/A.
- */
-NVML nvmlInternalGetExportTable(const void **table, const void *id)
-{
-    enum { COMPUTE = 213, MPS = 214, GRAPHICS = 215 };
-    static const void *slots[512];
-
-    (void)id;
-    if (!table)
-        return INVALID_ARGUMENT;
-    slots[0] = (void *)sizeof slots;
-    for (size_t i = 1; i < COUNT(slots); i++)
-        slots[i] = (void *)unsupported;
-    slots[COMPUTE] = (void *)nvmlDeviceGetComputeRunningProcesses_private;
-    slots[MPS] = (void *)nvmlDeviceGetMPSComputeRunningProcesses_private;
-    slots[GRAPHICS] = (void *)nvmlDeviceGetGraphicsRunningProcesses_private;
-    *table = slots;
-    return SUCCESS;
-}

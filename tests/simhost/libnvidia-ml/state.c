@@ -66,6 +66,16 @@ bool map_state(void)
     return true;
 }
 
+void path_of_root(char *path, size_t size) /* the state is <root>/lib/simhost.state */
+{
+    snprintf(path, size, "%s", state_path);
+    for (int i = 0; i < 2; i++) {
+        char *slash = strrchr(path, '/');
+        if (slash)
+            *slash = '\0';
+    }
+}
+
 int lock_state(void)
 {
     int fd = open(state_path, O_RDWR | O_CLOEXEC);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from yunion_mps.errors import ControlError
 
 from unit.cli.conftest import Cli
@@ -27,3 +28,21 @@ def test_a_client_that_cannot_be_disconnected_does_not_affect_the_others(own: Cl
         f"PID {pid} was not disconnected from MPS before its signal: its MPS server refused" for pid in pids
     ]
     assert sorted(err.splitlines()) == sorted(f"yunion-mps: {end}" for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "said"),
+    [
+        ({}, 0, ""),
+        ({"EXIT_CODE": "exited", "EXIT_STATUS": "0"}, 0, ""),
+        ({"EXIT_CODE": "killed", "EXIT_STATUS": "KILL"}, 137, "run was killed"),
+    ],
+    ids=["running", "ended", "killed"],
+)
+def test_a_job_unit_is_stopped_only_if_its_run_was_killed(
+    own: Cli, ended: dict[str, str], code: int, said: str
+) -> None:
+    """This process is in no job unit, so nothing is to be stopped."""
+    own.env |= ended
+    done = own.process("stop-job-unit")
+    assert (done.code, said in done.err, bool(done.err)) == (code, True, bool(said))

@@ -108,7 +108,7 @@ def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> Non
 
 def test_commands_for_units_are_hidden_but_have_help(alone: Cli) -> None:
     hidden = set(COMMANDS) - {name for section in SECTIONS.values() for name in section}
-    assert hidden == {"gateway", "daemon-reexec"}
+    assert hidden == {"gateway", "daemon-reexec", "stop-job-unit"}
     assert not any(name in alone.good("--help") for name in hidden)
 
 

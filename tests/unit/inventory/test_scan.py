@@ -45,7 +45,7 @@ def test_every_kind_from_kepler_to_blackwell_is_described(open_host: OpenHost) -
         link = gpu.link
         assert link is not None
         assert gpu._replace(link=None) == Gpu(
-            pci_address=f"0000:00:{6 + slot:02x}.0",
+            pci_address=f"0000:{slot // 16:02x}:{6 + slot % 16:02x}.0",
             uuid=host.sim.gpus[slot].uuid,
             name=kind.name,
             nvml_index=slot,

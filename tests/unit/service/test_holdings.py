@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.service.holdings import Holding, distribute, holdings, memory_by_gpu
+import pytest
+from yunion_mps.service.holdings import Holding, clients_of_lease, distribute, holdings, memory_by_gpu
 
 from unit.cli.held import OUTSIDE_MPS, TWO
-from unit.http.by_hand import CLIENT, GONE, LEASE, lease_of
+from unit.http.by_hand import CLIENT, GONE, LEASE, clients, lease_of
 
 
 def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
@@ -107,3 +108,22 @@ def test_the_peak_of_a_lease_is_that_of_its_devices_on_the_gpu() -> None:
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [])
     assert {one.gpu: one.peak_mib for one in found if one.lease} == {"00:06.0": 5800, "00:07.0": None}
     assert {one.peak_mib for one in found if not one.lease} == {None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_ours"),
+    [
+        ({"lease": LEASE["id"], "device": None}, True),
+        ({"lease": None, "container_id": "c" * 64}, True),
+        ({"lease": None, "container_id": "d" * 64}, False),
+        ({"lease": None, "container_id": None}, False),
+        ({"lease": None, "container_id": "c" * 64, "device": "00:06.0-2"}, False),
+        ({"lease": "another", "container_id": "c" * 64}, False),
+    ],
+    ids=["lease", "container", "another container", "device only", "another device", "another lease"],
+)
+def test_only_processes_that_belong_to_a_lease_are_its_clients(fields: Any, is_ours: bool) -> None:
+    """A process that only names the device may be a neighbour: the lease's end is not its end."""
+    lease = changed(LEASE, container_id="c" * 64)
+    client = changed(CLIENT, **{"pid": 4261, "device": "00:06.0-1", **fields})
+    assert clients_of_lease(lease, clients(client)) == ([client] if is_ours else [])

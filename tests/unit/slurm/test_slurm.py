@@ -19,9 +19,9 @@ from yunion_mps.slurm.devices import (
     record_of,
 )
 from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
-from yunion_mps.slurm.job import Job, indices_of, job_of, stale_leases
+from yunion_mps.slurm.job import Job, indices_of, is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
-from yunion_mps.slurm.node import NodeState, drain_reason, parse_state, shards_of
+from yunion_mps.slurm.node import NodeState, drain_reason, parse_jobs, parse_state, shards_of
 
 RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)])
 
@@ -182,6 +182,22 @@ def test_only_drains_with_our_prefix_are_ours() -> None:
     assert awaits_reboot.is_drained
     assert not awaits_reboot.is_ours
     assert len(drain_reason(Reason("x" * 900, GPU_LOST))) == 200
+
+
+def test_only_a_job_that_slurm_is_ending_has_a_time_since_when() -> None:
+    text = "17 RUNNING 1795529540\n18 COMPLETING 1795529550\n19 COMPLETING Unknown\nwarning: x\n"
+    assert parse_jobs(text) == {"17": None, "18": 1795529550.0, "19": None}
+    assert parse_jobs("") == {}
+
+
+@pytest.mark.parametrize(
+    ("kill_wait_s", "interval_s", "first_s"), [(30, 10, 10), (60, 30, 20), (30, 30, None), (30, 0, None)]
+)
+def test_the_last_check_before_the_kill_is_10_s_after_sigterm_or_later(
+    kill_wait_s: int, interval_s: int, first_s: int | None
+) -> None:
+    when = [age_s for age_s in range(100) if is_about_to_be_killed(age_s, kill_wait_s, interval_s)]
+    assert when == ([] if first_s is None else list(range(first_s, kill_wait_s)))
 
 
 def test_a_step_has_the_budget_of_its_devices() -> None:
