@@ -236,6 +236,7 @@ class Plan(NamedTuple):
     direct: tuple[DirectGpu, ...] = ()
     sharing: Mapping[str, str] = {}
     pending: Mapping[str, Reason] = {}
+    time_slices: Mapping[str, str] = {}
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

@@ -179,6 +179,10 @@ def changes_to(
             when = AT_ONCE if new_mode else effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
+        old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
+        if old_slice != new_slice:
+            shown = (old_slice or "original", new_slice or "original")
+            changes.append(Change("time slice", gpu.address, *shown, AT_ONCE))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
