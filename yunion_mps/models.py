@@ -267,6 +267,7 @@ class Plan(NamedTuple):
     sharing: Mapping[str, str] = {}
     pending: Mapping[str, Reason] = {}
     layouts: tuple[MigLayout, ...] = ()
+    time_slices: Mapping[str, str] = {}
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

@@ -103,6 +103,9 @@ COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
 COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
     "The GPU's compute mode is not Default, which time-slicing requires.",
     "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
+TIME_SLICE_REFUSED = _code("time_slice_refused",
+    "The GPU's time slice cannot be set, so its devices have the one that it had before.",
+    "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
     "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",

@@ -98,8 +98,18 @@ def test_killing_the_control_daemon_ends_no_pod(node: Node, plugin: KubeletPlugi
     container = node.run(pod("trainer"))
     os.kill(node.daemon.control_pid(), signal.SIGKILL)
     eventually(lambda: is_recovered(node.daemon), "a control daemon that serves")
-    node.wait_allocatable(4)
-    assert_leased_to(node.daemon, container, node.run(pod("another")))
+    eventually(lambda: is_admitted(node, "another"), "a pod that the kubelet admits")
+    assert_leased_to(node.daemon, container, node.wait_running("another"))
+
+
+def is_admitted(node: Node, name: str) -> bool:
+    """Create a pod; delete it if the kubelet refuses it: it may not know yet that devices are healthy."""
+    node.create(pod(name))
+    eventually(lambda: node.phase(name) != "Pending", f"the kubelet's decision about pod {name}")
+    if node.phase(name) == "Failed":
+        node.delete(name)
+        return False
+    return True
 
 
 def test_a_lost_gpu_ends_no_pod_and_gets_no_new_ones(node: Node, plugin: KubeletPlugin) -> None:

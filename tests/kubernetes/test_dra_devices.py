@@ -40,6 +40,7 @@ def test_a_share_has_its_attributes_and_budget() -> None:
             "address": {"string": "3b:00.0-2"},
             "type": {"string": "share"},
             "budgetEnforced": {"bool": True},
+            "sharing": {"string": "mps"},
             "combinable": {"int": 1},
         },
         "capacity": {"memory": {"value": "4Gi"}, "smPercentage": {"value": "33300m"}},

@@ -117,7 +117,8 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
             host = stack.enter_context(SimHost.create(description))
             configure(host, **keys)
             stack.enter_context(host.pynvml())
-            monkeypatch.setenv("PATH", host.env["PATH"])
+            for name in ("PATH", "LD_LIBRARY_PATH"):  # for the programs that it runs
+                monkeypatch.setenv(name, host.env[name])
             monkeypatch.setenv(ROOT_VARIABLE, str(host.root))
             return host
 

@@ -42,6 +42,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.cli.reconcile import reconcile_leases
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
+from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 #: Fields of a lease in CSV.
 _FIELDS = (
     "id", "name", "state", "reason", "binding", "devices", "gpus", "memory_mib", "thread_percentage", "user",
-    "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak_mib",
+    "pid", "command", "container", "since", "expires", "budget_enforced", "sharing", "cdi", "memory_peak_mib",
     "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
@@ -237,7 +238,8 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
 
 
 def _lease_text(lease: LeaseRecord, state: str = "") -> str:
-    enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
+    why = WHY_UNENFORCED[lease["sharing"]]
+    enforced = "" if lease["budget_enforced"] else f" (not enforced: a GPU is {why})"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",

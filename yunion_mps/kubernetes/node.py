@@ -152,7 +152,7 @@ class NodeService:
             units = memory.offers.values()
             offered = (devices, *profiles.by_profile.values())
             shared = (device.gpu for resource in offered for device in resource.offers.values())
-            return labels_of(shared, {unit.gpu for unit in units}, len(units))
+            return labels_of(shared, {unit.gpu for unit in units}, len(units), devices.sharing)
 
         def changes() -> list[asyncio.Event]:
             return [devices.changed, memory.changed, *profiles.changes]
@@ -164,9 +164,7 @@ class NodeService:
             registration(memory).run_once_offered(),
             profiles.run(lambda resource: registration(resource).run()),
             self._notify(services),
-            *self._feature_file(
-                options, labels, lambda: (devices.changed, memory.changed, *profiles.changes)
-            ),
+            *self._feature_file(options, labels, changes),
             *self._metrics(options, healths),
         ]
 

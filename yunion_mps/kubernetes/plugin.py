@@ -181,7 +181,7 @@ class DevicePlugin:
             nodes = await self._leases.device_nodes(gpus.split(","))
         except YunionError as error:
             raise _refusal(error) from None
-        pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU is shared without MPS
+        pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU does not use MPS
         mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
         return kubelet_api.ContainerAllocateResponse(
             {**environment, _NVIDIA_RUNTIME: gpus},

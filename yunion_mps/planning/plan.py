@@ -71,6 +71,8 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     )
     planned = [*usable, *lost]
     apart = [gpu for gpu in planned if sharing[gpu.pci_address] != MPS]
+    slices = {str(gpu.uuid): entries[gpu.pci_address].time_slice for gpu in apart}
+    slices = {uuid: time_slice for uuid, time_slice in slices.items() if time_slice}
     direct = tuple(divide_directly(entries[gpu.pci_address], gpu) for gpu in apart)
     devices = [device for domain in (*domains, *parked) for device in devices_of(host, domain, planned)]
     devices += direct_devices(host, direct, planned)
@@ -91,7 +93,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     unavailable |= waiting
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
-        sharing, layouts=layouts,
+        sharing, time_slices=slices, layouts=layouts,
     )  # fmt: skip
     return plan, problems
 

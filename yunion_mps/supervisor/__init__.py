@@ -24,15 +24,10 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
-from yunion_mps.supervisor.compute_modes import (
-    ComputeModes,
-    ModeResult,
-    ModeWork,
-    original_modes,
-    restore_unused,
-)
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, ComputeModes, ModeResult, ModeWork
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
+from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigLayouts, carry_out, restore
 from yunion_mps.supervisor.preflight import (
@@ -44,6 +39,7 @@ from yunion_mps.supervisor.preflight import (
     leased_without_mps,
     left_running,
 )
+from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 __all__ = ["Change", "Supervisor"]
 
@@ -95,7 +91,7 @@ class Supervisor:
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
         work = self._modes.due(self.desired.plan, None)
-        if work.changes:
+        if work.changes or work.time_slices:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self.desired.plan)
         self._replan()
@@ -192,6 +188,7 @@ class Supervisor:
         if self._snapshot is None:
             self._version += 1
             warnings = [reason for reason in self._warnings.values() if reason]
+            warnings += self._modes.time_slices.refusals.values()
             if self.event_log.write_error:
                 means = "events are kept in a temporary copy for now, and changes are refused"
                 what = f"{self.event_log.write_error}; {means}"
@@ -271,7 +268,7 @@ class Supervisor:
         """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown."""
         if not self.desired.plan.layouts or self.stopping or self.nvml is None:
             return ()
-        restoring = original_modes(self._store) if self._store else {}
+        restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
         return self._layouts.due(self.desired.plan, leased, restoring)
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
@@ -317,6 +314,7 @@ class Supervisor:
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()
+        self._modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
         if differs:  # what is pending was recorded before
             events += [change.event() for change in changes]
@@ -383,5 +381,7 @@ class Supervisor:
         self._leftovers_notice = leftovers.notice
         if store:
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running)}
-            restore_unused(store, self.nvml, needed, self._gpus.inventory.gpus)
+            gpus = self._gpus.inventory.gpus
+            restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
+            restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)
         return leftovers

@@ -184,6 +184,10 @@ def changes_to(
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout != new_layout:
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, _WHEN_UNUSED))
+        old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
+        if old_slice != new_slice:
+            shown = (old_slice or "original", new_slice or "original")
+            changes.append(Change("time slice", gpu.address, *shown, AT_ONCE))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))

@@ -113,7 +113,7 @@ class Clock(selectors.DefaultSelector):
 
 def observer_of(nvml: Any) -> Observer:
     """An observer of a host without domains."""
-    plan = SimpleNamespace(devices=[device(0, 0)])
+    plan = SimpleNamespace(devices=[device(0, 0)], direct=())
     found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
     supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
     return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())

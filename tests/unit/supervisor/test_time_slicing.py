@@ -12,9 +12,10 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING
+from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING, TIME_SLICE_REFUSED
 from yunion_mps.service.devices import devices_json, unusable_reasons
 
+from simhost import SimHost
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, modes
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
@@ -142,3 +143,80 @@ def test_the_control_daemon_of_running_jobs_ends_before_the_mode_changes(put_to_
     work.made.until(lambda: not work.made.snapshot.domains)
     work.made.set_modes()
     assert (modes(work.host), set(states(work.made).values())) == (["default"], {FREE})
+
+
+# -- time slices
+
+
+def shared(time_slice: str) -> str:
+    return f"{SHARED}\n  time_slice: {time_slice}"
+
+
+def slices(host: SimHost) -> list[str]:
+    """As NVIDIA's own program shows them."""
+    output = host.run(("nvidia-smi", "compute-policy", "--list"), check=True).stdout
+    return [line.split()[3].lower() for line in output.splitlines() if "Timeslice" in line]
+
+
+def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), shared("long"))
+    assert slices(host) == ["short", "long"]
+    events = [event.what for event in made.events if event.kind == "gpu"]
+    assert events == ["time slice short", "time slice long"]
+    assert not any(made.supervisor.mode_work())
+    made.stop()
+    assert slices(host) == ["default", "default"]
+
+
+def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), shared("long"))
+    host.divide(SHARED, shared("medium"))
+    changes = [(change.before, change.after) for change in made.reload() if change.kind == "time slice"]
+    assert changes == [("short", "original"), ("long", "medium")]
+    assert slices(host) == ["default", "medium"]
+
+
+def test_a_time_slice_that_is_right_already_is_neither_set_nor_restored(begin: Begin) -> None:
+    host, made = begin(TWO, shared("default"), SHARED)
+    store = Store(made.paths)
+    assert store.former("time_slice") == {}
+    store.close()
+    host.gpus[1].time_slice = "long"
+    made.stop()
+    assert slices(host) == ["default", "long"]
+
+
+def test_after_a_daemon_that_was_killed_the_original_is_restored(begin: Begin) -> None:
+    host, first = begin(TWO, shared("short"), SHARED)
+    first.stop(restore=False)
+    made = first.again()
+    made.stop()
+    assert slices(host) == ["default", "default"]
+
+
+def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "tesla-m60"}])
+    host.divide(shared("short"))
+    made = supervise(host).start()
+    assert set(states(made).values()) == {FREE}
+    (warning,) = made.snapshot.warnings
+    assert warning.code == TIME_SLICE_REFUSED
+    what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
+    assert warning == f"{what}; its devices have the one that it had before"
+    assert not any(made.supervisor.mode_work()), "it is tried again by a reload only"
+    host.divide(SHARED)
+    made.reload()
+    assert made.snapshot.warnings == ()
+
+
+def test_a_program_that_is_missing_is_a_warning(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    host.divide(shared("short"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    made = supervise(host).start()
+    assert "nvidia-smi is not installed" in made.snapshot.warnings[0]
+    assert set(states(made).values()) == {FREE}
