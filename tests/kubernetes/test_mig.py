@@ -45,10 +45,12 @@ def test_with_mixed_each_profile_is_a_resource(daemon_with_mig: Daemon) -> None:
         assert lease["environment"]["CUDA_VISIBLE_DEVICES"] == big.uuid
 
 
-@pytest.mark.parametrize(("strategy", "number"), [("single", 5), ("none", 2)])
+@pytest.mark.parametrize(("strategy", "other", "number"), [("single", "mig: all-3g.40gb", 5), ("none", 2, 2)])
 def test_otherwise_instances_are_counted_like_other_devices_or_not(
-    daemon_with_mig: Daemon, strategy: str, number: int
+    daemon_with_mig: Daemon, strategy: str, other: object, number: int
 ) -> None:
+    daemon_with_mig.host.divide("mig: [3g.40gb, 1g.10gb, 1g.10gb]", other)
+    assert daemon_with_mig.ask("POST", "/v1/reload")[0] == 200
     options(daemon_with_mig, strategy)
     with Kubelet(daemon_with_mig.host) as kubelet, KubeletPlugin(daemon_with_mig.host):
         assert len(kubelet.wait_healthy(number)) == number
