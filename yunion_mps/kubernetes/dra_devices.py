@@ -328,9 +328,10 @@ def architecture_of(compute_capability: str | None) -> str:
 
 
 def bus_id(address: str) -> str:
-    """The address with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
-    domain, _, rest = address.lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{address.lower()}"
+    """The address of the GPU with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
+    gpu = address.lower().partition("-g")[0]
+    domain, _, rest = gpu.partition(":")
+    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{gpu}"
 
 
 def version_of(text: str) -> str:
