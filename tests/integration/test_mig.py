@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,23 @@ def test_the_mode_is_switched_on_again_after_another_program(daemon: Daemon) -> 
     daemon.host.gpus[0].mig = False
     eventually(lambda: daemon.polls() and profiles(daemon) == BALANCED, "the layout")
     eventually(lambda: free(daemon) == 4, "its devices")
+
+
+def test_each_instance_has_a_control_daemon_with_its_own_limits(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 2g.20gb]\n  virtual_number: 2", 2)
+    daemon.configure(cuda_mps_scope="host")
+    daemon.start().wait_ready()
+    domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
+    for one, limit in zip(instances(daemon), ("19G", "9G")):
+        domain = domains[f"00:06.0-g{one.gpu_instance}"]
+        environment = Path(f"/proc/{domain['pid']}/environ").read_bytes().split(b"\0")
+        assert f"CUDA_VISIBLE_DEVICES={one.uuid}".encode() in environment
+        place = Path(domain["pipe_directory"])
+        asked = daemon.control("get_default_device_pinned_mem_limit 0", pipe_directory=place)
+        assert asked == [limit], "NVIDIA's program prints whole GiB"
+        assert daemon.control("get_default_active_thread_percentage", pipe_directory=place) == ["50.0"]
+    assert set(domains) == {"host", *(f"00:06.0-g{one.gpu_instance}" for one in instances(daemon))}
+    assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "exclusive_process"]
 
 
 def test_a_reboot_keeps_the_devices(daemon: Daemon) -> None:

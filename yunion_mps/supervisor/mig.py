@@ -138,6 +138,8 @@ class MigLayouts:
         if settled is None or settled.layout != state.layout:
             return
         del self._settled[state.layout.gpu_uuid]
+        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
+            return  # another program created an instance beside ours
         what = f"{settled} -> {state}"
         consequence = "the layout is brought into effect again, unless something uses the GPU"
         cause, code = "another program changed it", reasons.MIG_CHANGED
