@@ -225,9 +225,9 @@ A YAML file with the key `devices`: a list of entries, each of which divides one
 Cloudpods, it is shared with Cloudpods' host agent. `container_device_config_file` in
 `yunion-mps-host.conf`(5) can name another file."""
 _NO_ENTRY = """\
-A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS at all, every GPU is divided
-into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices` and
-`memory_unit`:"""
+A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS or NVIDIA_GPU_SHARE at all,
+every GPU is divided into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of
+`virtual_number`, `slices` and `memory_unit`:"""
 _BESIDE = """\
 In addition to `devices`, the file may have:"""
 

@@ -96,9 +96,9 @@ def run(
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
-    device's control daemon is not ready, or if budgets are not enforced, as on a GPU older than Volta. Such
-    a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if MPS is disabled
-    or cannot be reached.
+    device's control daemon is not ready, or if budgets are not enforced, as on a time-sliced GPU or one older
+    than Volta. Such a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if
+    MPS is disabled or cannot be reached.
 
     COMMAND replaces the calling process, so signals, exit status, terminal and process group are its own.
     YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
