@@ -259,7 +259,7 @@ def test_more_devices_than_mps_has_clients_are_refused_for_an_instance_too(
         supervise(host)
 
 
-def test_a_control_daemon_that_every_program_finds_is_refused_beside_instances(
+def test_a_control_daemon_that_all_find_is_refused_beside_instances(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "h100", "count": 2}], cuda_mps_pipe_directory="/tmp/nvidia-mps")
