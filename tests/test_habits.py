@@ -79,7 +79,7 @@ def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
                 rf"^\s*(import|from) {word}|os\.{word}\(|import_module\(\"{word}", text, re.MULTILINE
             ):
                 found.add(str(path.relative_to(CHECKOUT)))
-    assert users["pynvml"] == {"yunion_mps/inventory/nvml.py"}
+    assert users["pynvml"] == {"yunion_mps/inventory/driver.py"}
     assert users["posix_spawn"] == {"yunion_mps/host/processes.py"}
     assert users["subprocess"] == set()
 

@@ -14,7 +14,7 @@ STOPPING = "stopping"  # it was asked to quit
 DOMAIN_STATES = (STOPPED, STARTING, APPLYING, READY, WEDGED, BACKOFF, FAILED, STOPPING)
 
 HOST_STATES = ("ready", "degraded", "failed", "disabled")
-EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
+EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "mig", "configuration", "client", "lease", "daemon")
 SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.
 BINDINGS = ("process", "connection", "name", "container")
@@ -29,6 +29,21 @@ RELOAD_MODES = ("drain", "now")
 #: What a client is sent after its MPS server has disconnected it: nothing, SIGTERM, or also SIGKILL.
 NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"
 CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
+
+#: The ways of sharing a GPU, as NVIDIA's label nvidia.com/gpu.sharing-strategy names them.
+MPS, TIME_SLICING, NOT_SHARED = "mps", "time-slicing", "none"
+SHARING = (MPS, TIME_SLICING, NOT_SHARED)
+#: A GPU is shared by its MIG instances, each of which is shared in one of those ways.
+MIG = "mig"
+#: The type of an entry, as Cloudpods names it, by the way of sharing.
+ENTRY_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
+#: The Dev_type of devices, by the way of sharing: that of the entry, or of a GPU that is one device.
+DEV_TYPES = {**ENTRY_TYPES, NOT_SHARED: "NVIDIA_GPU"}
+
+#: Why a GPU that is shared in this way may not enforce budgets.
+WHY_UNENFORCED = {MPS: "older than Volta", TIME_SLICING: "time-sliced"}
+#: The time slices of a GPU, in the order of the values of nvidia-smi compute-policy --set-timeslice.
+TIME_SLICES = ("default", "short", "medium", "long")
 
 #: The states of a GPU.
 AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
@@ -48,10 +63,14 @@ REPORT, TERMINATE = "report", "terminate"
 NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 
+#: What a process may use of each of its GPUs, in MiB, for frameworks; the least if that differs.
+MEMORY_VARIABLE = "YUNION_MPS_MEMORY_MIB"
+#: The fraction of the GPU's memory that JAX allocates; no other framework reads it.
+JAX_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 #: Variables that only a device's environment sets, and all that it may set.
 BUDGET_VARIABLES = (
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE",
+    "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE", MEMORY_VARIABLE,
 )  # fmt: skip
 DEVICE_VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 

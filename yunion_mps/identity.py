@@ -34,8 +34,12 @@ def fingerprint(data: bytes) -> str:
 
 
 def gpu_of(address: str) -> str:
-    """Return the address of the device's GPU; empty if the address is a GPU's itself."""
-    return address.rpartition("-")[0]
+    """Return the address of the device's GPU or MIG instance; empty if the address is a GPU's itself.
+
+    An instance that is one device has the same address: `00:06.0-g1`; `00:06.0-g1-0` is a share of it.
+    """
+    gpu, _, slot = address.rpartition("-")
+    return address if slot.startswith("g") else gpu
 
 
 def _uuid(data: bytes, version: int) -> str:

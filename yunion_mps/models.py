@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import NORMAL
+from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
+from yunion_mps.identity import gpu_of
+from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
 PROHIBITED = "Prohibited"
-
-#: The Dev_type of all our devices, as Cloudpods names it.
-DEV_TYPE = "NVIDIA_MPS"
 
 #: The kind of our devices in the Container Device Interface.
 CDI_KIND = "yunion.io/mps"
@@ -43,7 +42,13 @@ class Driver(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A physical GPU. Values that the driver does not report are None; `reason` says why it is unusable."""
+    """A physical GPU, or a MIG instance of one, which has a `parent` and is used like a GPU of its own.
+
+    Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
+    mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
+    changes when it is made again; ids of devices are derived from it. `sm_percentage` is its share of the
+    SMs of its parent.
+    """
 
     pci_address: str
     uuid: str | None = None
@@ -59,11 +64,32 @@ class Gpu(NamedTuple):
     link: PcieLink | None = None
     render_node: str | None = None
     reason: Reason = NO_REASON
+    mig_profiles: tuple[MigProfile, ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
+    mig_pending: bool | None = None
+    parent: str = ""
+    identity: str = ""
+    sm_percentage: float | None = None
 
     @property
     def address(self) -> str:
         """The PCI address, without its domain if that is 0000, as Cloudpods shows it."""
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
+
+    @property
+    def mig_profile(self) -> str:
+        """The profile of an instance; empty for a whole GPU."""
+        return self.identity.rpartition("/")[2].partition("@")[0]
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is a MIG instance; `parent` says of which GPU, unless only the address is known."""
+        return "-g" in self.pci_address
+
+    @property
+    def physical_address(self) -> str:
+        """The PCI address of the GPU itself, also for an instance."""
+        return self.pci_address.partition("-g")[0]
 
 
 class Inventory(NamedTuple):
@@ -78,9 +104,10 @@ class Inventory(NamedTuple):
 
 
 class Device(NamedTuple):
-    """An MPS device: the `slot`-th part of a GPU or of its pool, with its budget.
+    """The `slot`-th part of a GPU or of its pool, with its budget.
 
-    `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
+    `domain` is the domain that serves it; empty if it is not shared through MPS. Then nothing enforces its
+    budget. `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     """
 
     id: str
@@ -94,10 +121,15 @@ class Device(NamedTuple):
     domain: str
     priority: str = NORMAL
     reserve_mib: int = 0
+    sharing: str = MPS
 
     @property
     def gpu_address(self) -> str:
-        return self.addr.rpartition("-")[0]
+        return gpu_of(self.addr)
+
+    @property
+    def dev_type(self) -> str:
+        return DEV_TYPES[self.sharing]
 
 
 class Slice(NamedTuple):
@@ -130,7 +162,7 @@ class Pool(NamedTuple):
 
 
 class PlannedGpu(NamedTuple):
-    """A GPU of a domain, divided into equal devices, into `slices`, or into amounts from a `pool`.
+    """A GPU that is divided into equal devices, into `slices`, or into amounts from a `pool`.
 
     `memory_limit_mib` and `thread_percentage` are the most that one client gets; the limit is None if the
     control daemon serves the GPU but the plan does not, so that the GPU is left alone. `slices` has an item
@@ -155,6 +187,19 @@ class PlannedGpu(NamedTuple):
         if not self.slices or self.memory_limit_mib is None:
             return 1
         return self.memory_limit_mib // max(share.memory_limit_mib for share in self.slices)
+
+
+class DirectGpu(NamedTuple):
+    """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
+
+    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one.
+    """
+
+    uuid: str
+    memory_limit_mib: int
+    device_count: int
+    sharing: str = TIME_SLICING
+    thread_percentage: float = 100.0
 
 
 class DomainPlan(NamedTuple):
@@ -203,7 +248,10 @@ class Plan(NamedTuple):
     """The plan for the host. `unavailable` has reasons by PCI address, the other mappings are by GPU UUID.
 
     `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
-    their devices are listed, but no control daemon is started for them.
+    their devices are listed, but no control daemon is started for them. `direct` has the GPUs that are shared
+    without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
+    divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
+    as before, and what the new way of sharing waits for.
     """
 
     host_id: str
@@ -215,6 +263,17 @@ class Plan(NamedTuple):
     parked: tuple[DomainPlan, ...] = ()
     reserved: Mapping[str, str] = {}
     over_budget: Mapping[str, str] = {}
+    direct: tuple[DirectGpu, ...] = ()
+    sharing: Mapping[str, str] = {}
+    pending: Mapping[str, Reason] = {}
+    layouts: tuple[MigLayout, ...] = ()
+    time_slices: Mapping[str, str] = {}
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        """Those of all divided GPUs that are usable, or were."""
+        served = {uuid for domain in (*self.domains, *self.parked) for uuid in domain.gpu_uuids}
+        return frozenset(served | {gpu.uuid for gpu in self.direct})
 
 
 class DomainStatus(NamedTuple):

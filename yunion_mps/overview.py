@@ -94,7 +94,7 @@ def page(host: HostOverview) -> dict[str, object]:
 def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
     names = (
         "addr", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for", "budget_enforced",
-        "utilization", "temperature_c", "power_w", "power_limit_w",
+        "sharing", "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
     name = (gpu["name"] or "").removeprefix("NVIDIA ")

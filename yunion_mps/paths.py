@@ -74,6 +74,8 @@ class Paths:
     #: The devices by Slurm's index, and the entry that creates their nodes at boot.
     slurm_devices = _PathBelowRoot("/etc/yunion/slurm-devices.json")
     slurm_tmpfiles = _PathBelowRoot("/etc/tmpfiles.d/yunion-mps-slurm.conf")
+    #: The driver's files that name the device nodes of MIG instances.
+    capabilities = _PathBelowRoot("/proc/driver/nvidia/capabilities")
     pci_devices = _PathBelowRoot("/sys/bus/pci/devices")
     #: Udev's links to render nodes, by PCI address.
     render_nodes = _PathBelowRoot("/dev/dri/by-path")

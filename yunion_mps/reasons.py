@@ -63,7 +63,24 @@ GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no inf
     _REPAIRED)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
-    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload")
+    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload; or write mig in its entry")
+MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
+    "wait a moment; see what it waits for: yunion-mps gpus")
+MIG_IN_USE = _code("mig_in_use",
+    "The MIG layout waits for leases or processes on instances, or on the whole GPU, that have to go.",
+    "wait for them to end: yunion-mps who --clients; end a process: yunion-mps terminate PID")
+MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
+    "A MIG instance that another program created is in the way of the layout.",
+    "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it")
+MIG_RESET_REQUIRED = _code("mig_reset_required", "The GPU must be reset before its MIG mode can change.",
+    "reboot; or: systemctl stop yunion-mps-daemon; nvidia-smi --gpu-reset -i {gpu}; "
+    "systemctl start yunion-mps-daemon")
+MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
+    "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
+MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
+    f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
+MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
+    f"wait until it is created again: yunion-mps gpus; {_EVENTS}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
@@ -83,6 +100,12 @@ DEVICE_NODES = _code("device_nodes",
 COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
     "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload")
+COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
+    "The GPU's compute mode is not Default, which time-slicing requires.",
+    "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
+TIME_SLICE_REFUSED = _code("time_slice_refused",
+    "The GPU's time slice cannot be set, so its devices have the one that it had before.",
+    "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
     "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",

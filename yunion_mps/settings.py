@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import NORMAL
+from yunion_mps.enums import MPS, NORMAL
 
 
 class Source(NamedTuple):
@@ -24,13 +24,16 @@ class SliceEntry(NamedTuple):
 
 
 class DeviceEntry(NamedTuple):
-    """An `NVIDIA_MPS` entry of host_container_device.yml.
+    """An entry of host_container_device.yml of one of our types, which says how its GPU is shared.
 
     It divides the GPU into `virtual_number` equal devices or into `slices`, or makes it a pool of
     `memory_unit_mib` units; the other two are 0 or empty. `divided_at` is the place of that key. If
     `thread_overcommit` is None, `cuda_mps_thread_percentage` applies, and if `over_budget` is empty,
     that of host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
-    proportion to memory.
+    proportion to memory. `time_slice` is that of a time-sliced GPU; if it is empty, it is left alone.
+
+    `mig` has the profiles of the GPU's instances, or the name of a layout; each instance is divided, or one
+    device if `virtual_number` is 0.
     """
 
     path: str
@@ -44,6 +47,10 @@ class DeviceEntry(NamedTuple):
     reserved_for: str = ""
     over_budget: str = ""
     thread_percentage: int = 0
+    sharing: str = MPS
+    time_slice: str = ""
+    mig: tuple[str, ...] = ()
+    mig_restore: bool = False
 
 
 class Config(NamedTuple):

@@ -87,9 +87,9 @@ _HOST_CONF = """\
 # This is also documented in: man yunion-mps-host.conf
 """
 _DEVICE_FILE = """\
-# How the GPUs are divided. A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS,
-# every GPU is divided into cuda_mps_replicas devices (see host.conf). Check a change before you apply it:
-# yunion-mps config check
+# How the GPUs are divided. A GPU without an entry offers no devices. If there is none of type NVIDIA_MPS or
+# NVIDIA_GPU_SHARE, every GPU is divided into cuda_mps_replicas devices (see host.conf). Check a change before
+# you apply it: yunion-mps config check
 # This is also documented in: man yunion-mps-host_container_device.yml
 """
 
@@ -106,6 +106,11 @@ _OTHER_ENTRIES = """\
 #  - path: /dev/dri/renderD130
 #    type: NVIDIA_MPS
 #    memory_unit: 128MiB
+#
+#  - path: /dev/dri/renderD131
+#    type: NVIDIA_GPU_SHARE
+#    virtual_number: 4
+#    time_slice: short
 """
 
 

@@ -13,7 +13,7 @@ from yunion_mps.daemon.options import command
 from yunion_mps.kubernetes import service as kubelet_plugin
 from yunion_mps.kubernetes.options import KEYS as OPTION_KEYS
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 
 from manual.keys import (
     Key,
@@ -225,9 +225,9 @@ A YAML file with the key `devices`: a list of entries, each of which divides one
 Cloudpods, it is shared with Cloudpods' host agent. `container_device_config_file` in
 `yunion-mps-host.conf`(5) can name another file."""
 _NO_ENTRY = """\
-A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS at all, every GPU is divided
-into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices` and
-`memory_unit`:"""
+A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS or NVIDIA_GPU_SHARE at all,
+every GPU is divided into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of
+`virtual_number`, `slices` and `memory_unit`:"""
 _BESIDE = """\
 In addition to `devices`, the file may have:"""
 

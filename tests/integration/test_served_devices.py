@@ -51,6 +51,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "reason": "",
                 "reason_code": "",
                 "budget_enforced": False,
+                "sharing": "mps",
                 "reserved_for": None,
                 "lease": None,
                 "holder": None,

@@ -30,6 +30,7 @@ def share(gpu: int, slot: int, **changed: object) -> answers.Device:
         "reserved_for": None,
         "lease": None,
         "holder": None,
+        "sharing": "mps",
         **changed,
     }
     return cast("answers.Device", made)

@@ -24,6 +24,7 @@ from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import Counts
+from yunion_mps.kubernetes.mig import ProfileResources
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
@@ -78,7 +79,8 @@ async def unhealthy_share_s(paths: Paths) -> float:
     devices, memory = DeviceResource(options), MemoryResource(options)
     devices.update([share(0, 0)], [])
     changed = devices.changed
-    watch = OfferWatch(daemon, devices, memory, ContainerLeases(daemon, paths), Counts())
+    profiles = ProfileResources(options, [])
+    watch = OfferWatch(daemon, devices, memory, profiles, ContainerLeases(daemon, paths), Counts())
     await first_of(watch.run(), changed.wait())
     assert all(offer.cause for offer in devices.offers.values())
     return now_s()

@@ -40,6 +40,7 @@ def test_a_share_has_its_attributes_and_budget() -> None:
             "address": {"string": "3b:00.0-2"},
             "type": {"string": "share"},
             "budgetEnforced": {"bool": True},
+            "sharing": {"string": "mps"},
             "combinable": {"int": 1},
         },
         "capacity": {"memory": {"value": "4Gi"}, "smPercentage": {"value": "33300m"}},
@@ -302,7 +303,7 @@ def test_versions_and_addresses_are_in_kubernetes_form() -> None:
         "570.0.0",
         "",
     ]
-    addresses = ("00000000:3B:00.0", "0001:3b:00.0", "3b:00.0")
+    addresses = ("00000000:3B:00.0", "0001:3b:00.0", "3b:00.0-g1")
     assert [bus_id(one) for one in addresses] == ["0000:3b:00.0", "0001:3b:00.0", "0000:3b:00.0"]
 
 

@@ -43,12 +43,13 @@ def test_every_key_is_read(read: Read) -> None:
         "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
         "dra: true\nkubeconfig: /etc/kubernetes/kubelet.conf\nnodeName: gpu-7.example\n"
         "metricsAddress: localhost:9436\nfeatureFile: /etc/features.d/mps\n"
-        "deviceListStrategy: environment\nonlyWithNodeLabel: mps\nconfigs: {a: {preferred: binpack}}\n"
+        "deviceListStrategy: environment\nmigStrategy: mixed\nonlyWithNodeLabel: mps\n"
+        "configs: {a: {preferred: binpack}}\n"
     )
     assert options == PluginOptions(
         "example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128, True,
         "/etc/kubernetes/kubelet.conf", "gpu-7.example", "127.0.0.1:9436", "/etc/features.d/mps",
-        "environment", "mps",
+        "environment", "mixed", "mps",
         (NamedConfiguration("a", (), options._replace(configs=(), preferred="binpack")),),
     )  # fmt: skip
     assert options.resource_name == "example.com/gpu-share.shared"

@@ -19,7 +19,7 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import LeaseWait
+from yunion_mps.supervisor.changes import FindLeaseWaits
 from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
@@ -51,7 +51,7 @@ class Supervised:
         self.preflight = run_preflight(self.paths)
         self.preflight.check()
         self.supervisor = Supervisor(self.paths, self.preflight)
-        self.lease_waits: dict[str, LeaseWait] = {}
+        self.lease_waits: FindLeaseWaits = lambda _: {}
 
     @property
     def snapshot(self) -> Snapshot:
@@ -77,7 +77,7 @@ class Supervised:
     def accept(self) -> list[Change]:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
-        changes = self.supervisor.accept(run_preflight(self.paths, nvml), lambda _: self.lease_waits)
+        changes = self.supervisor.accept(run_preflight(self.paths, nvml), self.lease_waits)
         self.set_modes()
         self.supervisor.apply(time.monotonic())
         return changes
@@ -117,7 +117,8 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
             host = stack.enter_context(SimHost.create(description))
             configure(host, **keys)
             stack.enter_context(host.pynvml())
-            monkeypatch.setenv("PATH", host.env["PATH"])
+            for name in ("PATH", "LD_LIBRARY_PATH"):  # for the programs that it runs
+                monkeypatch.setenv(name, host.env[name])
             monkeypatch.setenv(ROOT_VARIABLE, str(host.root))
             return host
 

@@ -33,14 +33,20 @@ class PcieLink(TypedDict):
 
 
 class Device(TypedDict):
-    """One MPS device: a share of a GPU, with Cloudpods' field names and ours.
+    """One device: a share of a GPU, with Cloudpods' field names and ours.
 
     It is pending, and not free, if leases from before a reload hold it or the memory that it needs; a device
     of such a lease is shown as it was leased, and can still be used.
     """
 
     id: Annotated[Uuid, Field("Does not change across restarts.")]
-    dev_type: Annotated[str, Field(const="NVIDIA_MPS")]
+    dev_type: Annotated[
+        str,
+        Field(
+            "The type, as Cloudpods names it; NVIDIA_GPU for a MIG instance that is one device.",
+            enum=[*enums.DEV_TYPES.values()],
+        ),
+    ]
     model: Annotated[str | None, Field("The GPU's name.")]
     addr: DeviceAddress
     vendor_device_id: VendorDeviceId | None
@@ -69,17 +75,21 @@ class Device(TypedDict):
         str, Field("Why it is unavailable or reserved, or which leases a pending one waits for.")
     ]
     reason_code: ReasonCode
-    budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
+    budget_enforced: Annotated[
+        bool, Field("Whether it is enforced: through MPS from Volta on, and by a MIG instance.")
+    ]
+    mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]
+    sharing: Annotated[str, Field("How its GPU is shared.", enum=enums.SHARING)]
     reserved_for: Annotated[str | None, Field("What its GPU is reserved for, as configured.")]
     lease: Annotated[str | None, Field("The id of its lease.")]
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
 
 
 class DeviceDetails(Device):
-    """One MPS device, and how to use it."""
+    """One device, and how to use it."""
 
     slot: Annotated[Count, Field("The number of the share on its GPU, from 0.")]
-    domain: Annotated[str, Field("The domain that serves it.")]
+    domain: Annotated[str, Field("The domain that serves it; empty if it needs none.")]
     client_environment: Annotated[
         dict[str, str],
         Field("The variables of a process that uses the device; empty if no control daemon serves it."),
@@ -96,7 +106,7 @@ class DeviceList(TypedDict):
 
 
 class Gpu(TypedDict):
-    """One physical GPU."""
+    """One physical GPU, or a MIG instance, which follows its GPU."""
 
     uuid: str | None
     name: str | None
@@ -124,7 +134,19 @@ class Gpu(TypedDict):
     ]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode
-    budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
+    budget_enforced: Annotated[
+        bool,
+        Field("Whether budgets are enforced on it: through MPS from Volta on, and never by time-slicing."),
+    ]
+    sharing: Annotated[
+        str | None,
+        Field(
+            "How it is shared, `mig` by its instances; null if it is not used.",
+            enum=[*enums.SHARING, enums.MIG, None],
+        ),
+    ]
+    parent: Annotated[str | None, Field("The UUID of the GPU of which it is a MIG instance.")]
+    mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
 
 
@@ -216,7 +238,10 @@ class VariableFields(TypedDict):
 class MpsClient(ProcessFields, ContainerFields, VariableFields):
     """One process that uses GPUs."""
 
-    mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
+    mps: Annotated[
+        bool | None,
+        Field("False: outside MPS, so no budget limits it. Null: unknown, or its GPUs do not use MPS."),
+    ]
     server: Annotated[Pid | None, Field("The PID of its MPS server.")]
     domain: Annotated[str, Field("The domain that serves it.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
@@ -294,8 +319,12 @@ class LeaseRecord(HolderFields):
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
     budgets: Annotated[list[DeviceBudget], Field("The budget and use of each device.")]
     thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
-    budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
-    unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]
+    budget_enforced: Annotated[
+        bool,
+        Field("Whether their budgets are enforced: through MPS from Volta on, and never by time-slicing."),
+    ]
+    unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that enforce no budgets.")]
+    sharing: Annotated[str, Field("How its GPUs are shared.", enum=enums.SHARING)]
     binding: Annotated[str, Field("What the lease is bound to, and ends with.", enum=enums.BINDINGS)]
     expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]

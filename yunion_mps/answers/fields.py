@@ -48,6 +48,16 @@ Time = Annotated[str, Field("RFC 3339, in UTC with milliseconds.", format="date-
 NumaNode = Annotated[int, Field("-1 if there is none.", minimum=-1)]
 Uuid = Annotated[str, Field(format="uuid")]
 ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
-GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is omitted.", pattern=f"^{_PCI}$")]
-DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", pattern=f"^{_PCI}-m?[0-9]+$")]
+_INSTANCE = "-g[0-9]+"
+GpuAddress = Annotated[
+    str,
+    Field("A PCI address; domain 0000 is omitted. -g1 is a MIG instance.", pattern=f"^{_PCI}({_INSTANCE})?$"),
+]
+DeviceAddress = Annotated[
+    str,
+    Field(
+        "The GPU's address and the slot, which a MIG instance that is one device does not have.",
+        pattern=f"^{_PCI}({_INSTANCE}|({_INSTANCE})?-m?[0-9]+)$",
+    ),
+]
 VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from yunion_mps.cli.output import print_notice
+from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_DEVICES, Operation
 from yunion_mps.http.parameters import Value
@@ -97,11 +98,13 @@ def _is_free(request: RequestMembers) -> bool:
     return False
 
 
-def warn_unenforced_budgets(unenforced_gpus: Sequence[str]) -> None:
+def warn_unenforced_budgets(lease: LeaseRecord) -> None:
     """Print a notice if some of the GPUs do not enforce budgets."""
-    if unenforced_gpus:
-        gpus = ", ".join(unenforced_gpus)
-        print_notice(
-            f"budgets are not enforced on GPU {gpus}, which is older than Volta: a job can use all of its "
-            "memory"
-        )
+    warn_unenforced(lease["unenforced_gpus"], lease["sharing"])
+
+
+def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:
+    """Print a notice if there are GPUs, which share in this way, that do not enforce budgets."""
+    if gpus:
+        which = f"GPU {', '.join(gpus)}, which is {WHY_UNENFORCED[sharing]}"
+        print_notice(f"budgets are not enforced on {which}: a job can use all of its memory")

@@ -8,7 +8,9 @@ import click
 
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
+from yunion_mps.enums import TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import ConfigError
+from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.text import count
 
@@ -91,6 +93,7 @@ class GpuRecord(TypedDict):
     compute_mode: str | None
     domain: str | None
     budget_enforced: bool
+    sharing: str | None
     reason: str
 
 
@@ -208,6 +211,10 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 def _entry_text(entry: DeviceEntry) -> str:
     action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    if entry.mig not in ((), (DISABLED,)):
+        number = entry.virtual_number
+        each = f", {count(number, 'equal device')} each" if number else ""
+        return f"MIG: {' + '.join(entry.mig)}{each}{action}"
     if entry.slices:
         return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
     if entry.memory_unit_mib:
@@ -274,6 +281,7 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
 
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
+    sharing = plan.sharing.get(gpu.pci_address)
     budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
     memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
     mode = plan.compute_modes.get(gpu.uuid or "")
@@ -288,10 +296,11 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": domain,
-        "budget_enforced": enforces_budgets(gpu),
+        "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
+        "sharing": sharing,
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if domain else "not configured"),
+        or ("" if sharing else "not configured"),
     }
 
 
@@ -314,5 +323,6 @@ def _note(gpu: GpuRecord) -> str:
     if gpu["reason"]:
         return gpu["reason"]
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
-    unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: the GPU is older than Volta"
+    why = WHY_UNENFORCED.get(gpu["sharing"] or "", "")
+    unenforced = "" if gpu["budget_enforced"] else f"budgets are not enforced: the GPU is {why}"
     return "; ".join(filter(None, (uneven, unenforced)))

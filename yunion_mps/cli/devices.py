@@ -22,7 +22,7 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.enums import FREE
+from yunion_mps.enums import FREE, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.identity import gpu_of
 from yunion_mps.service.holdings import ID_LENGTH
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 #: Fields of a device in CSV.
 _DEVICE_FIELDS = (
     "addr", "model", "memory_mib", "gpu_memory_mib", "thread_percentage", "state", "reason", "reason_code",
-    "lease", "holder", "budget_enforced", "reserved_for", "gpu_uuid", "vendor_device_id", "numa_node", "id",
+    "lease", "holder", "budget_enforced", "sharing", "reserved_for", "gpu_uuid", "vendor_device_id",
+    "numa_node", "id",
 )  # fmt: skip
 _DEVICES = (
     Column("ADDRESS", "addr"),
@@ -42,6 +43,7 @@ _DEVICES = (
     Column("SM %", "thread_percentage", numeric=True, drop=3),
     Column("STATE", "state"),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
+    Column("SHARING", "sharing", wide=True, drop=5),
     Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
     Column("PCIE", lambda record: _link(record["pcie_info"]), wide=True, drop=7),
     Column("GPU UUID", "gpu_uuid", wide=True, drop=4),
@@ -83,16 +85,17 @@ _CLOUDPODS = [
 _PAGE = 20
 
 _GPU_FIELDS = (
-    "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "state", "reason",
-    "reason_code", "reserved_for", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id",
-    "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib", "temperature_c",
-    "power_w", "power_limit_w",
+    "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "sharing", "state",
+    "reason", "reason_code", "reserved_for", "compute_mode", "compute_capability", "mig_enabled",
+    "vendor_device_id", "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib",
+    "temperature_c", "power_w", "power_limit_w",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),
     Column("NAME", "name", least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
+    Column("SHARING", "sharing", drop=4),
     Column(
         "ENFORCED", lambda record: record["budget_enforced"] if record["compute_capability"] else None, drop=1
     ),
@@ -166,7 +169,8 @@ def _note(device: Device) -> str:
     """Return why the device is unavailable or pending, or that it is leased only on request."""
     if device["reason"] or device["budget_enforced"]:
         return device["reason"]
-    return "budgets are not enforced: lease its devices with --allow-unlimited"
+    cause = "the GPU is time-sliced, so budgets" if device["sharing"] == TIME_SLICING else "budgets"
+    return f"{cause} are not enforced: lease its devices with --allow-unlimited"
 
 
 def _power(gpu: Gpu) -> str | None:
@@ -262,7 +266,8 @@ def show_device(device: str, output: str) -> None:
 
 def _device_text(answer: DeviceDetails) -> str:
     """Format a device, and its environment on lines that can be copied."""
-    unenforced = "" if answer["budget_enforced"] else " (not enforced: the GPU is older than Volta)"
+    why = WHY_UNENFORCED[answer["sharing"]]
+    unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
     link = answer["pcie_info"]
     lines = {
         "Address": answer["addr"],
@@ -276,7 +281,7 @@ def _device_text(answer: DeviceDetails) -> str:
         "PCI IDs": answer["vendor_device_id"],
         "PCIe": link and f"{_link(link)}, {link['transfer_rate_per_lane']} per lane, {link['throughput']}",
         "NUMA node": _numa(answer["numa_node"]),
-        "Domain": answer["domain"],
+        **({"Domain": answer["domain"]} if answer["domain"] else {"Sharing": answer["sharing"]}),
         "Device ID": answer["id"],
         "Host ID": answer["host_id"],
     }

@@ -16,7 +16,7 @@ import click
 
 from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
 from yunion_mps.containers.command import mount_words, set_variables
-from yunion_mps.containers.spec import driver_nodes, gpu_nodes
+from yunion_mps.containers.nodes import driver_nodes, gpu_nodes
 from yunion_mps.enums import DEVICE_VARIABLES
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
@@ -67,7 +67,7 @@ def run_container(
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
     report_lease(lease["id"])
-    warn_unenforced_budgets(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease)
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:
@@ -87,7 +87,8 @@ def _supports_cdi(engine: str, program: str) -> bool:
 def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     """Return options with the same effect as CDI, except for the driver's libraries."""
     paths = Paths.from_environment()
-    words = ["--ipc=host", *mount_words(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])]
+    pipe_directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY")
+    words = ["--ipc=host", *mount_words(pipe_directory)] if pipe_directory else []
     words += [word for name, value in lease["environment"].items() for word in ("--env", f"{name}={value}")]
     leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
     gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in leased]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import call, take, warn_unenforced, warn_unenforced_budgets
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
@@ -42,6 +42,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.cli.reconcile import reconcile_leases
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
+from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 #: Fields of a lease in CSV.
 _FIELDS = (
     "id", "name", "state", "reason", "binding", "devices", "gpus", "memory_mib", "thread_percentage", "user",
-    "pid", "command", "container", "since", "expires", "budget_enforced", "cdi", "memory_peak_mib",
+    "pid", "command", "container", "since", "expires", "budget_enforced", "sharing", "cdi", "memory_peak_mib",
     "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
@@ -139,7 +140,7 @@ def take_lease(
         )
     lease = take({**request, "reserved_for": engine, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
-    warn_unenforced_budgets(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease)
 
 
 @lease_group.command("list", short_help="List the leases.")
@@ -237,7 +238,8 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
 
 
 def _lease_text(lease: LeaseRecord, state: str = "") -> str:
-    enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
+    why = WHY_UNENFORCED[lease["sharing"]]
+    enforced = "" if lease["budget_enforced"] else f" (not enforced: a GPU is {why})"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",
@@ -331,7 +333,7 @@ def print_environment(device: str, output: str) -> None:
                 f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
-    warn_unenforced_budgets([] if answer["budget_enforced"] else [gpu_of(answer["addr"])])
+    warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def request_options(function: F) -> F:
         ),
         click.option(
             "--allow-unlimited", is_flag=True,
-            help="Also use a GPU that does not enforce budgets (older than Volta).",
+            help="Also use a GPU without enforced budgets (before Volta, or time-sliced).",
         ),
         click.option(
             "--wait", "wait_s", cls=DurationOption, bare_s=MAX_WAIT_S, type=Duration(1, MAX_WAIT_S),

@@ -22,10 +22,10 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.enums import BUDGET_VARIABLES
+from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
-from yunion_mps.http.transport import RequestMembers, refuse_unreachable
+from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
@@ -96,9 +96,9 @@ def run(
     """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
-    device's control daemon is not ready, or if budgets are not enforced, as on a GPU older than Volta. Such
-    a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if MPS is disabled
-    or cannot be reached.
+    device's control daemon is not ready, or if budgets are not enforced, as on a time-sliced GPU or one older
+    than Volta. Such a GPU is used only with --allow-unlimited, which also starts COMMAND without a device if
+    MPS is disabled or cannot be reached.
 
     COMMAND replaces the calling process, so signals, exit status, terminal and process group are its own.
     YUNION_MPS_DEVICE and YUNION_MPS_LEASE are set in its environment.
@@ -144,7 +144,7 @@ def run(
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
         run_container(engine, request, wait_s, argv, _inherit_environment(), report_lease)
-    _become(argv, {**_inherit_environment(), **_environment_of_command(argv, request, wait_s)})
+    _become(argv, with_devices(_inherit_environment(), _environment_of_command(argv, request, wait_s)))
 
 
 def _engine(ctx: click.Context, *, podman: bool, docker: bool, inherit: bool, print_env: bool) -> str:
@@ -184,7 +184,7 @@ def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, 
         with contextlib.suppress(YunionError):  # the lease also ends with this process
             call(END_LEASE, lease=lease["id"])
         raise
-    warn_unenforced_budgets(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease)
     return lease["environment"]
 
 
@@ -199,7 +199,7 @@ def _show(request: RequestMembers, output: str) -> None:
             show_environment(lease["environment"], output)
     if not output:
         click.echo(cell(f"would use {', '.join(lease['devices'])}: {_budget(lease)}"))
-    warn_unenforced_budgets(lease["unenforced_gpus"])
+    warn_unenforced_budgets(lease)
 
 
 def _ignore_lease(lease_id: str) -> None:
@@ -209,7 +209,8 @@ def _ignore_lease(lease_id: str) -> None:
 def _refuse_without_device() -> None:
     """Raise HostError unless the environment names a device that can be reached and is still leased."""
     hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
-    if not os.environ.get("YUNION_MPS_DEVICE") or not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+    serves = any(os.environ.get(name) for name in ("CUDA_MPS_PIPE_DIRECTORY", MEMORY_VARIABLE))
+    if not os.environ.get("YUNION_MPS_DEVICE") or not serves:
         raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
     refuse_unreachable(os.environ)
     if lease := os.environ.get("YUNION_MPS_LEASE"):
@@ -226,7 +227,9 @@ def _refuse_without_device() -> None:
 
 def _inherit_environment(*, with_device: bool = False) -> dict[str, str]:
     """Return our environment without the locale set by Python and, by default, a device's variables."""
-    excluded = () if with_device else BUDGET_VARIABLES
+    excluded = set() if with_device else set(BUDGET_VARIABLES)
+    if excluded and MEMORY_VARIABLE in os.environ:  # then this is that of a device, too
+        excluded.add(JAX_VARIABLE)
     inherited = {name: value for name, value in os.environ.items() if name not in excluded}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
@@ -241,7 +244,8 @@ def _budget(lease: LeaseRecord) -> str:
         by_gpu[budget["gpu"]] += budget["memory_mib"]
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
     memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
-    return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the SM threads"
+    percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    return f"{memory}, {percentage} % of the SM threads" if percentage else f"{memory}, {lease['sharing']}"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

@@ -30,6 +30,7 @@ from yunion_mps.http.transport import (
     refuse_unreachable,
     run_blocking,
     take,
+    with_devices,
 )
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
@@ -203,7 +204,7 @@ class BaseLease:
 
     def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment for a process that uses the devices: `base` (or this process's own) and theirs."""
-        return {**(os.environ if base is None else base), **self.environment}
+        return with_devices(os.environ if base is None else base, self.environment)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of {', '.join(self.devices)}>"

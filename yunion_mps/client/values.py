@@ -93,6 +93,8 @@ class Device(AnswerValue["answers.Device"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    mig_profile: Optional[str]
+    sharing: str
     reserved_for: Optional[str]
     lease: Optional[str]
     holder: Optional[str]
@@ -105,7 +107,7 @@ class Device(AnswerValue["answers.Device"]):
 
 @dataclass(frozen=True)
 class DeviceDetails(Device):
-    """One MPS device, and the environment of a process that uses it."""
+    """One device, and the environment of a process that uses it."""
 
     slot: int
     domain: str
@@ -114,7 +116,9 @@ class DeviceDetails(Device):
 
 @dataclass(frozen=True)
 class Gpu(AnswerValue["answers.Gpu"]):
-    """One physical GPU. `memory_free_mib` is None unless its memory is handed out in units.
+    """One physical GPU, or a MIG instance of the GPU `parent` (a UUID).
+
+    `memory_free_mib` is None unless its memory is handed out in units.
 
     `utilization` is the percentage of the time in which kernels ran.
     """
@@ -144,6 +148,9 @@ class Gpu(AnswerValue["answers.Gpu"]):
     reason: str
     reason_code: str
     budget_enforced: bool
+    sharing: Optional[str]
+    parent: Optional[str]
+    mig_profile: Optional[str]
     reserved_for: Optional[str]
 
 
@@ -314,6 +321,7 @@ class LeaseRecord(HolderFields):
     thread_percentage: float
     budget_enforced: bool
     unenforced_gpus: tuple[str, ...]
+    sharing: str
     binding: str
     expires: Optional[datetime]
     cdi: Optional[str]

@@ -20,10 +20,12 @@ from yunion_mps.config.document import (
     read_document,
     value_of,
 )
+from yunion_mps.config.layout import layout
+from yunion_mps.config.mapping import MappingReader, Nodes
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
-    InvalidValueError,
     Kind,
+    boolean,
     max_devices,
     memory,
     number,
@@ -31,9 +33,18 @@ from yunion_mps.config.values import (
     text,
     whole_number,
 )
-from yunion_mps.enums import PRIORITIES, REPORT, RESERVATIONS, TERMINATE
+from yunion_mps.enums import (
+    ENTRY_TYPES,
+    MPS,
+    PRIORITIES,
+    REPORT,
+    RESERVATIONS,
+    TERMINATE,
+    TIME_SLICES,
+    TIME_SLICING,
+)
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE
+from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
@@ -51,8 +62,20 @@ _OUR_KEYS = (
     "thread_overcommit",
     "reserved_for",
     "over_budget",
+    "time_slice",
+    "mig",
+    "mig_restore",
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
+#: The way of sharing by an entry's type.
+_TYPES = {name: sharing for sharing, name in ENTRY_TYPES.items()}
+#: The keys of an entry by its way of sharing.
+_VALID = {
+    MPS: tuple(name for name in _KEYS if name != "time_slice"),
+    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for", "mig", "mig_restore"),
+}
+#: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
+_NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
@@ -67,9 +90,6 @@ _SLICE_KINDS: dict[str, Kind] = {
     "priority": one_of(*PRIORITIES),
 }
 _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
-
-#: The nodes of each key and its value in a mapping, by the key's text.
-Nodes = dict[str, tuple[Node, Node]]
 
 
 def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
@@ -90,11 +110,10 @@ def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
     return divided, sorted(reader.problems, key=lambda problem: problem.line or 0)
 
 
-class _Reader:
+class _Reader(MappingReader):
     def __init__(self, file: str, max_devices: int) -> None:
-        self._file = file
+        super().__init__(file)
         self._max_devices = max_devices
-        self.problems: list[Problem] = []
 
     def read(self, config: Config) -> Config:
         nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
@@ -106,12 +125,6 @@ class _Reader:
             config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
         entries = [self._entry(item) for item in items]
         return config._replace(devices=tuple(entry for entry in entries if entry))
-
-    def _report(self, node: Node, what: str, hint: str = "") -> None:
-        self.problems.append(self._problem(node, what, hint))
-
-    def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
-        return Problem(self._file, line_of(node) if node else None, what, hint)
 
     def _file_nodes(self, root: Node | None) -> Nodes:
         """Return the file's keys; unknown keys are ignored unless they look like ours."""
@@ -164,12 +177,14 @@ class _Reader:
             self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
         nodes, duplicates = self._nodes_of(item)
-        if not self._is_ours(item, nodes):
+        sharing = self._sharing(item, nodes)
+        if sharing is None:
             return None
         self.problems += duplicates
-        self._check_keys(nodes, _KEYS, (f"an {DEV_TYPE} entry", "an entry"), _type_key(nodes))
-        path = self._read_required(item, "path", _path, nodes)
-        divided = self._division(item, nodes)
+        owner = f"an {ENTRY_TYPES[sharing]} entry"
+        self._check_keys(nodes, _VALID[sharing], owner, _type_key(nodes))
+        path = self._read_required(item, "path", _path, nodes, sharing)
+        divided = self._divided(item, nodes, sharing)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
         if path is None:
@@ -177,9 +192,39 @@ class _Reader:
         at = Source(self._file, line_of(nodes["path"][1]))
         return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
 
+    def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
+        """Return how the entry divides its GPU, or each instance of its MIG layout."""
+        names = self._read_optional("mig", layout, nodes) or ()
+        restore = self._read_optional("mig_restore", boolean, nodes) or False
+        if "mig_restore" in nodes and "mig" not in nodes:
+            self._report(nodes["mig_restore"][0], "mig_restore is not allowed without mig", "remove it")
+        if "mig" not in nodes or names == (DISABLED,):
+            way = self._time_sliced if sharing == TIME_SLICING else self._division
+            return way(item, nodes)._replace(mig=names, mig_restore=restore)
+        for name in _NOT_WITH_MIG:
+            if name in nodes:
+                hint = "remove it; virtual_number divides each instance"
+                self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
+        number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
+        places = self._places(nodes["mig"][0])
+        return DeviceEntry("", number, *places, sharing=sharing, mig=names, mig_restore=restore)
+
+    def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
+        """Return the entry of a time-sliced GPU; one device if its number is invalid."""
+        number = whole_number(1, MAX_OVERRIDE)
+        if any(name in nodes for name in _DIVIDING[1:]):  # its problem is reported
+            count = self._read_optional("virtual_number", number, nodes)
+        else:
+            count = self._read_required(item, "virtual_number", number, nodes, TIME_SLICING)
+        time_slice = self._read_optional("time_slice", one_of(*TIME_SLICES), nodes)
+        at = nodes["virtual_number"][1] if "virtual_number" in nodes else item
+        return DeviceEntry(
+            "", count or 1, *self._places(at), sharing=TIME_SLICING, time_slice=time_slice or ""
+        )
+
     def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry's division of its GPU; one device if it is invalid."""
-        entry = DeviceEntry("", 1, Source(self._file, None), Source(self._file, line_of(item)))
+        entry = DeviceEntry("", 1, *self._places(item))
         present = [name for name in _DIVIDING if name in nodes]
         if present == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
             present = ["memory_unit"]
@@ -248,7 +293,7 @@ class _Reader:
             return SliceEntry(0)
         nodes, duplicates = self._nodes_of(item)
         self.problems += duplicates
-        self._check_keys(nodes, tuple(_SLICE_KINDS), ("a slice", "a slice"))
+        self._check_keys(nodes, tuple(_SLICE_KINDS), "a slice")
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
             self._report(item, "a slice has no memory", "add memory, for example memory: 8GiB")
         values = {
@@ -258,29 +303,30 @@ class _Reader:
         }
         return SliceEntry(values.pop("memory", 0), **values)
 
-    def _is_ours(self, item: Node, nodes: Nodes) -> bool:
-        """Whether the entry should be ours, even if its type is misspelt, which is reported."""
+    def _sharing(self, item: Node, nodes: Nodes) -> str | None:
+        """Return how the entry shares its GPU, even if its type is misspelt, which is reported.
+
+        None if it is other software's.
+        """
         name = _type_key(nodes)
         if name is None and "<<" in nodes:
             self._check_merge(*nodes["<<"])
-            return False
+            return None
         if name is None:
-            hint = f"write type: {DEV_TYPE}, or the type of other software"
+            hint = f"write type: {ENTRY_TYPES[MPS]}, or the type of other software"
             self._report(item, "an entry has no type", hint)
-            return False
+            return None
         key, node = nodes[name]
         if name != "type":
             self._report(key, f"unknown key {name} (did you mean type?)")
         value = value_of(node)
-        if value == DEV_TYPE:
-            return True
         if not isinstance(value, str):
-            self._report(node, f"type is {quote(node)}, not a string", f"write type: {DEV_TYPE}")
-            return False
-        if not nearest(value, [DEV_TYPE]):
-            return False
-        self._report(node, f"unknown type {value} (did you mean {DEV_TYPE}?)")
-        return True
+            self._report(node, f"type is {quote(node)}, not a string", f"write type: {ENTRY_TYPES[MPS]}")
+            return None
+        near = value if value in _TYPES else nearest(value, list(_TYPES))
+        if near and near != value:
+            self._report(node, f"unknown type {value} (did you mean {near}?)")
+        return _TYPES[near] if near else None
 
     def _check_merge(self, key: Node, node: Node) -> None:
         """Refuse an entry that gets our type by a merge; one with another type is other software's."""
@@ -289,57 +335,16 @@ class _Reader:
         types = [
             value_of(value) for mapping in mappings for name, _, value in pairs_of(mapping) if name == "type"
         ]
-        if DEV_TYPE in types:
+        if not _TYPES.keys().isdisjoint(types):
             self._report(key, *NO_MERGE)
 
-    def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
-        """Return the mapping's keys, and a problem for each duplicate; the first one counts."""
-        nodes: Nodes = {}
-        problems = []
-        for name, key, node in pairs_of(mapping):
-            if name in nodes:
-                hint = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
-                problems.append(self._problem(key, f"duplicate key {name}", hint))
-            else:
-                nodes[name] = (key, node)
-        return nodes, problems
-
-    def _check_keys(
-        self, nodes: Nodes, valid: Sequence[str], owner: tuple[str, str], reported: str | None = None
-    ) -> None:
-        """Refuse each key that is not `valid`, except `reported`, which is a problem already.
-
-        `owner` names the mapping in two forms: `an NVIDIA_MPS entry`, `an entry`.
-        """
-        for name, (key, _) in nodes.items():
-            if name == "<<":
-                self._report(key, *NO_MERGE)
-            elif name not in valid and name != reported:
-                near = nearest_key(name, valid)
-                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner[0]}"
-                if near:
-                    self._report(key, f"{what} (did you mean {near}?)")
-                else:
-                    self._report(key, what, f"remove it; the valid keys of {owner[1]} are {', '.join(valid)}")
-
-    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
+    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
-                what = f"an {DEV_TYPE} entry has no {name}"
+                what = f"an {ENTRY_TYPES[sharing]} entry has no {name}"
                 self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
         return self._read_optional(name, kind, nodes)
-
-    def _read_optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
-        """Return the value; None if it is missing, or invalid, which is reported."""
-        if name not in nodes:
-            return None
-        node = nodes[name][1]
-        try:
-            return kind(name, node)
-        except InvalidValueError as error:
-            self._report(node, error.what, error.hint)
-            return None
 
 
 def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:

@@ -56,7 +56,7 @@ KEYS: dict[str, Key] = {
     "cuda_mps_replicas": Key(
         whole_number(1, MAX_DEVICES_PER_GPU),
         10,
-        "the number of devices per GPU if the device file has no entry of type NVIDIA_MPS",
+        "the number of devices per GPU if the device file has no entry for this daemon",
     ),
     "cuda_mps_compute_mode": Key(
         one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"

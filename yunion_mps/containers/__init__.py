@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-#: The container's budget, in its environment; CUDA does not read it.
-_MEMORY_VARIABLE, _SM_VARIABLE = "YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"
+from yunion_mps.enums import MEMORY_VARIABLE
+
+#: The container's percentage of SM threads, in its environment; CUDA does not read it.
+_SM_VARIABLE = "YUNION_MPS_SM_PERCENT"
 
 #: Tells the hook that the CDI device has only the environment and the hook, because its GPU is lost.
 UNSERVED_ARGUMENT = "--unserved"
@@ -28,4 +30,4 @@ def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]
         memory_mib[gpu] += share_mib
         tenths[gpu] += round(percentage * 10)
     sm = min(1000, *tenths.values()) / 10
-    return {_MEMORY_VARIABLE: str(min(memory_mib.values())), _SM_VARIABLE: f"{sm:g}"}
+    return {MEMORY_VARIABLE: str(min(memory_mib.values())), _SM_VARIABLE: f"{sm:g}"}

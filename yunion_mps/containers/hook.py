@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from yunion_mps.containers import UNSERVED_ARGUMENT
+from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
@@ -41,6 +42,8 @@ _ID_LENGTH = 36
 #: Where syslog(3) writes to, and the head of a line there: a warning of the facility user (RFC 3164).
 _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
+#: Variables of a lease that a container need not have.
+_CHANGEABLE = (LEASE_VARIABLE, MEMORY_VARIABLE, JAX_VARIABLE)
 #: How much of a container's id engines show, and how much of a message is logged.
 _SHORT_ID = 12
 _MAX_LENGTH = 1000
@@ -59,7 +62,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
         if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
             raise HostError(f"device {name} became available only now", "start the container again")
-        needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
+        needed = {key: value for key, value in lease["environment"].items() if key not in _CHANGEABLE}
         # The engine has read an outdated file: with another pipe directory, CUDA would find no control
         # daemon, and run without limits.
         if environment and any(environment.get(key) != value for key, value in needed.items()):
@@ -68,7 +71,8 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
             )
         if lease["unenforced_gpus"]:
             of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
-            _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")
+            why = WHY_UNENFORCED[lease["sharing"]]
+            _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is {why}")
     except YunionError as error:
         line = _one_line(error.message_with_hint)
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print

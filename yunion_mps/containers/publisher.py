@@ -13,14 +13,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.containers.nodes import DeviceNode, driver_nodes, gpu_nodes
 from yunion_mps.containers.spec import (
-    DeviceNode,
     HostFiles,
     Nvidia,
     devices_spec,
-    driver_nodes,
     find_nvidia_spec,
-    gpu_nodes,
     lease_spec,
     read_nvidia_spec,
 )

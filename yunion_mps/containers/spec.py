@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from yunion_mps.containers import UNSERVED_ARGUMENT, budget_variables
+from yunion_mps.containers.nodes import DeviceNode
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import client_environment, whole_environment
+from yunion_mps.planning.environment import client_environment, whole_environment
 
 #: A mount, a hook or a device node, as the format has it.
 Entry = Mapping[str, object]
@@ -29,7 +30,6 @@ HOOK_COMMAND = "cdi-hook"
 _HOOK_TIMEOUT_S = 30
 #: MPS clients and servers share memory here, but a container has its own by default.
 SHARED_MEMORY = "/dev/shm"
-_DRIVER_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
 #: The file names that nvidia-ctk and its service use; /run has precedence over /etc, as for engines.
 _NAMES = ("nvidia.yaml", "nvidia.json", "nvidia.yml")
@@ -42,11 +42,6 @@ _WITH_GROUPS = (0, 7, 0)
 
 #: The reader of each field of an entry.
 _Fields = Mapping[str, Callable[[Any], object]]
-
-
-class DeviceNode(NamedTuple):
-    path: str
-    host_path: str
 
 
 class Edits(NamedTuple):
@@ -128,8 +123,9 @@ def devices_spec(
     lost = {domain.name: domain for domain in parked}
     entries = []
     for device in devices:
-        if device.domain in plans:
-            edits = _device_edits(client_environment([device], plans[device.domain]), device.addr, host)
+        if not device.domain or device.domain in plans:
+            environment = client_environment([device], plans.get(device.domain))
+            edits = _device_edits(environment, device.addr, host)
         elif device.domain in lost:
             edits = _base_edits(
                 client_environment([device], lost[device.domain]), host, device.addr, UNSERVED_ARGUMENT
@@ -164,7 +160,8 @@ def _named(name: str, edits: Edits) -> Entry:
 
 def _device_edits(environment: Mapping[str, str], hook_argument: str, host: HostFiles) -> Edits:
     """The edits of one device; `hook_argument` is the argument of the hook."""
-    mounts = (_mount(environment["CUDA_MPS_PIPE_DIRECTORY"]),)
+    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if its GPU is shared without MPS
+    mounts = (_mount(pipe_directory), _mount(SHARED_MEMORY)) if pipe_directory else ()
     edits = _base_edits(environment, host, hook_argument)._replace(mounts=mounts)
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     by_gpu = host.nvidia.by_gpu if host.nvidia else {}
@@ -190,7 +187,7 @@ def _base_edits(environment: Mapping[str, str], host: HostFiles, *hook_argument:
 
 def _spec(devices: Sequence[Entry], host: HostFiles) -> dict[str, object]:
     nvidia = host.nvidia or Nvidia()
-    common = nvidia.common.followed_by(Edits(mounts=(_mount(SHARED_MEMORY),))).with_nodes(host.nodes)
+    common = nvidia.common.with_nodes(host.nodes)
     return {
         "cdiVersion": ".".join(map(str, nvidia.version)),
         "kind": CDI_KIND,
@@ -203,33 +200,7 @@ def _mount(path: str) -> Entry:
     return {"hostPath": path, "containerPath": path, "options": ["rw", "nosuid", "nodev", "noexec", "rbind"]}
 
 
-# -- the driver's device nodes, and the specification of NVIDIA's toolkit
-
-
-def driver_nodes(paths: Paths) -> tuple[DeviceNode, ...]:
-    """The driver's nodes that exist; an engine refuses to start a container with a missing one."""
-    return _existing(paths, _DRIVER_NODES)
-
-
-def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[DeviceNode, ...]]:
-    """The nodes of each GPU (by UUID) that exist."""
-    return {
-        gpu.uuid: _existing(paths, (f"nvidia{gpu.minor}",))
-        for gpu in gpus
-        if gpu.uuid is not None and gpu.minor is not None
-    }
-
-
-def _existing(paths: Paths, names: Sequence[str]) -> tuple[DeviceNode, ...]:
-    nodes = [DeviceNode(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
-    return tuple(node for node in nodes if _is_device(node.host_path))
-
-
-def _is_device(path: str) -> bool:
-    try:
-        return stat.S_ISCHR(os.stat(path).st_mode)
-    except OSError:
-        return False
+# -- the specification of NVIDIA's toolkit
 
 
 def find_nvidia_spec(paths: Paths) -> tuple[str, FileVersion] | None:
@@ -275,6 +246,8 @@ def _of(gpu: Gpu, devices: Mapping[str, Edits]) -> Edits | None:
     """The GPU's edits: of the device with its UUID, or otherwise of the one with only its node."""
     if gpu.uuid and gpu.uuid in devices:
         return devices[gpu.uuid]
+    if gpu.is_instance:
+        return None  # another instance has the same node
     node = f"/dev/nvidia{gpu.minor}"
     for edits in devices.values():
         nodes = [str(entry["path"]) for entry in edits.device_nodes]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
-from yunion_mps.enums import PROBLEM, WARNING
+from yunion_mps.enums import MPS, PROBLEM, WARNING
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
@@ -158,7 +158,7 @@ class Host:
         """
         plan, _ = self.plan()
         served = self.served_gpus()
-        uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
+        uuids = plan.gpu_uuids
         addresses = plan.unavailable.keys() | served.keys()
         gpus = self.inventory().gpus
         ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in addresses]
@@ -169,6 +169,14 @@ class Host:
         if not ours:
             raise SkipError
         return ours
+
+    def mps_gpus(self) -> list[Gpu]:
+        """Return those of our GPUs that are shared through MPS; raises SkipError if there are none."""
+        sharing = self.plan()[0].sharing
+        gpus = [gpu for gpu in self.our_gpus() if sharing.get(gpu.pci_address, MPS) == MPS]
+        if not gpus:
+            raise SkipError
+        return gpus
 
     def control_pid(self, domain: DomainPlan) -> int | None:
         """Return the PID of the control daemon that listens in the domain's directory."""

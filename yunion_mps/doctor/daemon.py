@@ -214,7 +214,7 @@ def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
         f"{addr} ({answer['name']}): got {memory} MiB of a budget of {budget} MiB, and {used} of "
         f"{total or '?'} SMs at {percentage:g} %"
     )
-    if answer["mps"] == 0:
+    if answer["mps"] == 0 and device["domain"]:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
         return ok(f"{what}; no budget is enforced on this GPU")

@@ -21,7 +21,7 @@ from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
 from yunion_mps.text import count
 

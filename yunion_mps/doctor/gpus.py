@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
-from yunion_mps.enums import TERMINATE
+from yunion_mps.enums import MPS, TERMINATE, TIME_SLICING
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of, name_of
@@ -215,12 +215,12 @@ def gpus(host: Host) -> Findings:
     return findings or [ok(f"{len(ours)} divided, all working")]
 
 
-@check("MIG", MIG_ENABLED, "off on every divided GPU")
+@check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
-            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or remove it from the device file"
-            yield problem(f"{_gpu_name(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
+            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
+            yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
 
 
 @check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
@@ -245,7 +245,7 @@ def vgpu(host: Host) -> Findings:
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
-    for gpu in host.our_gpus():
+    for gpu in host.mps_gpus():
         if not gpu.reason and not enforces_budgets(gpu):
             what = (
                 f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
@@ -258,7 +258,7 @@ def budgets(host: Host) -> Findings:
 def job_budgets(host: Host) -> Findings:
     """Whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
-    ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
+    ours = [gpu for gpu in host.mps_gpus() if not gpu.reason]
     if not ours:
         raise SkipError
     terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
@@ -286,11 +286,16 @@ def compute_mode(host: Host) -> Findings:
     """The compute modes, which decide what programs outside MPS can do."""
     planned = host.plan()[0].compute_modes
     is_served = _is_served(host)
+    sharing = host.plan()[0].sharing
     ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
     findings = [
         finding
         for gpu in ours
-        if (finding := _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served))
+        if (
+            finding := _check_mode(
+                gpu, planned.get(gpu.uuid or ""), sharing.get(gpu.pci_address, MPS), is_served=is_served
+            )
+        )
     ]
     if findings:
         return findings
@@ -301,10 +306,11 @@ def compute_mode(host: Host) -> Findings:
         is_kept = host.config()[0].cuda_mps_compute_mode == "keep"
         why = "because cuda_mps_compute_mode is keep" if is_kept else "because no GPU can be divided"
         return [ok(f"{modes}; left unchanged {why}")]
-    return [ok(modes if is_served else f"{modes}; the daemon will set {EXCLUSIVE_PROCESS} when it starts")]
+    future = ", ".join(sorted(set(planned.values())))
+    return [ok(modes if is_served else f"{modes}; the daemon will set {future} when it starts")]
 
 
-def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
+def _check_mode(gpu: Gpu, planned: str | None, sharing: str, *, is_served: bool) -> Finding | None:
     setting = f"nvidia-smi -i {gpu.pci_address} -c"
     if gpu.compute_mode == PROHIBITED and (is_served or planned is None):
         return problem(
@@ -314,7 +320,10 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
     if is_served and planned and gpu.compute_mode != planned:
         what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
-        return problem(f"{what}: programs that bypass the control daemon run without limits", hint)
+        means = "programs that bypass the control daemon run without limits"
+        if sharing == TIME_SLICING:
+            means = "a single program would keep all others out, so its devices are unavailable"
+        return problem(f"{what}: {means}", hint)
     if not is_served and gpu.compute_mode == EXCLUSIVE_PROCESS:
         what = (
             f"{_gpu_name(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one "
@@ -330,7 +339,7 @@ def client_limit(host: Host) -> Findings:
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
     counts = []
-    for gpu in host.our_gpus():
+    for gpu in host.mps_gpus():
         if not gpu.uuid or gpu.reason:
             continue
         limit = max_clients(gpu, driver, override)
@@ -357,7 +366,8 @@ def client_limit(host: Host) -> Findings:
 def _is_served(host: Host) -> bool:
     status = host.known_status()
     if status:
-        return any(domain["pid"] for domain in status["domains"])
+        direct = any(gpu["sharing"] not in (MPS, None) for gpu in host.served_gpus().values())
+        return direct or any(domain["pid"] for domain in status["domains"])
     return any(host.control_pid(domain) for domain in host.domains())
 
 

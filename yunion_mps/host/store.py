@@ -1,6 +1,6 @@
-"""The state that outlives the daemon, in SQLite: compute modes, limits in effect, leases and events.
+"""The state that outlives the daemon, in SQLite: GPUs' settings, limits in effect, leases and events.
 
-Every write survives however the daemon ends. A damaged file is set aside and created again; compute modes and
+Every write survives however the daemon ends. A damaged file is set aside and created again; settings and
 leases are then restored from their copies in the run directory, which suffices because both are only valid
 until the next boot.
 """
@@ -21,6 +21,11 @@ from yunion_mps.host.files import UNFINISHED, write_atomically
 from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
 from yunion_mps.paths import Paths
 
+#: The settings of GPUs that are recorded before they change.
+COMPUTE_MODE, TIME_SLICE = "compute_mode", "time_slice"
+#: The column of each setting's table, which is also its key in the copy.
+_COLUMNS = {COMPUTE_MODE: "mode", TIME_SLICE: "time_slice"}
+
 _SCHEMA_VERSION = 2
 _SCHEMA = (
     """CREATE TABLE IF NOT EXISTS former_compute_mode (
@@ -28,8 +33,17 @@ _SCHEMA = (
     mode TEXT NOT NULL,
     boot_id TEXT NOT NULL
 ) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS former_time_slice (
+    gpu_uuid TEXT NOT NULL PRIMARY KEY,
+    time_slice TEXT NOT NULL,
+    boot_id TEXT NOT NULL
+) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS limits_in_effect (
     pipe_directory TEXT NOT NULL PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS mig (
+    gpu_uuid TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
 ) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS lease (
@@ -108,34 +122,35 @@ class Store:
             self._is_closed = True
             self._connection.close()
 
-    # -- compute modes
+    # -- settings of GPUs
 
-    def remember_modes(self, modes: dict[str, str]) -> None:
-        """Record the modes (by GPU UUID) before they change; keeps earlier records of this boot."""
-        rows = [(uuid, mode, self.boot_id) for uuid, mode in modes.items()]
+    def remember(self, setting: str, values: Mapping[str, str]) -> None:
+        """Record a setting's values (by GPU UUID) before they change; keeps earlier records of this boot."""
+        rows = [(uuid, value, self.boot_id) for uuid, value in values.items()]
         with self._lock:
-            self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self.boot_id,)])
-            self.write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
-            self._copy_modes()
+            self.write(f"DELETE FROM former_{setting} WHERE boot_id != ?", [(self.boot_id,)])
+            self.write(f"INSERT OR IGNORE INTO former_{setting} VALUES (?, ?, ?)", rows)
+            self._copy_settings()
 
-    def former_modes(self) -> dict[str, str]:
-        query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
+    def former(self, setting: str) -> dict[str, str]:
+        """Return the recorded values of a setting, by GPU UUID."""
+        query = f"SELECT gpu_uuid, {_COLUMNS[setting]} FROM former_{setting} WHERE boot_id = ?"
         return {row[0]: row[1] for row in self.read(query, self.boot_id)}
 
     def trust_copy(self) -> None:
-        """Record the copied modes as this boot's, which they always are, because a reboot deletes the copy.
+        """Record the copied settings as this boot's, which they always are: a reboot deletes the copy.
 
         In a container, a sandboxed unit sees a different boot id (measured: systemd-nspawn) than a shell
         does.
         """
-        modes = self._copied_modes(of_any_boot=True)
-        if modes:
-            self.remember_modes(modes)
+        for setting in _COLUMNS:
+            if values := self._copied(setting, of_any_boot=True):
+                self.remember(setting, values)
 
-    def forget_mode(self, uuid: str) -> None:
+    def forget(self, setting: str, uuid: str) -> None:
         with self._lock:
-            self.write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
-            self._copy_modes()
+            self.write(f"DELETE FROM former_{setting} WHERE gpu_uuid = ?", [(uuid,)])
+            self._copy_settings()
 
     # -- domains
 
@@ -155,6 +170,22 @@ class Store:
 
     def forget_limits(self, pipe_directory: str) -> None:
         self.write("DELETE FROM limits_in_effect WHERE pipe_directory = ?", [(pipe_directory,)])
+
+    # -- MIG
+
+    def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
+        row = (gpu_uuid, json.dumps(value, separators=(",", ":")))
+        self.write("INSERT OR REPLACE INTO mig VALUES (?, ?)", [row])
+
+    def recorded_mig(self, gpu_uuid: str) -> Any:
+        """Return the value recorded last; None if there is none or it cannot be parsed."""
+        for row in self.read("SELECT value FROM mig WHERE gpu_uuid = ?", gpu_uuid):
+            with contextlib.suppress(ValueError):
+                return json.loads(row[0])
+        return None
+
+    def forget_mig(self, gpu_uuid: str) -> None:
+        self.write("DELETE FROM mig WHERE gpu_uuid = ?", [(gpu_uuid,)])
 
     # -- the file
 
@@ -196,7 +227,7 @@ class Store:
         return connection
 
     def _recreate(self) -> sqlite3.Connection:
-        """Set the unreadable file aside, and restore compute modes and leases from their copies."""
+        """Set the unreadable file aside, and restore settings and leases from their copies."""
         self.set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
@@ -204,8 +235,9 @@ class Store:
         return self._connect()
 
     def _import_copies(self, connection: sqlite3.Connection) -> None:
-        modes = [(uuid, mode, self.boot_id) for uuid, mode in self._copied_modes().items()]
-        connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", modes)
+        for setting in _COLUMNS:
+            rows = [(uuid, value, self.boot_id) for uuid, value in self._copied(setting).items()]
+            connection.executemany(f"INSERT OR IGNORE INTO former_{setting} VALUES (?, ?, ?)", rows)
         leases = []
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._lease_copies)):
@@ -262,20 +294,20 @@ class Store:
             hint = f"make it writable for root: findmnt -T {directory}; ls -l {self._file}"
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
-    def _copy_modes(self) -> None:
+    def _copy_settings(self) -> None:
         """Update the copy in the run directory; a failure is ignored."""
-        modes = self.former_modes()
+        copy = {f"{column}s": self.former(setting) for setting, column in _COLUMNS.items()}
         with contextlib.suppress(OSError):
-            if not modes:
+            if not any(copy.values()):
                 os.unlink(self._copy)
                 return
-            write_atomically(self._copy, json.dumps({"boot_id": self.boot_id, "modes": modes}))
+            write_atomically(self._copy, json.dumps({"boot_id": self.boot_id, **copy}))
 
-    def _copied_modes(self, *, of_any_boot: bool = False) -> dict[str, str]:
+    def _copied(self, setting: str, *, of_any_boot: bool = False) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:
             copy = json.load(file)
             if of_any_boot or copy["boot_id"] == self.boot_id:
-                return {str(uuid): str(mode) for uuid, mode in copy["modes"].items()}
+                return {str(uuid): str(value) for uuid, value in copy[f"{_COLUMNS[setting]}s"].items()}
         return {}
 
 

@@ -41,6 +41,7 @@ WAIT_S = 10
 _CHANGE_WAIT_S = 60
 #: How long an interrupted caller waits for each answer, in s.
 _UNDO_S = 2.0
+_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 #: The directories that PrivateTmp= hides from other units (systemd.exec(5)).
 _PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
 
@@ -229,9 +230,24 @@ async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
     return ""
 
 
+def with_devices(inherited: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what is inherited with the environment of devices; without MPS's variables if they need none.
+
+    Otherwise a process would use the control daemon of other devices that its parent was started with.
+    """
+    uses_mps = not environment or _PIPE_DIRECTORY in environment
+    kept = {name: value for name, value in inherited.items() if uses_mps or not name.startswith("CUDA_MPS_")}
+    return {**kept, **environment}
+
+
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
-    """Raise HostError if this user cannot reach the control daemon: CUDA would go on without limits."""
-    path = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    """Raise HostError if this user cannot reach the control daemon: CUDA would go on without limits.
+
+    Devices that are shared without MPS have none.
+    """
+    if _PIPE_DIRECTORY not in environment:
+        return
+    path = environment[_PIPE_DIRECTORY]
     control = os.path.join(path, "control")
     if not os.access(control, os.W_OK, effective_ids=True):
         what = f"{control} cannot be reached by this user, so CUDA would run without limits"

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import HostError
+from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.inventory import sysfs
-from yunion_mps.inventory.nvml import Nvml, reason_of
+from yunion_mps.inventory.driver import reason_of
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
-GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
+_GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
+_INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
@@ -41,7 +44,7 @@ class Scanner:
         #: GPUs that answered the last scan, by UUID.
         self._known = _answering(earlier)
         #: Whether a device is an NVIDIA GPU, by PCI address.
-        self._is_gpu = {gpu.pci_address: True for gpu in self._known.values()}
+        self._is_gpu = {gpu.pci_address: True for gpu in self._known.values() if not gpu.parent}
 
     def scan(self, nvml: Nvml) -> Inventory:
         """Return all NVIDIA GPUs of the host in PCI order, broken ones with their reason.
@@ -58,8 +61,9 @@ class Scanner:
             if address not in gpus:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
                 gpus[address] = self._locate(Gpu(address, reason=reason))
-        self._known = _answering(gpus.values())
-        shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
+        located = [gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values()]
+        shown = [one for gpu in located for one in _with_instances(gpu, Mig(nvml))]
+        self._known = _answering(gpu for gpu in shown if not gpu.parent)
         return Inventory(driver, in_order(shown))
 
     def _nvidia_gpus(self) -> list[str]:
@@ -78,6 +82,16 @@ class Scanner:
         numa_node = sysfs.numa_node(self._paths, gpu.pci_address)
         link = sysfs.max_link(self._paths, gpu.pci_address)
         return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
+
+
+def _with_instances(gpu: Gpu, mig: Mig) -> tuple[Gpu, ...]:
+    """Return the GPU and its MIG instances; without them, it has the reason why they cannot be read."""
+    if gpu.reason or gpu.mig_enabled is None:
+        return (gpu,)
+    try:
+        return mig.read(gpu)
+    except DriverError as error:
+        return (gpu._replace(reason=reason_of(error)),)
 
 
 def _answering(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
@@ -102,7 +116,16 @@ def load_served(paths: Paths) -> ServedGpus:
 
 def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
     kept = [
-        gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason=NO_REASON) for gpu in gpus
+        gpu._replace(
+            nvml_index=None,
+            compute_mode=None,
+            mig_enabled=None,
+            mig_pending=None,
+            mig_profiles=(),
+            mig_instances=(),
+            reason=NO_REASON,
+        )
+        for gpu in gpus
     ]
     rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
     with contextlib.suppress(OSError):
@@ -115,19 +138,23 @@ def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     """Add `served` GPUs that are lost or gone to the inventory, each with the reason.
 
-    A GPU whose address now belongs to another one was replaced, and is left out.
+    A GPU whose address now belongs to another one was replaced, and is left out, as is a MIG instance that
+    was made again.
     """
     there = {gpu.pci_address: gpu for gpu in inventory.gpus}
     uuids = {gpu.uuid for gpu in inventory.gpus}
+    again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
     served_uuids = []
     for gpu in served:
         now = there.get(gpu.pci_address)
         if gpu.uuid not in uuids:
+            if gpu.identity in again:
+                continue
             if now is None:
-                node = None if gpu.render_node in nodes else gpu.render_node
-                gpus[gpu.pci_address] = gpu._replace(reason=GONE, render_node=node)
+                node = gpu.render_node if gpu.parent or gpu.render_node not in nodes else None
+                gpus[gpu.pci_address] = gone(gpu, there)._replace(render_node=node)
             elif now.reason and now.uuid is None and now.vendor_device_id in (None, gpu.vendor_device_id):
                 gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
             else:
@@ -136,9 +163,27 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 
+def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
+    """Return the GPU with the reason why it is not among those `there` (by address)."""
+    if not gpu.parent:
+        return gpu._replace(reason=_GONE, nvml_index=None)
+    parent = there.get(gpu.physical_address)
+    return gpu._replace(reason=(parent.reason if parent else _GONE) or _INSTANCE_GONE)
+
+
+def identities(gpus: Iterable[Gpu]) -> set[str]:
+    """Return those of the MIG instances among the GPUs."""
+    return {gpu.identity for gpu in gpus if gpu.identity}
+
+
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:
     capability, link = row["compute_capability"], row["link"]
-    parts = {"compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
+    parts = {
+        "compute_capability": capability and tuple(capability),
+        "link": link and PcieLink(**link),
+        "mig_profiles": (),
+        "mig_instances": (),
+    }
     gpu = Gpu(**{**row, **parts})._replace(reason=NO_REASON)
     texts = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)

@@ -51,9 +51,13 @@ def is_nvidia_gpu(paths: Paths, address: str) -> bool:
     return _read(paths, address, "class").startswith("0x03")
 
 
-def sort_key(address: str) -> tuple[int, str]:
-    """Order normalised addresses as the bus does, even if a domain has more than four digits."""
-    return len(address), address
+def sort_key(address: str) -> tuple[int, str, int]:
+    """Order normalised addresses as the bus does, even if a domain has more than four digits.
+
+    A GPU's MIG instances follow it.
+    """
+    gpu, _, instance = address.partition("-g")
+    return len(gpu), gpu, int(instance or -1)
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:

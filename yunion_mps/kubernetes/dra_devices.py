@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import AVAILABLE, LEASED, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, LEASED, MPS, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.dra_objects import (
     AllocatedDevice,
@@ -75,6 +75,7 @@ class OfferedDevice(NamedTuple):
     is_healthy: bool
     reserve_mib: int = 0
     combinable: int = 1
+    sharing: str = MPS
 
     @property
     def device(self) -> SliceDevice:
@@ -84,6 +85,7 @@ class OfferedDevice(NamedTuple):
             "address": {"string": self.address},
             "type": {"string": "pool" if self.is_pool else "share"},
             "budgetEnforced": {"bool": self.budget_enforced},
+            "sharing": {"string": self.sharing},
         }
         made: SliceDevice = {"name": self.name, "attributes": attributes, "capacity": {**self.capacity}}
         if self.is_pool:
@@ -194,6 +196,7 @@ def _share(one: HostDevice, facts: HostFacts, common: GpuAttributes) -> OfferedD
         reason=cause,
         is_healthy=one["state"] != UNAVAILABLE,
         combinable=_combinable(one, facts.domains.get(one["gpu_uuid"])),
+        sharing=_copied(one["sharing"]),
     )
 
 
@@ -325,9 +328,10 @@ def architecture_of(compute_capability: str | None) -> str:
 
 
 def bus_id(address: str) -> str:
-    """The address with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
-    domain, _, rest = address.lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{address.lower()}"
+    """The address of the GPU with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
+    gpu = address.lower().partition("-g")[0]
+    domain, _, rest = gpu.partition(":")
+    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{gpu}"
 
 
 def version_of(text: str) -> str:

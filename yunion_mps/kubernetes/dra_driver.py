@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
+from yunion_mps.enums import MPS, SHARING
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes import dra_api, grpc
@@ -175,7 +176,9 @@ class DraService:
         """The node's labels for Node Feature Discovery."""
         offered = self._host.offered or ()
         shares = [one.gpu for one in offered if not one.is_pool]
-        return labels_of(shares, {one.gpu for one in offered if one.is_pool})
+        ways = [one.sharing for one in offered]
+        sharing = min(ways, key=SHARING.index, default=MPS)
+        return labels_of(shares, {one.gpu for one in offered if one.is_pool}, sharing=sharing)
 
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""

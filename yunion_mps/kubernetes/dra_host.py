@@ -81,7 +81,8 @@ class DraHost:
 
     def _pcie_root(self, address: str) -> str:
         """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""
-        path = os.path.realpath(os.path.join(self._paths.pci_devices, address.lower()))
+        gpu = address.lower().partition("-g")[0]  # a MIG instance has its GPU's
+        path = os.path.realpath(os.path.join(self._paths.pci_devices, gpu))
         found = _PCIE_ROOT.search(path)
         return found[1] if found else ""
 

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from yunion_mps.enums import MPS
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.host.log import Failures
 from yunion_mps.tasks import first_of
@@ -33,19 +34,21 @@ def is_foreign(path: str) -> bool:
     return not read_text(path).startswith(f"{_FIRST}=")
 
 
-def labels_of(devices: Iterable[str], pools: set[str], memory_units: int | None = None) -> dict[str, str]:
+def labels_of(
+    devices: Iterable[str], pools: set[str], memory_units: int | None = None, sharing: str = MPS
+) -> dict[str, str]:
     """The node's labels, which do not depend on the health of what is offered; none if nothing is.
 
     `devices` has the GPU of each device, `pools` the GPUs whose memory is offered; `memory_units` is None if
-    memory is not counted in units.
+    memory is not counted in units. The devices' GPUs are shared in the way `sharing`.
     """
     by_gpu = Counter(devices)
     if not by_gpu and not pools:
         return {}
     labels = {
         _FIRST: str(len(by_gpu.keys() | pools)),
-        "nvidia.com/mps.capable": "true",
-        "nvidia.com/gpu.sharing-strategy": "mps",
+        "nvidia.com/mps.capable": "true" if sharing == MPS else "false",
+        "nvidia.com/gpu.sharing-strategy": sharing,
         "yunion.io/mps.devices": str(sum(by_gpu.values())),
     }
     if memory_units is not None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
@@ -18,10 +18,16 @@ from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
+from yunion_mps.kubernetes.mig import ProfileResources
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
 from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource, ResourceHealth
+from yunion_mps.kubernetes.resources import (
+    DeviceResource,
+    ExtendedResource,
+    MemoryResource,
+    ResourceHealth,
+)
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
@@ -112,9 +118,9 @@ class NodeService:
         service = self._dra_service()
         return [
             service.run(),
-            self._notify(service),
+            self._notify([service]),
             *self._feature_file(options, service.labels, lambda: service.changes),
-            *self._metrics(options, service.health),
+            *self._metrics(options, [service.health]),
         ]
 
     def _dra_service(self, refusal: str = "") -> DraService:
@@ -132,23 +138,34 @@ class NodeService:
 
     def _device_plugins(self, options: PluginOptions) -> Work:
         devices, memory = DeviceResource(options), MemoryResource(options)
-        plugins = (DevicePlugin(kind, self._leases, options, self._counts) for kind in (devices, memory))
+        healths = [devices.health, memory.health]
+        profiles = ProfileResources(options, healths)
         watch = DirectoryWatch(self._paths.device_plugins)
-        first, second = (Registration(plugin, self._paths, watch, self._registered) for plugin in plugins)
+        services: list[Registration] = []
+
+        def registration(resource: ExtendedResource) -> Registration:
+            plugin = DevicePlugin(resource, self._leases, options, self._counts)
+            services.append(Registration(plugin, self._paths, watch, self._registered))
+            return services[-1]
 
         def labels() -> dict[str, str]:
             units = memory.offers.values()
-            shared = (device.gpu for device in devices.offers.values())
-            return labels_of(shared, {unit.gpu for unit in units}, len(units))
+            offered = (devices, *profiles.by_profile.values())
+            shared = (device.gpu for resource in offered for device in resource.offers.values())
+            return labels_of(shared, {unit.gpu for unit in units}, len(units), devices.sharing)
+
+        def changes() -> list[asyncio.Event]:
+            return [devices.changed, memory.changed, *profiles.changes]
 
         return [
-            OfferWatch(self._daemon, devices, memory, self._leases, self._counts).run(),
+            OfferWatch(self._daemon, devices, memory, profiles, self._leases, self._counts).run(),
             watch.run(),
-            first.run(),
-            second.run_once_offered(),
-            self._notify(first, second),
-            *self._feature_file(options, labels, lambda: (devices.changed, memory.changed)),
-            *self._metrics(options, devices.health, memory.health),
+            registration(devices).run(),
+            registration(memory).run_once_offered(),
+            profiles.run(lambda resource: registration(resource).run()),
+            self._notify(services),
+            *self._feature_file(options, labels, changes),
+            *self._metrics(options, healths),
         ]
 
     def _feature_file(
@@ -160,11 +177,11 @@ class NodeService:
         path = options.feature_file
         return [FeatureFile(self._paths.under(path), labels, changes).run()] if path else []
 
-    def _metrics(self, options: PluginOptions, *resources: ResourceHealth) -> Work:
+    def _metrics(self, options: PluginOptions, resources: Sequence[ResourceHealth]) -> Work:
         address = options.metrics_address
         return [serve(address, MetricsPage(self._counts, resources))] if address else []
 
-    async def _notify(self, *services: Registration | DraService) -> None:
+    async def _notify(self, services: Sequence[Registration | DraService]) -> None:
         """Keep systemd's status current."""
         while True:
             self._notifier.status("; ".join(dict.fromkeys(service.status for service in services)))

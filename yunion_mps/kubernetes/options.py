@@ -44,6 +44,8 @@ _MAX_DOMAIN = 253
 CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How containers get their devices: as a CDI device, or as variables, mounts and device nodes.
 CDI, ENVIRONMENT = "cdi", "environment"
+#: Whether MIG instances are not offered, as devices like others, or by profile: NVIDIA's MIG_STRATEGY.
+NONE, SINGLE, MIXED = MIG_STRATEGIES = ("none", "single", "mixed")
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
 
@@ -64,6 +66,7 @@ class PluginOptions(NamedTuple):
     metrics_address: str | None = None
     feature_file: str | None = None
     device_list_strategy: str = CDI
+    mig_strategy: str = SINGLE
     #: `NAME=VALUE`, or `NAME` with any value.
     only_with_node_label: str | None = None
     configs: tuple[NamedConfiguration, ...] = ()
@@ -179,6 +182,9 @@ KEYS = {
         _feature_file, None, "The file for Node Feature Discovery in which the node's labels are written."
     ),
     "deviceListStrategy": Key(one_of(CDI, ENVIRONMENT), CDI, "How containers get their devices."),
+    "migStrategy": Key(
+        one_of(*MIG_STRATEGIES), SINGLE, "Which extended resources count MIG instances, if any."
+    ),
     "onlyWithNodeLabel": Key(_label, None, "A label without which the node offers nothing."),
     "configs": Key(_mapping, None, "Several configurations by name, of which one is chosen for the node."),
 }

@@ -30,6 +30,7 @@ from yunion_mps.kubernetes.kubelet_api import (
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
+from yunion_mps.kubernetes.mig import ProfileResources
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
     DeviceResource,
@@ -64,10 +65,11 @@ class OfferWatch:
         daemon: AsyncDaemonClient,
         devices: DeviceResource,
         memory: MemoryResource,
+        profiles: ProfileResources,
         leases: ContainerLeases,
         counts: Counts,
     ) -> None:
-        self._devices, self._memory = devices, memory
+        self._devices, self._memory, self._profiles = devices, memory, profiles
         self._leases = leases
         self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
 
@@ -80,11 +82,11 @@ class OfferWatch:
         devices = await self._watch.devices(KnownDevice)
         leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
         devices, pools = only_reserved(devices, pools)
-        self._devices.update(devices, leases)
+        self._devices.update(self._profiles.update(devices, leases), leases)
         self._memory.update(pools, leases)
 
     def _lose(self, error: YunionError) -> None:
-        for resource in (self._devices, self._memory):
+        for resource in (self._devices, self._memory, self._profiles):
             resource.lose(error.message)
 
 
@@ -179,7 +181,8 @@ class DevicePlugin:
             nodes = await self._leases.device_nodes(gpus.split(","))
         except YunionError as error:
             raise _refusal(error) from None
-        mounts = (environment["CUDA_MPS_PIPE_DIRECTORY"], SHARED_MEMORY)
+        pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU does not use MPS
+        mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
         return kubelet_api.ContainerAllocateResponse(
             {**environment, _NVIDIA_RUNTIME: gpus},
             tuple(kubelet_api.MountSpec(path, path) for path in mounts),

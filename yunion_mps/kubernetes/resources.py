@@ -16,12 +16,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
-from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, MPS, RESERVED, SHARING
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
-from yunion_mps.planning.division import DEVICE_VARIABLE, pool_percentage
+from yunion_mps.planning.division import pool_percentage
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class KnownDevice(TypedDict):
     lease: str | None
     holder: str | None
     reserved_for: str | None
+    mig_profile: str | None
+    sharing: str
 
 
 DeviceT = TypeVar("DeviceT", bound=KnownDevice)
@@ -205,14 +208,22 @@ def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
 class DeviceResource(ExtendedResource):
     """Devices, whose ids are their addresses."""
 
-    def __init__(self, options: PluginOptions) -> None:
-        super().__init__(options.resource_name, "yunion-mps.sock", "devices")
+    def __init__(self, options: PluginOptions, name: str = "", endpoint: str = "yunion-mps.sock") -> None:
+        super().__init__(name or options.resource_name, endpoint, "devices")
         self._options = options
         #: The GPU, memory in MiB and percentage of SM threads of each device.
         self._budgets: dict[str, tuple[str, int, float]] = {}
+        #: How the offered devices' GPUs are shared.
+        self.sharing = MPS
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
-        """Offer these devices; `leases` are all leases, read after the devices."""
+        """Offer these devices; `leases` are all leases, read after the devices.
+
+        Pods cannot choose how a device is shared, so only devices of one kind are offered: those of MPS if
+        there are any.
+        """
+        self.sharing = min((one["sharing"] for one in devices), key=SHARING.index, default=self.sharing)
+        devices = [one for one in devices if one["sharing"] == self.sharing]
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
         self._budgets = {
             one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"]) for one in devices

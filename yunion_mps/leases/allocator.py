@@ -347,9 +347,11 @@ def _place(
     fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
     if not request.across:
         return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
-    if len(fits) < request.number:
-        return ()
-    return tuple(devices[0] for devices in fits[: request.number])
+    by_domain: dict[str, list[Device]] = {}
+    for first, *_ in fits:
+        by_domain.setdefault(first.domain, []).append(first)
+    enough = (firsts for firsts in by_domain.values() if len(firsts) >= request.number)
+    return tuple(next(enough, [])[: request.number])
 
 
 def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
@@ -365,6 +367,12 @@ def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) 
 def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     of = {candidate.device.gpu_uuid for candidate in _matching(request, candidates)}
     of |= {candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request)}
-    names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
-    which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
-    return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"
+    by_cause: dict[str, list[str]] = {}
+    for uuid, (gpu, why) in candidates.unenforced.items():
+        if uuid in of:
+            by_cause.setdefault(why, []).append(gpu)
+    which = " and ".join(
+        f"GPU {names[0]}, which is {why}" if len(names) == 1 else f"GPUs {', '.join(names)}, which are {why}"
+        for why, names in by_cause.items()
+    )
+    return f"no budget is enforced on {which}: a command could use all of the memory"

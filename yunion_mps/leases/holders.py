@@ -144,6 +144,7 @@ def lease_json(
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
+        "sharing": lease.devices[0].sharing,
         "binding": lease.holder.binding,
         **_holder_json(lease.holder, lease.since_s, containers),
         "expires": None if expires_s is None else rfc3339(expires_s),

@@ -111,6 +111,10 @@ class Ledger:
                 free.setdefault(gpu, []).append(device)
         return free
 
+    def ways_of_sharing(self) -> dict[str, str]:
+        """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
+        return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
+
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
         return {device.id for some in self.free_by_gpu(devices).values() for device in some}
@@ -177,8 +181,8 @@ def needs_mib(device: Device) -> int:
     return device.memory_limit_mib + device.reserve_mib
 
 
-def _budget(device: Device) -> tuple[int, float, str]:
-    return device.memory_limit_mib, device.thread_percentage, device.priority
+def _budget(device: Device) -> tuple[int, float, str, str]:
+    return device.memory_limit_mib, device.thread_percentage, device.priority, device.sharing
 
 
 def _describe_leases(leases: Sequence[Lease]) -> str:

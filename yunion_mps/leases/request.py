@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from yunion_mps.enums import BINPACK
+from yunion_mps.enums import BINPACK, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
-from yunion_mps.planning.division import (
+from yunion_mps.planning.division import enforces_budgets, pool_device
+from yunion_mps.planning.environment import (
     client_environment,
-    enforces_budgets,
-    pool_device,
     require_one_budget,
     whole_environment,
     why_not_honoured,
@@ -126,8 +125,15 @@ class PoolCandidate(NamedTuple):
     reason: Reason = NO_REASON
 
 
+class Unenforced(NamedTuple):
+    """A GPU that enforces no budgets, as errors name it, and why."""
+
+    gpu: str
+    why: str
+
+
 class Candidates(NamedTuple):
-    """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
+    """Everything that can be leased; `unenforced` has the GPUs without enforced budgets, by UUID.
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
@@ -136,7 +142,7 @@ class Candidates(NamedTuple):
 
     devices: Sequence[Candidate] = ()
     pools: Sequence[PoolCandidate] = ()
-    unenforced: Mapping[str, str] = {}
+    unenforced: Mapping[str, Unenforced] = {}
     domains: Mapping[str, DomainPlan] = {}
     planned: Mapping[str, DomainPlan] = {}
     reserved: Mapping[str, str] = {}
@@ -170,40 +176,50 @@ class Candidates(NamedTuple):
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
         """Why devices of one domain cannot be combined into one budget, empty if they can."""
-        return why_not_honoured(devices, self.domains[devices[0].domain])
+        return why_not_honoured(devices, self.domain_of(devices[0]))
+
+    def domain_of(self, device: Device) -> DomainPlan | None:
+        """The domain of the device, None if it is shared without MPS."""
+        return self.domains[device.domain] if device.domain else None
 
     def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
         """The environment for a process with the devices; raises InfeasibleError if MPS would ignore it."""
-        if len({device.domain for device in devices}) > 1:
+        names = {device.domain for device in devices}
+        if "" in names and len(names) > 1:
+            what = "some of these devices are shared through MPS and some are not; a process can use one kind"
+            raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
+        if len(names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             what = "these devices have different control daemons; a process can use only one"
             raise InfeasibleError(what, hint)
-        domain = self.domains[devices[0].domain]
+        domain = self.domain_of(devices[0])
         if ALL in request.devices:
             return whole_environment(devices, domain)
-        require_one_budget(devices, domain, self.planned.get(domain.name))
+        require_one_budget(devices, domain, self.planned.get(devices[0].domain))
         return client_environment(devices, domain)
 
 
 def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
     """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
+    why = {uuid: reason or plan.pending.get(uuid, NO_REASON) for uuid, reason in reasons.items()}
     sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.is_sliced}
-    devices = [
-        Candidate(device, reasons[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices
-    ]
+    devices = [Candidate(device, why[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     pools = [
         PoolCandidate(
             pool,
             addresses[pool.gpu_uuid],
             partial(pool_device, plan.host_id, pool, gpus=gpus),
-            reasons[pool.gpu_uuid],
+            why[pool.gpu_uuid],
         )
         for pool in plan.pools
     ]
+    ways = {device.gpu_uuid: device.sharing for device in plan.devices}
     unenforced = {
-        gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
+        gpu.uuid: Unenforced(f"{gpu.address} ({gpu.name})", WHY_UNENFORCED[sharing])
+        for gpu in gpus
+        if gpu.uuid and ((sharing := ways.get(gpu.uuid, MPS)) == TIME_SLICING or not enforces_budgets(gpu))
     }
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}

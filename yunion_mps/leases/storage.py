@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from yunion_mps.enums import SHARING
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.proc import started_ticks
@@ -113,6 +114,8 @@ def _is_valid(lease: Lease) -> bool:
     for device in lease.devices:
         types += zip(device, _DEVICE)
         types += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
+    if any(device.sharing not in SHARING for device in lease.devices):
+        return False
     return bool(lease.devices) and all(isinstance(value, kind) for value, kind in types)
 
 

@@ -194,7 +194,7 @@ CATALOGUE = (
     _gpu("yunion_mps_gpu_info", "A GPU of the host; the value is always 1.",
          # Hyphens as in the node label nvidia.com/gpu.product.
          lambda _, gpu: {"name": (gpu["name"] or "").replace(" ", "-"),
-                         "compute_mode": gpu["compute_mode"] or ""}, INFO),
+                         "compute_mode": gpu["compute_mode"] or "", "sharing": gpu["sharing"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
            (AVAILABLE, UNAVAILABLE, NOT_USED),
@@ -233,7 +233,7 @@ CATALOGUE = (
                  "Number of devices of the GPU that are reserved, and not leased.",
                  lambda device: bool(device["state"] == RESERVED)),
     _gpu("yunion_mps_gpu_budget_enforced",
-         "Whether MPS enforces the budgets of the GPU's devices (1) or not (0, before Volta).",
+         "Whether budgets of the GPU's devices are enforced (1) or not (0, before Volta, or time-sliced).",
          lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["compute_capability"] is None
          else int(gpu["budget_enforced"])),
     _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU through MPS.",

@@ -19,7 +19,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, occupied_error
 from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
-from yunion_mps.planning.division import decimal
+from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What MPS can do on a GPU, how an entry divides it, and the environment of a process that uses the devices.
+"""What MPS can do on a GPU, and how an entry divides it.
 
 An entry divides a GPU into equal devices, slices or a pool.
 
@@ -9,20 +9,27 @@ devices, each with its reserve, never exceeds the GPU's memory.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 
 from yunion_mps import reasons
-from yunion_mps.enums import NORMAL, PRIORITIES
-from yunion_mps.errors import InfeasibleError, NotFoundError
+from yunion_mps.enums import MPS, NORMAL, NOT_SHARED, TIME_SLICING
+from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import uuid5
-from yunion_mps.models import PROHIBITED, Device, DomainPlan, Driver, Gpu, Plan, PlannedGpu, Pool, Slice
-from yunion_mps.reasons import LIMITS_PENDING, NO_REASON, Reason, hint_of
+from yunion_mps.models import (
+    EXCLUSIVE_PROCESS,
+    PROHIBITED,
+    Device,
+    DomainPlan,
+    Driver,
+    Gpu,
+    Plan,
+    PlannedGpu,
+    Pool,
+    Slice,
+)
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry
-
-#: Lists the addresses of the devices that a process uses; CUDA ignores it.
-DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
 
 VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
@@ -62,20 +69,29 @@ def enforces_budgets(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
-def unusable_reason(gpu: Gpu, config: Config) -> Reason:
-    """Return why the GPU cannot serve MPS devices; empty if it can."""
+def unusable_reason(gpu: Gpu, config: Config, sharing: str = MPS) -> Reason:
+    """Return why the GPU cannot be shared in this way; empty if it can."""
     if gpu.reason:
         return gpu.reason
     if gpu.uuid is None or gpu.memory_mib is None:
         return Reason("the driver does not report the GPU's UUID and memory", reasons.GPU_ERROR)
     if gpu.mig_enabled:
         what = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
+        if sharing == TIME_SLICING:
+            what = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
         return Reason(what, reasons.MIG_ENABLED)
+    keeps_mode = config.cuda_mps_compute_mode == "keep"
+    if sharing == TIME_SLICING:
+        if keeps_mode and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED):
+            what = f"time-slicing requires compute mode Default, but it is {gpu.compute_mode}, "
+            what += "and cuda_mps_compute_mode is keep"
+            return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE)
+        return NO_REASON
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
         what = f"MPS requires compute capability 3.5, but the GPU has {capability[0]}.{capability[1]}"
         return Reason(what, reasons.MPS_UNSUPPORTED)
-    if gpu.compute_mode == PROHIBITED and config.cuda_mps_compute_mode == "keep":
+    if gpu.compute_mode == PROHIBITED and keeps_mode:
         what = "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
         return Reason(what, reasons.COMPUTE_MODE_PROHIBITED)
     return NO_REASON
@@ -250,6 +266,10 @@ def describe_division(plan: Plan, gpu_uuid: str | None) -> str:
 
 
 def _describe_budget(device: Device) -> str:
+    if device.sharing == NOT_SHARED:
+        return f"{device.memory_limit_mib} MiB"
+    if device.sharing != MPS:
+        return f"{device.memory_limit_mib} MiB, {device.sharing}"
     priority = "" if device.priority == NORMAL else f", {device.priority.replace('_', ' ')}"
     return f"{device.memory_limit_mib} MiB, {device.thread_percentage:g} %{priority}"
 
@@ -265,86 +285,3 @@ def _describe_pool(pool: Pool) -> str:
     if pool.thread_overcommit in (1, None):
         return text
     return f"{text}, threads overcommitted {pool.thread_overcommit:g}x"
-
-
-# -- the environment of a process that uses devices
-
-
-def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
-    """Return the environment of a process that uses these devices; it can only tighten the domain's limits.
-
-    Devices of one GPU add up to one budget. The process sees only their GPUs, in this order, and has one
-    thread percentage and one priority: the lowest among them.
-    """
-    memory_mib: dict[str, int] = {}
-    percentage: dict[str, float] = {}
-    for device in devices:
-        gpu = device.gpu_uuid
-        memory_mib[gpu] = memory_mib.get(gpu, 0) + device.memory_limit_mib
-        percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
-    limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
-    environment = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(min(percentage.values())),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
-        "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
-        "CUDA_VISIBLE_DEVICES": ",".join(memory_mib),
-        DEVICE_VARIABLE: ",".join(device.addr for device in devices),
-    }
-    priority = max(PRIORITIES.index(device.priority) for device in devices)
-    if priority != PRIORITIES.index(NORMAL):
-        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(priority)
-    return dict(sorted(environment.items()))
-
-
-def whole_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
-    """Return the environment of a process that has all devices, with the domain's limit for each GPU."""
-    sums = Counter[str]()
-    for device in devices:
-        sums[device.gpu_uuid] += device.memory_limit_mib
-    most = [domain.memory_limit_of(gpu) or mib for gpu, mib in sums.items()]
-    return {
-        **client_environment(devices, domain),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(domain.thread_percentage),
-    }
-
-
-def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
-    """Return why a process would get less than the sum of its devices; empty if it gets all.
-
-    A client's environment can only tighten the domain's limits.
-    """
-    for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
-        own = [device for device in devices if device.gpu_uuid == uuid]
-        requested_mib = sum(device.memory_limit_mib for device in own)
-        most_mib = domain.memory_limit_of(uuid)
-        if most_mib is not None and requested_mib > most_mib:
-            return (
-                f"the control daemon limits each process to {most_mib} MiB of GPU "
-                f"{own[0].gpu_address}, not {requested_mib} MiB"
-            )
-        requested = min(100.0, sum(device.thread_percentage for device in own))
-        if round(requested, 1) > domain.thread_percentage:
-            most = decimal(domain.thread_percentage)
-            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(requested)} %"
-            return f"the control daemon limits each process to {instead}"
-    return ""
-
-
-def require_one_budget(devices: Sequence[Device], domain: DomainPlan, planned: DomainPlan | None) -> None:
-    """Raise InfeasibleError if the devices cannot form one budget; the limits of `planned` are pending."""
-    why = why_not_honoured(devices, domain)
-    if not why:
-        return
-    what = f"{len(devices)} devices cannot be combined into one budget"
-    if planned and not why_not_honoured(devices, planned):
-        pending = "the new limit takes effect once the MPS servers with the old one have ended"
-        raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
-    more = f"set cuda_mps_combine: {len(devices)} in host.conf"
-    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs, or {more}")
-
-
-def decimal(percentage: float) -> str:
-    """Format a percentage for NVIDIA's programs: `25`, `33.3`."""
-    return f"{percentage:.1f}".removesuffix(".0")

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
+from yunion_mps.mig import DISABLED, MigLayout
 from yunion_mps.models import (
     DEFAULT,
-    EXCLUSIVE_PROCESS,
     Device,
     DomainPlan,
     Driver,
@@ -33,7 +34,13 @@ from yunion_mps.planning.division import (
     slices_error,
     unusable_reason,
 )
+from yunion_mps.planning.mig import LayoutError, instances_of, layout_of
+from yunion_mps.planning.sharing import MODES, direct_devices, divide_directly
+from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
+
+#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 
 class ModeChange(NamedTuple):
@@ -48,25 +55,46 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     if not config.enable_cuda_mps:
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
+    entries, layouts, waiting = _with_instances(entries, inventory.gpus)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
-    unusable = {gpu.pci_address: unusable_reason(gpu, config) for gpu in divided}
+    sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
+    unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
-    problems += _too_many_in_one_domain(config, usable)
+    of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
+    problems += _too_many_in_one_domain(config, of_host)
     served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
     lost = [gpu for gpu in served if gpu.pci_address in unavailable]
-    domains, parked = (_domains(config, entries, inventory.driver, gpus) for gpus in (usable, lost))
+    domains, parked = (
+        _domains(config, entries, inventory.driver, [gpu for gpu in gpus if sharing[gpu.pci_address] == MPS])
+        for gpus in (usable, lost)
+    )
     planned = [*usable, *lost]
+    apart = [gpu for gpu in planned if sharing[gpu.pci_address] != MPS]
+    slices = {str(gpu.uuid): entries[gpu.pci_address].time_slice for gpu in apart}
+    slices = {uuid: time_slice for uuid, time_slice in slices.items() if time_slice}
+    direct = tuple(divide_directly(entries[gpu.pci_address], gpu) for gpu in apart)
     devices = [device for domain in (*domains, *parked) for device in devices_of(host, domain, planned)]
+    devices += direct_devices(host, direct, planned)
     pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = {} if keep else {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
+    modes = (
+        {} if keep else {str(gpu.uuid): MODES[sharing[gpu.pci_address]] for gpu in planned if not gpu.parent}
+    )
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
-    actions = {str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget for gpu in planned}
-    plan = Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions)
+    actions = {
+        str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
+        for gpu in planned
+        if sharing[gpu.pci_address] == MPS
+    }
+    unavailable |= waiting
+    plan = Plan(
+        host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
+        sharing, time_slices=slices, layouts=layouts,
+    )  # fmt: skip
     return plan, problems
 
 
@@ -100,7 +128,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
         equal = (Slice(planned.memory_limit_mib, planned.thread_percentage),) * planned.device_count
         devices += [
             Device(
-                id=uuid5(host, f"{planned.uuid}/{slot}"),
+                id=uuid5(host, f"{gpu.identity or planned.uuid}/{slot}"),
                 addr=f"{gpu.address}-{slot}",
                 gpu_uuid=planned.uuid,
                 slot=slot,
@@ -132,11 +160,16 @@ def _domains(
 ) -> tuple[DomainPlan, ...]:
     """Return the control daemons for these GPUs: one for all, or one each, in a directory named by UUID.
 
+    A MIG instance always has its own, because one control daemon cannot serve several (NVIDIA's MPS
+    documentation).
+
     Each one's default limits are those of its largest device, because clients can only tighten them.
     """
     groups = [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
     if config.cuda_mps_scope == "host":
-        groups = [("host", "", list(gpus))] if gpus else []
+        whole = [gpu for gpu in gpus if not gpu.parent]
+        instances = [group for gpu, group in zip(gpus, groups) if gpu.parent]
+        groups = [*([("host", "", whole)] if whole else []), *instances]
     domains = []
     for name, below, group in groups:
         clients = (max_clients(gpu, driver, config.cuda_mps_max_clients) for gpu in group)
@@ -164,8 +197,9 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
     """
     problems = []
     entries: dict[str, DeviceEntry] = {}
+    physical = [gpu for gpu in inventory.gpus if not gpu.parent]
     for entry in config.devices:
-        gpu = find_gpu(entry.path, inventory.gpus)
+        gpu = find_gpu(entry.path, physical)
         if gpu is None and _may_be_broken(entry, inventory):
             continue
         if gpu is None:
@@ -182,10 +216,30 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
             problems += _entry_error(entry, gpu, config, inventory)
     if not config.devices:
         at = config.sources["cuda_mps_replicas"]
-        for gpu in inventory.gpus:
+        for gpu in physical:
             entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
             problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
     return entries, problems
+
+
+def _with_instances(
+    entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]
+) -> tuple[dict[str, DeviceEntry], tuple[MigLayout, ...], dict[str, Reason]]:
+    """Return the entries with those of MIG instances instead of their GPUs', the layouts, and what waits."""
+    by_address = {gpu.pci_address: gpu for gpu in gpus}
+    divided: dict[str, DeviceEntry] = {}
+    layouts: list[MigLayout] = []
+    waiting: dict[str, Reason] = {}
+    for address, entry in entries.items():
+        if not entry.mig:
+            divided[address] = entry
+            continue
+        gpu = by_address[address]
+        instances = instances_of(entry, gpu, gpus)
+        divided |= instances.entries
+        layouts += instances.layouts
+        waiting |= {address: gpu.reason} if gpu.reason else instances.waiting
+    return divided, tuple(layouts), waiting
 
 
 def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
@@ -217,7 +271,7 @@ def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
 
 
 def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
-    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
+    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus if not gpu.parent]
     hint = (
         f"use one of this host's GPUs: {', '.join(names)}"
         if names
@@ -231,12 +285,37 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
+    if wrong := _layout_error(entry, gpu):
+        return wrong
+    is_split = entry.mig not in ((), (DISABLED,))
+    if entry.sharing == TIME_SLICING or (is_split and not entry.virtual_number):
+        how = "split into MIG instances" if is_split else "time-sliced"
+        return _found_by_every_program(gpu, config, how)
     if entry.slices:
         many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
         return many + [Problem(*at, *wrong) for wrong in slices_error(entry, gpu, config)]
     if entry.memory_unit_mib:
         return [Problem(*at, *wrong) for wrong in pool_error(entry, gpu)]
     return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
+
+
+def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
+    """Return a problem if programs without MPS would find the control daemon of other GPUs."""
+    at = config.sources["cuda_mps_pipe_directory"]
+    if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
+        return []
+    what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
+    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is {how}"
+    return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
+
+
+def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
+    try:
+        if entry.mig:
+            layout_of(entry, gpu)
+    except LayoutError as error:
+        return [Problem(*entry.divided_at, error.what, error.hint)]
+    return []
 
 
 def _too_many(

@@ -10,18 +10,20 @@ from yunion_mps.enums import (
     AVAILABLE,
     FREE,
     LEASED,
+    MIG,
+    MPS,
     NO_MEMORY,
     NOT_USED,
     PENDING,
     READY,
     RESERVED,
+    TIME_SLICING,
     UNAVAILABLE,
 )
 from yunion_mps.errors import HostError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
-    DEV_TYPE,
     DomainStatus,
     Gpu,
     Holder,
@@ -50,15 +52,23 @@ def unusable_reasons(snapshot: Snapshot) -> dict[str, Reason]:
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
     names = domain_names(snapshot.plan)
-    return {uuid: why_unusable(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
+    return {
+        uuid: why_unusable(gpus.get(uuid), name, domains.get(name), snapshot.plan)
+        for uuid, name in names.items()
+    }
 
 
-def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> Reason:
-    """Why the devices of a GPU cannot be used now, empty if they can."""
+def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: Plan) -> Reason:
+    """Why the devices of a GPU cannot be used now, empty if they can.
+
+    `name` is that of their domain; empty if they need none.
+    """
     if gpu is None:
         return _GONE
     if gpu.reason:
         return gpu.reason
+    if not name:
+        return _why_not_shared(gpu, plan)
     if domain is None:
         return NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
@@ -66,6 +76,14 @@ def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> Reason:
     if domain.state != READY:
         return Reason(f"its domain is {domain.state}: {domain.reason}", codes.DOMAIN_NOT_READY)
     return NO_REASON
+
+
+def _why_not_shared(gpu: Gpu, plan: Plan) -> Reason:
+    """Why the devices of a GPU without a domain cannot be used: a single process would keep others out."""
+    mode = plan.compute_modes.get(gpu.uuid or "", gpu.compute_mode)
+    if mode == gpu.compute_mode:
+        return NO_REASON
+    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_EXCLUSIVE)
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
@@ -79,8 +97,10 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
         if why:
             raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
     name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
+    if name == lease.devices[0].domain == "":
+        return
     served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
-    if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in served:
+    if lease.environment.get("CUDA_MPS_PIPE_DIRECTORY") not in served:
         what = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
         raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
 
@@ -90,9 +110,18 @@ def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
 
 
 def domain_names(plan: Plan) -> dict[str, str]:
-    """The domain of each GPU (UUID) that has devices or a pool."""
-    names = {device.gpu_uuid: device.domain for device in plan.devices}
+    """The domain of each GPU (UUID) that has devices or a pool; empty if it needs none."""
+    names = {gpu.uuid: "" for gpu in plan.direct}
+    names |= {device.gpu_uuid: device.domain for device in plan.devices}
     return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
+
+
+def ways_in_effect(plan: Plan) -> dict[str, str]:
+    """How each GPU (UUID) that has devices or a pool is shared now; `plan` is in effect."""
+    ways = {layout.gpu_uuid: MIG for layout in plan.layouts if layout.enabled}
+    ways |= {gpu.uuid: gpu.sharing for gpu in plan.direct}
+    ways |= {device.gpu_uuid: device.sharing for device in plan.devices}
+    return {**ways, **{pool.gpu_uuid: MPS for pool in plan.pools}}
 
 
 def devices_json(
@@ -104,6 +133,11 @@ def devices_json(
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
+    pending |= {
+        device.id: wait
+        for device in snapshot.plan.devices
+        if (wait := snapshot.plan.pending.get(device.gpu_uuid)) and device.id not in ledger.lease_of
+    }
     leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in leased.values() if device.id not in planned]
@@ -125,7 +159,7 @@ def devices_json(
         rows.append(
             {
                 "id": now.id,
-                "dev_type": DEV_TYPE,
+                "dev_type": now.dev_type,
                 "model": gpu.name if gpu else None,
                 "addr": now.addr,
                 "vendor_device_id": gpu.vendor_device_id if gpu else None,
@@ -146,6 +180,8 @@ def devices_json(
                 "reason": why_not,
                 "reason_code": why_not.code,
                 "budget_enforced": now.budget_enforced,
+                "mig_profile": (gpu.mig_profile or None) if gpu else None,
+                "sharing": now.sharing,
                 "reserved_for": use,
                 "lease": lease.id if lease else None,
                 "holder": name_holder(lease.holder) if lease else None,
@@ -170,17 +206,16 @@ def _link_json(link: PcieLink | None) -> answers.PcieLink | None:
 
 def gpu_json(
     gpu: Gpu,
-    domain: DomainStatus | None,
     snapshot: Snapshot,
     devices: int,
     memory_free_mib: int | None,
     load: GpuLoad,
-    *,
-    used: bool,
+    sharing: str | None,
+    why_unusable: Reason,
 ) -> answers.Gpu:
-    """A GPU with the number of its devices, the domain that serves it, and whether MPS uses it at all."""
+    """A GPU with the number of its devices, and how it is shared; None if it is not used at all."""
     capability = gpu.compute_capability
-    reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else NO_REASON)
+    reason = gpu_reason(gpu, snapshot) or why_unusable
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -197,10 +232,13 @@ def gpu_json(
         "index": gpu.nvml_index,
         "device_minor": gpu.minor,
         "devices": devices,
-        "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
+        "state": UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED,
         "reason": reason,
         "reason_code": reason.code,
-        "budget_enforced": enforces_budgets(gpu),
+        "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
+        "sharing": sharing,
+        "parent": gpu.parent or None,
+        "mig_profile": gpu.mig_profile or None,
         "reserved_for": snapshot.plan.reserved.get(gpu.uuid or ""),
         "memory_free_mib": memory_free_mib,
         "memory_used_mib": load.memory_used_mib,

@@ -189,20 +189,24 @@ def abbreviate_addresses(addresses: Sequence[str]) -> str:
     """Abbreviate the devices of each GPU: `00:06.0-2,3`, `00:06.0-0..7`."""
     slots: dict[str, list[str]] = {}
     for address in addresses:
-        slots.setdefault(gpu_of(address), []).append(address.rpartition("-")[2])
-    return ",".join(f"{gpu}-{_abbreviate(found)}" for gpu, found in slots.items())
+        slots.setdefault(gpu_of(address), []).append(address)
+    return ",".join(_abbreviate(gpu, found) for gpu, found in slots.items())
 
 
-def _abbreviate(slots: Sequence[str]) -> str:
+def _abbreviate(gpu: str, addresses: Sequence[str]) -> str:
     """Abbreviate `2,3`, `0..7`: three or more consecutive slots become a range; a pool's `m1` is kept."""
+    if gpu in addresses:
+        return gpu  # a MIG instance that is one device
     rows: list[list[str]] = []
+    slots = [address.rpartition("-")[2] for address in addresses]
     for slot in slots:
         last = rows[-1][-1] if rows else ""
         if last.isdigit() and slot.isdigit() and int(slot) == int(last) + 1:
             rows[-1].append(slot)
         else:
             rows.append([slot])
-    return ",".join(f"{row[0]}..{row[-1]}" if len(row) > 2 else ",".join(row) for row in rows)
+    short = ",".join(f"{row[0]}..{row[-1]}" if len(row) > 2 else ",".join(row) for row in rows)
+    return f"{gpu}-{short}"
 
 
 def holdings(

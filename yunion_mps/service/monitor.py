@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
 #: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
-#: and while a job exceeds its budget on a GPU with `over_budget: terminate`.
+#: while a GPU waits for leases to end before it is shared otherwise; and while a job exceeds its budget on a
+#: GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 
 
@@ -52,7 +53,7 @@ class Monitor:
         try:
             while True:
                 self._watch_events()
-                is_urgent = self._supervisor.has_unavailable_gpus or self._budgets.is_watching
+                is_urgent = self._supervisor.is_urgent or self._budgets.is_watching
                 wait_s = FAST_POLL_S if is_urgent else POLL_S
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._poll_now.wait(), wait_s)
@@ -98,6 +99,7 @@ class Monitor:
             self._usage.record(processes, load, began_s)
             self._renew_events(inventory)
         await self._reloader.set_modes()
+        await self._reloader.apply_layouts()
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """Everything that a poll reads from the driver; thread-safe."""

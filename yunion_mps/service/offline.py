@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 
 from yunion_mps.config import load
-from yunion_mps.enums import STOPPED
+from yunion_mps.enums import STOPPED, TIME_SLICES
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
@@ -33,8 +33,10 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
-from yunion_mps.supervisor.compute_modes import name_of, original_modes, restore_unused
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
+from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
+from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -80,18 +82,22 @@ def _restore(paths: Paths, store: Store) -> int:
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     processes = left_running(store)
     gpus = load_served(paths).gpus
-    errors = restore_unused(store, None, gpus_of(processes), gpus).not_restored
+    errors = restore_unused(COMPUTE_MODE, store, None, gpus_of(processes), gpus).not_restored
+    restore_unused(TIME_SLICE, store, None, (), gpus)
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
-    modes = original_modes(store)
+    modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
     for uuid, mode in modes.items():
         name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
         if uuid in errors and errors[uuid].code == GPU_LOST:
             how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
         log.error("the compute mode of %s differs from the original; %s", name, how)
-    if processes or modes:
+    for uuid, value in slices.items():
+        how = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
+        log.error("the time slice of %s differs from the original; restore it: %s", name_of(uuid, gpus), how)
+    if processes or modes or slices:
         return 1
     log.info(
         "everything is restored: no control daemon is running, and the GPUs have their original compute modes"

@@ -14,16 +14,16 @@ from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import shorten
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
-from yunion_mps.planning.division import client_environment
-from yunion_mps.reasons import DOMAIN_NOT_READY, Reason
+from yunion_mps.planning.environment import client_environment
+from yunion_mps.reasons import DOMAIN_NOT_READY, NO_REASON, Reason
 from yunion_mps.service.devices import (
     devices_json,
     domain_json,
-    domain_names,
     gpu_json,
     gpu_reason,
     pool_json,
     unusable_reasons,
+    ways_in_effect,
 )
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.usage import UsageHistory
@@ -121,18 +121,17 @@ class Queries:
     def gpus(self) -> answers.GpuList:
         """Every GPU of the host as of the last poll; an unusable one has a reason."""
         snapshot = self._snapshot()
-        names = domain_names(snapshot.plan)
-        domains = {domain.plan.name: domain for domain in snapshot.domains}
+        ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
         self.all_devices()  # which counts them
         gpus = [
             gpu_json(
                 gpu,
-                domains.get(names.get(gpu.uuid or "", "")),
                 snapshot,
                 self._device_counts[gpu.uuid or ""],
                 self._memory_free_mib(gpu, snapshot),
                 self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
-                used=gpu.uuid in names,
+                ways.get(gpu.uuid or ""),
+                why.get(gpu.uuid or "", NO_REASON),
             )
             for gpu in snapshot.inventory.gpus
         ]
@@ -179,10 +178,11 @@ class Queries:
         if not snapshot.enabled:
             return "disabled"
         serving = sum(domain.state == READY for domain in snapshot.domains)
-        if not serving:
+        unusable = unusable_reasons(snapshot)
+        if not serving and all(unusable[gpu.uuid] for gpu in snapshot.plan.direct):
             return "failed"
         broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
-        broken = broken or any(unusable_reasons(snapshot).values())
+        broken = broken or any(unusable.values())
         return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
     @property
@@ -193,9 +193,9 @@ class Queries:
         serving = sum(domain["state"] == READY for domain in domains)
         if status["notice"]:
             return str(status["notice"])
-        line = f"{devices['available']} of {devices['total']} devices available, "
-        line += f"{devices['pending']} pending, " if devices["pending"] else ""
-        line += f"{serving} of {len(domains)} control daemons serving"
+        line = f"{devices['available']} of {devices['total']} devices available"
+        line += f", {devices['pending']} pending" if devices["pending"] else ""
+        line += f", {serving} of {len(domains)} control daemons serving" if domains else ""
         errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
         return line + (f"; {errors[0]}" if errors else "")
 
@@ -228,8 +228,10 @@ class Queries:
                 "free": sum(device["state"] == FREE and device["addr"] not in used for device in devices),
             },
             "gpus": {
-                "total": len(snapshot.inventory.gpus),
-                "unavailable": sum(gpu["state"] == UNAVAILABLE for gpu in self.gpus()["gpus"]),
+                "total": sum(not gpu.parent for gpu in snapshot.inventory.gpus),
+                "unavailable": sum(
+                    gpu["state"] == UNAVAILABLE and not gpu["parent"] for gpu in self.gpus()["gpus"]
+                ),
             },
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }
@@ -282,7 +284,8 @@ class Queries:
             both = (*leased, *snapshot.plan.devices)
         device = next(device for device in both if device.id == summary["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
-        environment = client_environment([device], domain) if domain else {}
+        is_served = domain or not device.domain
+        environment = client_environment([device], domain) if is_served else {}
         return {
             **summary,
             "slot": device.slot,

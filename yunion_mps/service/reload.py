@@ -87,6 +87,9 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
+            if now:
+                self._supervisor.force_layouts()
+            await self.apply_layouts()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
@@ -101,6 +104,21 @@ class Reloader:
                 self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
         except HostError as error:
             log.error("compute modes cannot be set: %s; %s", error.message, error.hint)
+
+    async def apply_layouts(self) -> None:
+        """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock."""
+        tasks = self._supervisor.layout_tasks(self._ledger.ways_of_sharing().keys())
+        if not tasks:
+            return
+        try:
+            result = await on_thread(lambda: self._supervisor.apply_layouts(tasks))
+        except YunionError as error:
+            log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
+            return
+        self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
+        await self.set_modes()
+        self._control.tick()
+        await self._settle()
 
     async def reexec(self) -> answers.Reexec:
         """Run the program again in this process; raises HostError if the new one refuses to start."""
@@ -169,6 +187,10 @@ class Reloader:
             devices = count(len(wait.pending), "device")
             what = f"GPU {address}: {devices} waiting for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
+        pending += [
+            {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
+            for uuid, why in snapshot.plan.pending.items()
+        ]
         rows: list[answers.Change] = [
             {
                 "kind": change.kind,

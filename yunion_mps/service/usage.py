@@ -16,7 +16,7 @@ from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks
 from yunion_mps.models import Device, Plan
-from yunion_mps.planning.division import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.holdings import distribute
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
@@ -88,15 +88,17 @@ class UsageHistory:
         rows: dict[bool, list[answers.MinuteUse]] = {True: [], False: []}
         for address, series in self._series.items():
             device_of = gpu_of(address)
-            if (device_of and not devices) or gpu not in (None, address, device_of):
+            if gpu not in (None, address, device_of):
                 continue
-            rows[bool(device_of)].append(
-                {
-                    "addr": address,
-                    "memory_used_mib": [series.mib[slot] if self._polled[slot] else None for slot in slots],
-                    "utilization": [series.busy[slot] - 1 if series.busy[slot] else None for slot in slots],
-                }
-            )
+            row: answers.MinuteUse = {
+                "addr": address,
+                "memory_used_mib": [series.mib[slot] if self._polled[slot] else None for slot in slots],
+                "utilization": [series.busy[slot] - 1 if series.busy[slot] else None for slot in slots],
+            }
+            if device_of in ("", address):
+                rows[False].append(row)
+            if device_of and devices:  # a MIG instance can be both
+                rows[True].append(row)
         return {
             "begin": rfc3339(wall_s - now_s + first * STEP_S),
             "step_s": STEP_S,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.enums import SLURM
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
+from yunion_mps.identity import gpu_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import SLURM_DEVICES_CHANGED, hint_of
 
@@ -37,7 +38,7 @@ class RecordedDevice(NamedTuple):
 
     @property
     def gpu(self) -> str:
-        return self.addr.rpartition("-")[0]
+        return gpu_of(self.addr)
 
     def current_address(self, devices: Sequence[Device]) -> str:
         """Its address; raises NotFoundError unless the device is as it was."""

@@ -25,6 +25,7 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
+from yunion_mps.identity import gpu_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
 from yunion_mps.slurm.job import Job, job_of, stale_leases
@@ -55,7 +56,7 @@ class Assignment(NamedTuple):
     def request(self) -> dict[str, Value]:
         if self.number in (0, len(self.addresses)):
             return {"devices": list(self.addresses)}
-        return {"count": self.number, "gpu": self.addresses[0].rpartition("-")[0]}
+        return {"count": self.number, "gpu": gpu_of(self.addresses[0])}
 
 
 class JobLeases:

@@ -8,12 +8,15 @@ long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -21,18 +24,22 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
-from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, ComputeModes, ModeResult, ModeWork
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
+from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigLayouts, carry_out, restore
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_without_mps,
     left_running,
 )
+from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 __all__ = ["Change", "Supervisor"]
 
@@ -51,8 +58,9 @@ class Supervisor:
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
-        self.jobs = Jobs(self.fleet, self._gpus)
+        self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
+        self._layouts = MigLayouts(self._gpus, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
         #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
@@ -73,14 +81,17 @@ class Supervisor:
         has no jobs. Raises YunionError and changes nothing if no domain can work: there is no control
         program, or no domain's directory is available.
         """
+        self._keep_leased_gpus()
         leftovers = self._settle_leftovers()
-        if not self.desired.plan.domains and not leftovers.known:
+        self._create_instances()
+        needs_mps = bool(self.desired.plan.domains or leftovers.known)
+        if not needs_mps and not self.desired.plan.direct:
             return
-        program = find_control_program()
+        program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
         work = self._modes.due(self.desired.plan, None)
-        if work.changes:
+        if work.changes or work.time_slices:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self.desired.plan)
         self._replan()
@@ -133,11 +144,22 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
+        self._restore_layouts(gpus_of(left))
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
+
+    def _restore_layouts(self, used: Collection[str]) -> None:
+        """Restore the layouts of GPUs with `mig_restore`, unless a control daemon left running uses one."""
+        layouts = [layout for layout in self.desired.plan.layouts if layout.restore]
+        if not layouts or self.nvml is None or self._store is None:
+            return
+        used_gpus = {gpu.parent for gpu in self._gpus.inventory.gpus if gpu.uuid in used}
+        layouts = [layout for layout in layouts if layout.gpu_uuid not in used_gpus]
+        result = restore(layouts, self._gpus.inventory.gpus, Mig(self.nvml), self._store)
+        self._layouts.note(result, self.desired.plan)
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
@@ -166,6 +188,7 @@ class Supervisor:
         if self._snapshot is None:
             self._version += 1
             warnings = [reason for reason in self._warnings.values() if reason]
+            warnings += self._modes.time_slices.refusals.values()
             if self.event_log.write_error:
                 means = "events are kept in a temporary copy for now, and changes are refused"
                 what = f"{self.event_log.write_error}; {means}"
@@ -191,6 +214,8 @@ class Supervisor:
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
         """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
+        if self.desired.plan.pending:
+            self._follow_plan(now_s)
         before = self._gpus.inventory
         if self._polled == (inventory, self.config, self.desired.plan, before):
             return
@@ -202,13 +227,19 @@ class Supervisor:
         if self._gpus.inventory is before:
             return
         self._changed()
-        planned = self.desired.plan.domains
+        self._follow_plan(now_s)
+
+    def _follow_plan(self, now_s: float) -> None:
+        """Plan again for the GPUs and leases as they are now, and apply what has changed."""
+        before = self.desired.plan
         self.desired.replan()
-        if self.desired.plan.domains != planned:
-            try:
-                self.apply(now_s)
-            except HostError as error:
-                log.error("%s; %s", error.message, error.hint)
+        after = self.desired.plan
+        if (after.domains, after.direct) == (before.domains, before.direct):
+            return
+        try:
+            self.apply(now_s)
+        except HostError as error:
+            log.error("%s; %s", error.message, error.hint)
 
     def driver_failed(self, error: DriverError, now_s: float) -> None:
         for domain in self.domains:
@@ -225,11 +256,38 @@ class Supervisor:
             self._changed()
 
     @property
-    def has_unavailable_gpus(self) -> bool:
-        """Whether a GPU that should serve devices cannot do so now."""
-        plan = self.desired.plan
-        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
-        return not planned <= self._gpus.healthy
+    def is_urgent(self) -> bool:
+        """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
+        if self.desired.plan.pending or self._gpus.layout_reasons:
+            return True
+        return not self.desired.plan.gpu_uuids <= self._gpus.healthy
+
+    # -- MIG layouts
+
+    def layout_tasks(self, leased: Collection[str] | None) -> tuple[LayoutTask, ...]:
+        """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown."""
+        if not self.desired.plan.layouts or self.stopping or self.nvml is None:
+            return ()
+        restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
+        return self._layouts.due(self.desired.plan, leased, restoring)
+
+    def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
+        """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
+        if self.nvml is None:
+            return LayoutResult({}, {})
+        result = carry_out(tasks, Mig(self.nvml), self.store())
+        return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+
+    def note_layouts(self, result: LayoutResult, now_s: float) -> None:
+        """Record what was done, and use the instances that there are now."""
+        self._layouts.note(result, self.desired.plan)
+        self._polled = None  # reasons may have changed without the GPUs
+        if result.inventory:
+            self.update_gpus(result.inventory, now_s)
+
+    def force_layouts(self) -> None:
+        """Let the layouts not wait for leases, nor for unused instances of other programs."""
+        self._layouts.force = True
 
     # -- compute modes
 
@@ -256,6 +314,7 @@ class Supervisor:
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()
+        self._modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
         if differs:  # what is pending was recorded before
             events += [change.event() for change in changes]
@@ -292,6 +351,29 @@ class Supervisor:
         domains = self.desired.domains()
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
+    def _keep_leased_gpus(self) -> None:
+        """Find the leases of an earlier daemon that no control daemon serves, until they are restored."""
+        if Store.exists(self._paths):
+            ways = leased_without_mps(self.store())
+            self.desired.ways_leased = lambda: ways
+            self.desired.replan()
+
+    def _create_instances(self) -> None:
+        """Bring MIG layouts into effect; if there may be leases, without taking anything away."""
+        is_final = self._has_no_leases()
+        tasks = self.layout_tasks(() if is_final else None)
+        if tasks:
+            result = self.apply_layouts(tasks)
+            self._layouts.note(result, self.desired.plan, is_final=is_final)
+            if result.inventory:
+                self._gpus.update(result.inventory, self.config, self.desired.plan)
+            self.desired.replan()
+
+    def _has_no_leases(self) -> bool:
+        if os.path.isdir(self._paths.lease_copies) and os.listdir(self._paths.lease_copies):
+            return False
+        return not Store.exists(self._paths) or not self.store().read("SELECT 1 FROM lease LIMIT 1")
+
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
@@ -299,5 +381,7 @@ class Supervisor:
         self._leftovers_notice = leftovers.notice
         if store:
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running)}
-            restore_unused(store, self.nvml, needed, self._gpus.inventory.gpus)
+            gpus = self._gpus.inventory.gpus
+            restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
+            restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)
         return leftovers

@@ -19,7 +19,9 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
+from yunion_mps.planning.mig import describe_layout
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
+from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.fleet import Fleet
@@ -30,6 +32,7 @@ from yunion_mps.text import count
 log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
+_WHEN_UNUSED = "once nothing uses what has to go"
 #: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
@@ -91,7 +94,10 @@ class Change(NamedTuple):
 
 
 class DesiredState:
-    """The last accepted configuration and its plan for the GPUs; changes nothing on the host."""
+    """The last accepted configuration and its plan for the GPUs; changes nothing on the host.
+
+    In `plan`, GPUs are still shared as their leases require, in `_target` as configured.
+    """
 
     def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet) -> None:
         self._paths = paths
@@ -100,6 +106,9 @@ class DesiredState:
         self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
+        self._target: Plan = preflight.plan
+        #: Returns how the GPUs (UUIDs) of leased devices are shared.
+        self.ways_leased: Callable[[], Mapping[str, str]] = dict
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
@@ -126,16 +135,21 @@ class DesiredState:
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
-        differs = (preflight.config, plan) != (self.config, self.plan)
-        self.config, self.plan, self.warnings = preflight.config, plan, preflight.warnings
+        differs = (preflight.config, plan) != (self.config, self._target)
+        self.config, self.warnings = preflight.config, preflight.warnings
+        self._aim_at(plan)
         return differs
 
     def replan(self) -> None:
         """Plan for the GPUs as they are known now; if that fails, keep the plan."""
         try:
-            self.plan = self._make_plan(self.config, self._gpus.inventory)
+            self._aim_at(self._make_plan(self.config, self._gpus.inventory))
         except ConfigError as error:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
+
+    def _aim_at(self, target: Plan) -> None:
+        gpus = self._gpus.inventory.gpus
+        self._target, self.plan = target, keep_sharing(target, self.plan, self.ways_leased(), gpus)
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -167,6 +181,13 @@ def changes_to(
             when = AT_ONCE if new_mode else effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
+        old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
+        if old_layout != new_layout:
+            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, _WHEN_UNUSED))
+        old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
+        if old_slice != new_slice:
+            shown = (old_slice or "original", new_slice or "original")
+            changes.append(Change("time slice", gpu.address, *shown, AT_ONCE))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -259,11 +280,18 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     shown = [(domain.in_effect, gpus) for domain in domains]
     shown += [(plan, rest) for plan in (*desired.domains, *desired.parked)]
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
+    devices += direct_devices(desired.host_id, desired.direct, rest)
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
+    pending = {
+        gpu.uuid: Reason(f"it changes to {gpu.sharing} once its MPS servers end", reasons.LIMITS_PENDING)
+        for gpu in desired.direct
+        if gpu.uuid in served
+    }
     order = _order(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
-    return desired._replace(devices=tuple(devices), pools=tuple(pools))
+    pending |= desired.pending
+    return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
 
 
 def statuses(
@@ -284,7 +312,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
-    elif not desired.domains:
+    elif not desired.domains and not desired.direct:
         each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
         why = f"no GPU on this host can serve MPS devices ({each or 'no GPU was found'})"
         code = reasons.NO_USABLE_GPU
@@ -304,7 +332,7 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 "its clients can use all of its memory and threads"
             )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
-        planned = snapshot.plan.compute_modes.get(gpu.uuid or "")
+        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served else None
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "

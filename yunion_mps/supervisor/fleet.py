@@ -17,11 +17,11 @@ from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DomainPlan, Event
+from yunion_mps.models import DirectGpu, DomainPlan, Event
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.processes import MpsProcess, our_processes
+from yunion_mps.mps.processes import MpsProcess, is_server, our_processes
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.supervisor.gpus import Gpus
 
@@ -286,11 +286,14 @@ class LimitRecords:
 class Jobs:
     """Processes that used our GPUs at the last poll, except the MPS servers."""
 
-    def __init__(self, fleet: Fleet, gpus: Gpus) -> None:
+    def __init__(self, fleet: Fleet, gpus: Gpus, direct: Callable[[], Iterable[DirectGpu]]) -> None:
+        """`direct` returns the GPUs without domains, whose jobs no stop ends."""
         self._fleet = fleet
         self._gpus = gpus
+        self._direct = direct
         #: Start times in clock ticks since boot, by PID.
         self.started: Mapping[int, int] = {}
+        self._in_domains: Mapping[int, int] = {}
         self._check_s: float | None = None
         #: Descriptions of the jobs that were still running at the deadline.
         self._late: list[str] = []
@@ -311,7 +314,9 @@ class Jobs:
             is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
             domain.note_use(in_use=in_use, polled_s=polled_s)
-        self.started = {pid: ticks for pid in job_pids if (ticks := started_ticks(pid)) is not None}
+        self._in_domains = _started(job_pids)
+        others = {pid for gpu in self._direct() for pid in processes.get(gpu.uuid, {}) if not is_server(pid)}
+        self.started = {**_started(others - job_pids), **self._in_domains}
 
     def end_within(self, wait_s: int, now_s: float) -> None:
         """Give the jobs `wait_s` to end; those that still run just before the deadline are late."""
@@ -337,7 +342,11 @@ class Jobs:
 
     def _running(self) -> list[str]:
         """Describe the jobs that still run: `train.py (PID 12, alice)`."""
-        return [_describe_job(pid) for pid, ticks in self.started.items() if started_ticks(pid) == ticks]
+        return [_describe_job(pid) for pid, ticks in self._in_domains.items() if started_ticks(pid) == ticks]
+
+
+def _started(pids: Iterable[int]) -> dict[int, int]:
+    return {pid: ticks for pid in pids if (ticks := started_ticks(pid)) is not None}
 
 
 def _describe_job(pid: int) -> str:

@@ -10,13 +10,13 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
-from yunion_mps.inventory.scan import GONE, in_order, save_served
+from yunion_mps.inventory.scan import gone, identities, in_order, save_served
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason
@@ -35,9 +35,10 @@ class Gpus:
         self._faults = _read_faults(paths.gpu_faults)
         #: Why compute modes could not be set, by GPU UUID.
         self.mode_errors: dict[str, DriverError] = {}
+        #: Why MIG layouts are not in effect, by GPU UUID.
+        self.layout_reasons: dict[str, Reason] = {}
         self._remembered: set[tuple[str | None, str]] | None = None
-        divided = _divided(inventory, plan)
-        gpus = [self._with_reason(gpu, config, divided) for gpu in inventory.gpus]
+        gpus = [self._with_reason(gpu, config, plan.sharing) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
     @property
@@ -54,15 +55,14 @@ class Gpus:
             earlier = before.get(gpu.pci_address)
             if earlier and earlier.reason not in ("", self._fault_of(earlier)) and not gpu.reason:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
-        divided = _divided(self.inventory, plan)
         gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
-        gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in gpus_found}
+        gpus = {gpu.pci_address: self._with_reason(gpu, config, plan.sharing) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
-        uuids = {gpu.uuid for gpu in gpus.values()}
+        uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
-            if before[address].uuid not in uuids:  # otherwise it has moved to another address
-                gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
+            if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
+                gpus[address] = gone(before[address], gpus)
         after = inventory._replace(gpus=in_order(gpus.values()), served=served)
         if after != self.inventory:
             self.inventory = after
@@ -82,7 +82,9 @@ class Gpus:
             return event._replace(consequence=consequence, code=reasons.XID)
         self._faults[pci_address] = Reason(f"Xid {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
-        self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
+        for one in self.inventory.gpus:
+            if one.physical_address == pci_address:
+                self._replace(one._replace(reason=one.reason or self._fault_of(one)))
         consequence = "its devices are unavailable"
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
@@ -97,6 +99,11 @@ class Gpus:
             elif uuid in errors:
                 self._replace(self._with_mode_error(gpu))
 
+    def note_layouts(self, layout_reasons: Mapping[str, Reason]) -> None:
+        """Record by GPU UUID why layouts are not in effect; the reason is empty if one is."""
+        self.layout_reasons |= layout_reasons
+        self.layout_reasons = {uuid: why for uuid, why in self.layout_reasons.items() if why}
+
     def clear_faults(self) -> None:
         """Consider every GPU healthy, as the operator asks by a reload."""
         for gpu in self.inventory.gpus:
@@ -110,7 +117,7 @@ class Gpus:
 
         An empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
-        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
+        planned = plan.gpu_uuids
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
         places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
@@ -121,8 +128,11 @@ class Gpus:
         """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
+        again = identities(inventory.gpus)
         for address in _serving(self.inventory, plan):
             now = gpus.get(address)
+            if now is None and before[address].identity in again:
+                continue
             refuses = before[address].uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, before[address].uuid)):
                 gpus[address] = before[address]._replace(
@@ -141,14 +151,19 @@ class Gpus:
         what = f"its compute mode cannot be set: {error.message}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
-    def _with_reason(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
-        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode."""
+    def _with_reason(self, gpu: Gpu, config: Config, sharing: Mapping[str, str]) -> Gpu:
+        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode.
+
+        `sharing` is the plan's.
+        """
         gpu = self._with_mode_error(gpu)
-        reason = unusable_reason(gpu, config) if gpu.pci_address in divided else gpu.reason
-        return gpu._replace(reason=reason or self._fault_of(gpu))
+        way = sharing.get(gpu.pci_address)
+        reason = unusable_reason(gpu, config, way) if way else gpu.reason
+        reason = reason or self._fault_of(gpu) or self.layout_reasons.get(gpu.uuid or "", NO_REASON)
+        return gpu._replace(reason=reason)
 
     def _fault_of(self, gpu: Gpu) -> Reason:
-        return self._faults.get(gpu.pci_address, NO_REASON)
+        return self._faults.get(gpu.physical_address, NO_REASON)
 
     def _clear_faults(self, *pci_addresses: str) -> None:
         if [address for address in pci_addresses if self._faults.pop(address, None) is not None]:
@@ -171,13 +186,9 @@ def _read_faults(path: str) -> dict[str, Reason]:
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
-    uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
-    return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
-
-
-def _divided(inventory: Inventory, plan: Plan) -> set[str]:
-    """Return the PCI addresses of the GPUs that the configuration divides, including unusable ones."""
-    return _serving(inventory, plan) | set(plan.unavailable)
+    uuids = plan.gpu_uuids
+    addresses = {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
+    return addresses - plan.unavailable.keys()
 
 
 def _with_identity(gpu: Gpu, before: Gpu | None) -> Gpu:

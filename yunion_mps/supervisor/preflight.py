@@ -5,6 +5,8 @@ Control daemons that an earlier daemon left running are found by their processes
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import time
@@ -243,6 +245,20 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         log.error("%s; %s", what, hint)
         leftovers = leftovers._replace(notice=f"{what}; {hint}")
     return leftovers
+
+
+def leased_without_mps(store: Store) -> dict[str, str]:
+    """Return how GPUs (UUIDs) with recorded leases that need no control daemon are shared.
+
+    This is found without the modules that restore leases, which take longer to import than the start has.
+    """
+    rows = store.read(
+        """SELECT value FROM lease WHERE value LIKE '%"sharing":%' AND value NOT LIKE '%"sharing":"mps"%'"""
+    )
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
+        leases = [json.loads(row[0]) for row in rows]
+        return {device["gpu_uuid"]: device["sharing"] for lease in leases for device in lease["devices"]}
+    return {}
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:

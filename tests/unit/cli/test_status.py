@@ -76,7 +76,7 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
         (
             f"Hint:     disable MIG mode: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; "
-            "then: yunion-mps reload"
+            "then: yunion-mps reload; or write mig in its entry"
         ),
     ]
     assert "Devices:  0 of 6 available, 1 used, 0 free" in lines

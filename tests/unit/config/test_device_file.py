@@ -18,7 +18,7 @@ EMPTY = (
 NUMBER = "write a whole number from 1 to 60"
 KEYS = (
     "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
-    "reserved_for, over_budget"
+    "reserved_for, over_budget, mig, mig_restore"
 )
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
@@ -52,7 +52,7 @@ def test_entries_of_other_types_are_ignored_whatever_they_contain(files: Files) 
         devices:
         - {type: NVIDIA_GPU, path: /dev/nvidia0, virtual_number: many, colour: red}
         - {type: NVIDIA_HAMI, virtual_number: -4, virtual_number: 5}
-        - type: NVIDIA_GPU_SHARE
+        - type: NVIDIA_GPU_SHARED_BY_OTHERS
         - {type: ASCEND_NPU, path: 5}
         - {type: CPH_AMD_GPU, path: /dev/dri/renderD128, virtual_number: 4}
         - {type: something_new, path: [a]}
@@ -155,8 +155,8 @@ devices:
 - {type: NVIDIA_MPS, path: a, virtual_number: 61}
 ! virtual_number is 61, out of range: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: 4, colour: red, [a]: b}
-! unknown key colour in an NVIDIA_MPS entry: remove it; the valid keys of an entry are $KEYS
-! a key that is not a string in an NVIDIA_MPS entry: remove it; the valid keys of an entry are $KEYS
+! unknown key colour in an NVIDIA_MPS entry: remove it; $VALID
+! a key that is not a string in an NVIDIA_MPS entry: remove it; $VALID
 - {path: a, type: NVIDIA_MPS, virtual_number: 4,
    path: b}
 ! duplicate key path: keep one of the two lines (the other is line 30)
@@ -164,7 +164,9 @@ devices:
 
 
 def test_errors_of_an_entry_have_a_hint(files: Files) -> None:
-    content, messages = annotated(WRONG, KEYS=KEYS, NUMBER=NUMBER, PATH=PATH)
+    content, messages = annotated(
+        WRONG, VALID=f"the valid keys of an NVIDIA_MPS entry are {KEYS}", NUMBER=NUMBER, PATH=PATH
+    )
     assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
-from yunion_mps.containers.spec import DeviceNode, HostFiles, devices_spec
+from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.containers.spec import HostFiles, devices_spec
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40

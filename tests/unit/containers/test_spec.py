@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.spec import DeviceNode, Edits, HostFiles, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.containers.spec import Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
-from yunion_mps.planning.division import client_environment, pool_device
+from yunion_mps.planning.division import pool_device
+from yunion_mps.planning.environment import client_environment
 
 from unit.containers.specs import HOST, edits_of, environment_of, held, hold_to_the_format, plan_of, spec_of
 from unit.http.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled
@@ -31,9 +33,11 @@ def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
     edits = edits_of(spec, "00:06.0-1")
     expected = client_environment([devices[1]], domains[0])
     assert environment_of(edits) == {**expected, "YUNION_MPS_LEASE": ""}, "and no lease of an engine's caller"
-    place = "/tmp/nvidia-mps/pipe"
     options = ["rw", "nosuid", "nodev", "noexec", "rbind"]
-    assert edits["mounts"] == [{"hostPath": place, "containerPath": place, "options": options}]
+    assert edits["mounts"] == [
+        {"hostPath": place, "containerPath": place, "options": options}
+        for place in ("/tmp/nvidia-mps/pipe", "/dev/shm")
+    ]
     assert edits["deviceNodes"] == [{"path": "/dev/nvidia0"}]
     assert edits["hooks"] == [
         {
@@ -45,8 +49,19 @@ def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
         }
     ]
     common = spec["containerEdits"]
-    assert [mount["containerPath"] for mount in common["mounts"]] == ["/dev/shm"]
+    assert "mounts" not in common
     assert [node["path"] for node in common["deviceNodes"]] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+
+
+def test_a_time_sliced_device_brings_its_gpu_and_nothing_of_mps() -> None:
+    (first, *others), domains = plan_of(reference())
+    direct = first._replace(domain="", sharing="time-slicing", budget_enforced=False)
+    spec = held(devices_spec([direct, *others], domains, HOST))
+    edits = edits_of(spec, first.addr)
+    assert environment_of(edits) == {**client_environment([direct], None), "YUNION_MPS_LEASE": ""}
+    assert "mounts" not in edits
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidia0"}]
+    assert len(spec["devices"]) == 2 * len(others) + 2, "no process can have them all"
 
 
 def test_all_has_every_gpu_within_what_one_client_may_get_of_it() -> None:
@@ -125,7 +140,7 @@ def test_nvidias_cdi_edits_are_included() -> None:
     spec = spec_of(snapshot(P40, H100), host)
     assert spec["cdiVersion"] == "0.7.0", "theirs may need what came with it"
     common = spec["containerEdits"]
-    assert [mount["containerPath"] for mount in common["mounts"]] == ["/usr/lib/libcuda.so.1", "/dev/shm"]
+    assert [mount["containerPath"] for mount in common["mounts"]] == ["/usr/lib/libcuda.so.1"]
     assert common["hooks"] == list(theirs.hooks)
     assert [node["path"] for node in common["deviceNodes"]] == [
         "/dev/nvidiactl", "/dev/nvidia-modeset", "/dev/nvidia-uvm",
@@ -153,7 +168,7 @@ def test_a_lease_is_a_device_by_its_id_with_its_own_environment() -> None:
     budget = {"YUNION_MPS_MEMORY_MIB": "11520", "YUNION_MPS_SM_PERCENT": "50"}
     assert environment_of(edits) == {**environment, **budget}
     assert edits["hooks"][0]["args"][-1] == LEASE_ID
-    assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p"]
+    assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p", "/dev/shm"]
 
 
 def test_a_device_of_a_pool_has_a_name_while_its_lease_lives() -> None:

@@ -26,6 +26,7 @@ ELSEWHERE = (
     "yunion_mps.overview",
     "yunion_mps.service.offline",
     "yunion_mps.program",
+    "yunion_mps.frameworks",
     "yunion_mps.ray",
     "yunion_mps.slurm",
     "yunion_mps.ray",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from yunion_mps.doctor.checks import Finding, Host, Lazy
 from yunion_mps.doctor.environment import of_command, of_process
-from yunion_mps.planning.division import client_environment
+from yunion_mps.planning.environment import client_environment
 
 from unit.doctor.hosts import host_of, one, the
 from unit.http.server_host import ServerHost

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import pytest
 from yunion_mps.errors import ShortageError
 from yunion_mps.host import threads
-from yunion_mps.inventory.nvml import Deadline
+from yunion_mps.inventory.driver import Deadline
 
 from integration.daemon_host import eventually
 

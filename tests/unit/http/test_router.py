@@ -119,7 +119,7 @@ def whole(minimum: int, maximum: int) -> str:
 ADRESS = "unknown parameter 'adress'"
 NO_QUERY, AS_PAIRS = "the query cannot be parsed", "write it as name=value&name=value"
 FILTERS = "addr, dev_type, device_path, limit, model, numa_node, offset, unused, vendor_device_id, wait_s"
-KINDS = "write one of domain, limit, gpu, compute_mode, configuration, client, lease, daemon"
+KINDS = "write one of domain, limit, gpu, compute_mode, mig, configuration, client, lease, daemon"
 NO_PARAMETERS = "omit it: this operation has no parameters"
 A_TIME = "write an RFC 3339 time such as 2026-11-20T13:45:00Z"
 REQUEST = "write 16 to 64 random characters: letters, digits and -"

@@ -70,6 +70,8 @@ def test_a_field_that_the_driver_does_not_report_is_absent(
     before = host.gpus()
     host.sim.fail(call, error, gpu=0)
     absent: dict[str, Any] = {field: None}
+    if field == "mig_enabled":
+        absent |= {"mig_pending": None, "mig_profiles": ()}
     assert host.gpus() == (before[0]._replace(**absent), before[1])
 
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.nvml import Deadline, GpuLoad, Load, Nvml
+from yunion_mps.inventory.driver import Deadline
+from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
 from yunion_mps.reasons import DRIVER_HUNG, hint_of
 
 from integration.daemon_host import eventually

@@ -11,6 +11,7 @@ from yunion_mps.models import Driver, Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
 
 from simhost.catalog import KINDS
+from simhost.mig import PROFILES
 from unit.inventory.conftest import OpenHost
 
 
@@ -44,7 +45,10 @@ def test_every_kind_from_kepler_to_blackwell_is_described(open_host: OpenHost) -
     for slot, (gpu, kind) in enumerate(zip(found, KINDS.values())):
         link = gpu.link
         assert link is not None
-        assert gpu._replace(link=None) == Gpu(
+        assert {profile.name for profile in gpu.mig_profiles} == {
+            profile.name for profile in PROFILES.get(list(KINDS)[slot], ())
+        }
+        assert gpu._replace(link=None, mig_profiles=()) == Gpu(
             pci_address=f"0000:{slot // 16:02x}:{6 + slot % 16:02x}.0",
             uuid=host.sim.gpus[slot].uuid,
             name=kind.name,
@@ -54,6 +58,7 @@ def test_every_kind_from_kepler_to_blackwell_is_described(open_host: OpenHost) -
             compute_mode="Default",
             compute_capability=kind.capability,
             mig_enabled=False if kind.mig else None,
+            mig_pending=False if kind.mig else None,
             vendor_device_id=f"10de:{kind.device:04x}",
             numa_node=slot % 2,
             render_node=f"/dev/dri/renderD{128 + slot}",
@@ -103,8 +108,9 @@ def test_a_second_scan_reads_again_only_what_can_change(open_host: OpenHost) -> 
     first = scanner.scan(opened.nvml).gpus
     (opened.sim.root / "sys/bus/pci/devices/0000:00:06.0").unlink()  # nothing of it is read again
     opened.sim.gpus[0].mig = True
+    in_mig_mode = first[0]._replace(mig_enabled=True, mig_pending=True)
     for again in (scanner, Scanner(opened.paths, first)):
-        assert again.scan(opened.nvml).gpus == (first[0]._replace(mig_enabled=True), first[1])
+        assert again.scan(opened.nvml).gpus == (in_mig_mode, first[1])
 
 
 def test_a_scan_after_a_loss_reads_the_gpu_again(open_host: OpenHost) -> None:

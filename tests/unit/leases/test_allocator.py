@@ -13,7 +13,7 @@ from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 from yunion_mps.reasons import (
     DOMAIN_NOT_READY,
     GPU_LOST,
@@ -204,7 +204,11 @@ def test_a_pending_limit_is_not_requested_again() -> None:
 
 @pytest.mark.parametrize("placement", ["binpack", "spread"])
 def test_memory_with_enforced_budgets_is_given_before_other_memory(placement: str) -> None:
-    there = Candidates([], [pool(0), pool(1), pool(2)], {"GPU-0": "0", "GPU-2": "2"})
+    there = Candidates(
+        [],
+        [pool(0), pool(1), pool(2)],
+        {name: Unenforced(name[-1], "older than Volta") for name in ("GPU-0", "GPU-2")},
+    )
     ledger = Ledger()
     gpus = []
     for number in range(3):

@@ -125,8 +125,9 @@ def test_comments_in_the_device_file_s_example_are_right_when_used(generated: Pa
         (etc / "host_container_device.yml").write_text(text)
         config, problems = load(paths)
     assert problems == []
-    equal, unequal, pool = config.devices
+    equal, unequal, pool, shared = config.devices
     assert (equal.virtual_number, len(unequal.slices), pool.memory_unit_mib) == (4, 2, 128)
+    assert (shared.sharing, shared.time_slice) == ("time-slicing", "short")
     assert config.gpu_memory_unit_at.line is not None
     keys = yaml.safe_load((CHECKOUT / "scripts/manual/keys.yml").read_text())
     default = keys["host_container_device.yml, beside devices"]["gpu_memory_unit"]["default"]

@@ -267,8 +267,9 @@ def test_both_parsers_read_the_same_metrics_of_any_host(given: Facts) -> None:
     for gpu in given.gpus:
         about = {
             "gpu_uuid": gpu["uuid"] or "",
-            "name": gpu["name"] or "",
+            "name": (gpu["name"] or "").replace(" ", "-"),
             "compute_mode": gpu["compute_mode"] or "",
+            "sharing": gpu["sharing"] or "",
         }
         about = {key: printable(text) for key, text in about.items()}
         shown = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]

@@ -14,7 +14,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import client_variables
-from yunion_mps.planning.division import decimal, share_percentage
+from yunion_mps.planning.division import share_percentage
+from yunion_mps.planning.environment import decimal
 
 from .driving import Bench
 from .front_ends import converse

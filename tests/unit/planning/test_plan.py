@@ -7,7 +7,8 @@ from uuid import UUID
 
 import pytest
 from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
-from yunion_mps.planning.division import client_environment, decimal, max_clients, share_percentage
+from yunion_mps.planning.division import max_clients, share_percentage
+from yunion_mps.planning.environment import client_environment, decimal
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.settings import Config
@@ -19,7 +20,7 @@ def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None
     plan = planned(config(entry("/dev/dri/renderD128", 4)), inventory(P40))
     assert [device.addr for device in plan.devices] == ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]
     assert {device[2:3] + device[4:] for device in plan.devices} == {
-        (P40.uuid, 5760, 23040, 25.0, False, "host", "normal", 0)
+        (P40.uuid, 5760, 23040, 25.0, False, "host", "normal", 0, "mps")
     }
     assert [device.slot for device in plan.devices] == [0, 1, 2, 3]
     assert plan.domains == (

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.enums import PRIORITIES
 from yunion_mps.models import Driver, Gpu, Inventory, Plan, Pool
-from yunion_mps.planning.division import client_environment, free_units, max_clients, pool_device, units_for
+from yunion_mps.planning.division import free_units, max_clients, pool_device, units_for
+from yunion_mps.planning.environment import client_environment
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 

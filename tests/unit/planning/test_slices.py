@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from yunion_mps.errors import NotFoundError
 from yunion_mps.models import Gpu, Pool
-from yunion_mps.planning.division import (
-    client_environment,
-    describe_division,
-    free_units,
-    pool_device,
-    pools_of,
-    units_for,
-)
+from yunion_mps.planning.division import describe_division, free_units, pool_device, pools_of, units_for
+from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.settings import DeviceEntry, SliceEntry, Source
 

@@ -17,15 +17,14 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.observer import (
     DRIVER_TIMEOUT_S,
     DomainUsage,
-    GpuProcesses,
     GpuUsage,
     HostUsage,
     Observation,
-    ObservedDomain,
     Observer,
     ProcessFacts,
     host_usage,
 )
+from yunion_mps.service.process_list import GpuProcesses, ObservedDomain
 from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
 from unit.leases.shares import device
@@ -114,7 +113,7 @@ class Clock(selectors.DefaultSelector):
 
 def observer_of(nvml: Any) -> Observer:
     """An observer of a host without domains."""
-    plan = SimpleNamespace(devices=[device(0, 0)])
+    plan = SimpleNamespace(devices=[device(0, 0)], direct=())
     found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
     supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
     return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())

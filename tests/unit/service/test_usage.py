@@ -16,7 +16,8 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
-from yunion_mps.service.observer import GpuProcesses, ProcessFacts, host_usage
+from yunion_mps.service.observer import ProcessFacts, host_usage
+from yunion_mps.service.process_list import GpuProcesses
 from yunion_mps.service.usage import (
     MINUTES,
     Budget,

@@ -39,7 +39,7 @@ def test_keep_changes_no_mode_and_notes_none(begin: Begin) -> None:
     made.stop()
     assert modes(host) == ["default", "exclusive_process"]
     store = Store(made.paths)
-    assert store.former_modes() == {}
+    assert store.former("compute_mode") == {}
     assert our_processes() == []
     store.close()
 

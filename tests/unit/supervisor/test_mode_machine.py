@@ -127,7 +127,7 @@ class Modes(RuleBasedStateMachine):
 
     def _recorded(self) -> dict[str, str]:
         with contextlib.closing(Store(Paths(str(self.host.root)))) as store:
-            return {uuid: mode.lower() for uuid, mode in store.former_modes().items()}
+            return {uuid: mode.lower() for uuid, mode in store.former("compute_mode").items()}
 
     def teardown(self) -> None:
         try:

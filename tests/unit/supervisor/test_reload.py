@@ -216,7 +216,8 @@ V100 = [{"kind": "v100"}]
 def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
-    made.lease_waits[host.gpus[0].uuid] = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
+    wait = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
+    made.lease_waits = lambda _: {host.gpus[0].uuid: wait}
     host.divide(4)
     (change,) = made.reload()
     ended = f"once the MPS server (PID {server}) has ended"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
+from yunion_mps.enums import FREE, MPS, RESERVED, UNAVAILABLE
 from yunion_mps.overview import HostAnswers, HostOverview, ShownProblem, fold_problems
 from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
@@ -112,7 +112,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             gpu["memory_mib"],
             f"{in_use[address]} of {devices[address]}",
             processes[address],
-            gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
+            gpu["reason"] or _model(gpu),
             in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
@@ -164,3 +164,9 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         )
         for address, part in distribute(holding.devices, holding.used_mib, budgets)
     ]
+
+
+def _model(gpu: Gpu) -> str:
+    """Its name, and how it is shared if that is not through MPS."""
+    name = (gpu["name"] or "").removeprefix("NVIDIA ")
+    return name if gpu["sharing"] in (MPS, None) else f"{name}, {gpu['sharing']}"

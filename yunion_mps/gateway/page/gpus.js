@@ -144,6 +144,7 @@ function counts(gpu, parts) {
   const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state}`);
   if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} ${poolState(gpu)}`);
   if (gpu.state === "not used") words.push("not used");
+  if (gpu.sharing === "time-slicing") words.push("time-slicing");
   if (!gpu.budget_enforced && parts.length) words.push("not enforced");
   return words.join(", ");
 }

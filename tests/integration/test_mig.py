@@ -1,0 +1,217 @@
+"""MIG on a host with a running daemon: devices, layouts, and what comes in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps import reasons
+
+from integration.conftest import MakePodman
+from integration.daemon_host import Daemon, eventually
+from integration.image import IMAGE
+from integration.podman_host import mps, spec_of
+from simhost import SimHost
+from simhost.gpu import MigDevice
+
+MIG = "mig: all-balanced"
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """On a host with an H100 in MIG mode, if the entry asks for it, beside one that is time-sliced."""
+    with SimHost.create([{"kind": "h100", "count": 2}]) as host:
+        host.divide(MIG, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2")
+        with Daemon(host) as made:
+            made.configure(cuda_mps_scope="gpu")
+            yield made
+
+
+def instances(daemon: Daemon) -> list[MigDevice]:
+    return daemon.host.gpus[0].mig_devices()
+
+
+def profiles(daemon: Daemon) -> list[str]:
+    return sorted(one.profile for one in instances(daemon))
+
+
+def devices(daemon: Daemon) -> dict[str, dict[str, Any]]:
+    rows = daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
+    return {row["addr"]: row for row in rows if row["addr"].startswith("00:06.0")}
+
+
+def gpu(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.get("/v1/gpus")[1]["gpus"][0]
+    return found
+
+
+def free(daemon: Daemon) -> int:
+    return sum(row["state"] == "free" for row in devices(daemon).values())
+
+
+BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
+
+
+def test_a_start_applies_the_layout_and_a_command_runs_on_an_instance(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    assert profiles(daemon) == BALANCED
+    assert set(devices(daemon)) == {f"00:06.0-g{one.gpu_instance}" for one in instances(daemon)}
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    command = ["yunion-mps", "run", "--gpu", f"00:06.0-g{big.gpu_instance}", "env"]
+    environment = daemon.host.run(command, check=True).stdout.splitlines()
+    assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in environment
+    assert not [line for line in environment if line.startswith("CUDA_MPS_")]
+
+
+def test_our_list_and_nvidia_smi_agree(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    shown = daemon.host.run(["nvidia-smi", "-L"], check=True).stdout
+    listed = daemon.get("/v1/gpus")[1]["gpus"]
+    assert [row["uuid"] for row in listed if row["uuid"] in shown] == [row["uuid"] for row in listed]
+    assert shown.count("UUID: MIG-") == sum(row["parent"] is not None for row in listed) == 4
+    assert [(row["addr"], row["sharing"]) for row in listed if row["parent"] is None] == [
+        ("00:06.0", "mig"),
+        ("00:07.0", "time-slicing"),
+    ]
+
+
+def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    words = f"holder.name=job&holder.ttl_s=600&devices=00:06.0-g{big.gpu_instance}"
+    status, lease = daemon.ask("POST", "/v1/leases", words)
+    assert status == 201, lease
+    daemon.host.divide("mig: all-1g.10gb")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    found = gpu(daemon)
+    assert (found["state"], found["reason_code"]) == ("unavailable", reasons.MIG_IN_USE)
+    assert big in instances(daemon)
+    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
+    eventually(lambda: free(daemon) == 7, "seven free devices")
+
+
+def test_reload_now_does_not_wait_for_leases(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    for address in devices(daemon):
+        words = f"holder.name=job{address[-2:]}&holder.ttl_s=600&devices={address}"
+        assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.host.divide("mig: all-1g.10gb")
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
+
+
+def test_a_client_on_an_instance_that_has_to_go_is_named(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
+    daemon.host.divide("mig: all-1g.10gb")
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    found = gpu(daemon)
+    assert found["reason_code"] == reasons.MIG_IN_USE
+    assert f"PID {os.getpid()}" in found["reason"]
+    assert big in instances(daemon)
+    daemon.host.gpus[0].remove_process(os.getpid())
+    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
+
+
+def test_an_instance_that_is_destroyed_by_another_program_is_made_again(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    before = {row["id"] for row in devices(daemon).values()}
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-dci", "-gi", big.gpu_instance], check=True)
+    daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-dgi", "-gi", big.gpu_instance], check=True)
+    eventually(lambda: daemon.polls() and profiles(daemon) == BALANCED, "the instance")
+    eventually(lambda: free(daemon) == 4, "its device")
+    assert {row["id"] for row in devices(daemon).values()} == before
+    events = daemon.get("/v1/events?kind=mig")[1]["events"]
+    assert reasons.MIG_CHANGED in [event["code"] for event in events]
+
+
+def test_the_mode_is_switched_on_again_after_another_program(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.host.gpus[0].mig = False
+    eventually(lambda: daemon.polls() and profiles(daemon) == BALANCED, "the layout")
+    eventually(lambda: free(daemon) == 4, "its devices")
+
+
+def test_each_instance_has_a_control_daemon_with_its_own_limits(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 2g.20gb]\n  virtual_number: 2", 2)
+    daemon.configure(cuda_mps_scope="host")
+    daemon.start().wait_ready()
+    domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
+    for one, limit in zip(instances(daemon), ("19G", "9G")):
+        domain = domains[f"00:06.0-g{one.gpu_instance}"]
+        environment = Path(f"/proc/{domain['pid']}/environ").read_bytes().split(b"\0")
+        assert f"CUDA_VISIBLE_DEVICES={one.uuid}".encode() in environment
+        place = Path(domain["pipe_directory"])
+        asked = daemon.control("get_default_device_pinned_mem_limit 0", pipe_directory=place)
+        assert asked == [limit], "NVIDIA's program prints whole GiB"
+        assert daemon.control("get_default_active_thread_percentage", pipe_directory=place) == ["50.0"]
+    assert set(domains) == {"host", *(f"00:06.0-g{one.gpu_instance}" for one in instances(daemon))}
+    assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "exclusive_process"]
+
+
+def test_a_reboot_keeps_the_devices(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    before = {row["id"] for row in devices(daemon).values()}
+    daemon.kill()
+    daemon.host.reboot()
+    daemon.start().wait_ready()
+    eventually(lambda: free(daemon) == 4, "the devices")
+    assert {row["id"] for row in devices(daemon).values()} == before
+
+
+#: Each driver call of a layout of four instances, in its order.
+_CALLS = [
+    ("nvmlDeviceSetMigMode", 0),
+    *((call, skip) for skip in range(4) for call in (
+        "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "skip"), _CALLS)
+def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon, call: str, skip: int) -> None:
+    daemon.host.fail(call, "success", times=1, delay_ms=60_000, skip=skip)
+    daemon.start()
+    eventually(lambda: not daemon.host.show()["failures"], "the call")
+    daemon.kill()
+    daemon.start().wait_ready()
+    eventually(lambda: profiles(daemon) == BALANCED, "the layout")
+    eventually(lambda: free(daemon) == 4, "its devices")
+
+
+def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    assert daemon.host.gpus[0].mig
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert not daemon.host.gpus[0].mig
+
+
+def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman: MakePodman) -> None:
+    daemon.start().wait_ready()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    for node in [*(daemon.host.root / "dev/nvidia-caps").iterdir(), daemon.host.root / "dev/nvidia0"]:
+        node.unlink()
+        os.mknod(node, stat.S_IFCHR | 0o444, os.makedev(1, 3))
+    address = f"00:06.0-g{big.gpu_instance}"
+    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "its nodes")
+    podman = make_podman(daemon.host, "runc")
+    command = ["sh", "-c", "ls /dev/nvidia-caps; ls /dev; env"]
+    told = podman.good("run", "--rm", *podman.needs, *mps(address), IMAGE, *command).split()
+    table = (daemon.host.root / "proc/driver/nvidia-caps/mig-minors").read_text().splitlines()
+    minors = [line.split()[1] for line in table if line.startswith(f"gpu0/gi{big.gpu_instance}/")][:2]
+    assert sorted(word for word in told if word.startswith("nvidia-cap") and word != "nvidia-caps") == sorted(
+        f"nvidia-cap{minor}" for minor in minors
+    )
+    assert "nvidia0" in told
+    assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in told
+    assert not [word for word in told if word.startswith("CUDA_MPS_")]

@@ -1,0 +1,97 @@
+"""A host with a GPU that is time-sliced beside one with a control daemon, and a running daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of, take
+
+SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
+ADDRESS = "00:07.0-0"
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100", "count": 2})]
+
+
+@pytest.fixture
+def mixed(daemon: Daemon) -> Daemon:
+    daemon.host.divide(4, SHARED)
+    return daemon.start().wait_ready()
+
+
+def environment_of(daemon: Daemon, *options: str, **given: str) -> dict[str, str]:
+    """The environment of a command that `run` starts."""
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
+    words = ("yunion-mps", "run", *options, "--", "python3", "-c", script)
+    found = daemon.host.run(words, env={**daemon.host.env, **given}, check=True)
+    variables: dict[str, str] = json.loads(found.stdout)
+    return variables
+
+
+def states(daemon: Daemon) -> dict[str, str]:
+    devices = daemon.get("/v1/devices")[1]["isolated_devices"]
+    return {device["addr"]: device["state"] for device in devices if device["addr"].startswith("00:07")}
+
+
+def modes(daemon: Daemon) -> list[str]:
+    return [gpu.compute_mode for gpu in daemon.host.gpus]
+
+
+def test_run_needs_a_permission_and_hides_the_mps_of_its_caller(mixed: Daemon) -> None:
+    refused = mixed.host.run(("yunion-mps", "run", "--gpu", "00:07.0", "true"))
+    assert refused.returncode == 1
+    assert (
+        "no budget is enforced on GPU 00:07.0 (Tesla V100-SXM2-16GB), which is time-sliced" in refused.stderr
+    )
+    outer = {"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_MPS_LOG_DIRECTORY": "/y"}
+    inside = environment_of(mixed, "--gpu", "00:07.0", "--allow-unlimited", **outer)
+    assert not [name for name in inside if name.startswith("CUDA_MPS_")]
+    assert inside["CUDA_VISIBLE_DEVICES"] == mixed.host.gpus[1].uuid
+    assert (inside["YUNION_MPS_DEVICE"], inside["YUNION_MPS_MEMORY_MIB"]) == (ADDRESS, "5461")
+
+
+def test_devices_that_enforce_budgets_are_preferred(mixed: Daemon) -> None:
+    inside = environment_of(mixed, "--allow-unlimited", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5")
+    assert inside["YUNION_MPS_DEVICE"] == "00:06.0-0"
+    assert inside["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5", "the caller's own"
+
+
+def test_a_process_on_a_time_sliced_gpu_is_not_outside_mps(mixed: Daemon) -> None:
+    mixed.host.gpus[1].add_process(os.getpid(), 700)
+    (client,) = mixed.get("/v1/clients")[1]["clients"]
+    assert (client["mps"], client["domain"], client["memory_used_mib"]) == (None, "", 700)
+    status = mixed.get("/v1/status")[1]
+    assert (status["state"], status["outside_mps"], status["clients"]) == ("ready", 0, 1)
+
+
+def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed: Daemon) -> None:
+    take(mixed, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}&allow_unlimited=true")
+    mixed.host.divide(4, 2)
+    assert mixed.ask("POST", "/v1/reload")[0] == 200
+    assert states(mixed) == {ADDRESS: "leased", "00:07.0-1": "pending", "00:07.0-2": "pending"}
+    mixed.kill()
+    mixed.start().wait_ready()
+    assert (modes(mixed)[1], states(mixed)) == ("default", {ADDRESS: "leased"})
+    (lease,) = leases_of(mixed)
+    assert mixed.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    eventually(lambda: states(mixed) == {ADDRESS: "free", "00:07.0-1": "free"}, "the new division")
+    assert modes(mixed)[1] == "exclusive_process"
+
+
+def test_a_daemon_killed_while_a_mode_changes_leaves_nothing_half_applied(mixed: Daemon) -> None:
+    for _ in range(3):
+        mixed.host.divide(4, 2)
+        mixed.host.fail("nvmlDeviceSetComputeMode", "success", delay_ms=200)
+        mixed.signal(signal.SIGHUP)
+        mixed.kill()
+        mixed.host.clear()
+        mixed.host.divide(4, SHARED)
+        mixed.start().wait_ready()
+        eventually(lambda: list(states(mixed).values()) == ["free"] * 3, "the time-sliced devices")
+        assert modes(mixed) == ["exclusive_process", "default"]
+    assert mixed.stop() == 0
+    assert modes(mixed) == ["default", "default"]

@@ -1,0 +1,268 @@
+"""Devices on MIG instances, from the configuration to the environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from yunion_mps import reasons
+from yunion_mps.errors import ConfigError
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Device
+from yunion_mps.planning.environment import client_environment
+from yunion_mps.service.devices import devices_json
+
+from simhost import Description, SimHost
+from unit.supervised import MakeHost, Supervise, Supervised
+
+H100 = [{"kind": "h100"}]
+
+
+def configured(host: SimHost, *entries: str) -> None:
+    """Write an entry for each of the first GPUs, with these keys."""
+    lines = ["devices:"]
+    for gpu, keys in zip(host.gpus, entries):
+        lines.append(f"- path: {gpu.uuid}")
+        lines += [f"  {key}" for key in keys.split("; ")]
+    (host.root / "etc/yunion/host_container_device.yml").write_text("\n".join(lines) + "\n")
+
+
+def apply_layouts(made: Supervised, leased: set[str] | None = None) -> None:
+    """As the monitor does in each poll."""
+    made.rescan()
+    made.set_modes()
+    tasks = made.supervisor.layout_tasks(leased or set())
+    if tasks:
+        made.supervisor.note_layouts(made.supervisor.apply_layouts(tasks), time.monotonic())
+        made.set_modes()
+    made.until(lambda: made.supervisor.fleet.started)
+
+
+MIG = "type: NVIDIA_MPS; mig: all-balanced"
+
+
+Begun = Callable[..., "tuple[SimHost, Supervised]"]
+
+
+@pytest.fixture
+def begun(make_host: MakeHost, supervise: Supervise) -> Begun:
+    """Start a supervisor on a host with these entries, and bring the layouts into effect."""
+
+    def make(*entries: str, description: Description = H100, **keys: str) -> tuple[SimHost, Supervised]:
+        host = make_host(description, **keys)
+        configured(host, *entries)
+        made = supervise(host).start()
+        apply_layouts(made)
+        return host, made
+
+    return make
+
+
+def devices(made: Supervised) -> tuple[Device, ...]:
+    return made.snapshot.plan.devices
+
+
+def test_each_instance_is_a_device(begun: Begun) -> None:
+    host, made = begun(MIG)
+    found = devices(made)
+    by_id = {one.gpu_instance: one for one in host.gpus[0].mig_devices()}
+    assert {one.addr: one.gpu_uuid for one in found} == {
+        f"00:06.0-g{number}": one.uuid for number, one in by_id.items()
+    }
+    assert sorted((one.memory_limit_mib, one.thread_percentage) for one in found) == [
+        (9984, 12.1),
+        (9984, 12.1),
+        (20096, 24.2),
+        (40448, 45.4),
+    ]
+    assert {(one.sharing, one.budget_enforced, one.domain) for one in found} == {("none", True, "")}
+    assert {one["state"] for one in devices_json(made.snapshot, Ledger())} == {"free"}
+    assert made.snapshot.domains == ()
+
+
+def test_a_process_sees_only_its_instance(begun: Begun) -> None:
+    _, made = begun(MIG)
+    one = devices(made)[0]
+    assert client_environment([one], None) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": one.gpu_uuid,
+        "YUNION_MPS_DEVICE": one.addr,
+    }
+
+
+def test_each_instance_with_mps_has_a_control_daemon(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
+    assert [status.state for status in made.snapshot.domains] == ["ready", "ready"]
+    assert [status.plan.gpu_uuids for status in made.snapshot.domains] == [
+        (one.uuid,) for one in host.gpus[0].mig_devices()
+    ]
+    assert [(one.addr, one.memory_limit_mib, one.thread_percentage) for one in devices(made)] == [
+        (f"00:06.0-g{one.gpu_instance}-{slot}", 20224, 50.0)
+        for one in host.gpus[0].mig_devices()
+        for slot in (0, 1)
+    ]
+    assert host.gpus[0].compute_mode == "default"
+    assert made.available == 4
+
+
+def test_each_instance_can_be_time_sliced(begun: Begun) -> None:
+    _, made = begun("type: NVIDIA_GPU_SHARE; mig: all-3g.40gb; virtual_number: 3")
+    assert len(devices(made)) == 6
+    assert {(one.sharing, one.budget_enforced, one.memory_limit_mib) for one in devices(made)} == {
+        ("time-slicing", False, 13482)
+    }
+    assert made.snapshot.domains == ()
+
+
+def test_the_ways_of_sharing_stand_side_by_side(begun: Begun) -> None:
+    three = ["type: NVIDIA_MPS; virtual_number: 2", "type: NVIDIA_GPU_SHARE; virtual_number: 2"]
+    host, made = begun(
+        *three,
+        "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2",
+        description=[{"kind": "h100", "count": 3}],
+        cuda_mps_pipe_directory="/run/mps/pipe",
+    )
+    assert [gpu.compute_mode for gpu in host.gpus] == ["exclusive_process", "default", "default"]
+    assert [status.plan.name for status in made.snapshot.domains] == [
+        "host",
+        *(f"00:08.0-g{one.gpu_instance}" for one in host.gpus[2].mig_devices()),
+    ]
+    assert made.available == 8
+
+
+def test_ids_of_devices_stay_when_instances_are_made_again(begun: Begun) -> None:
+    host, made = begun(MIG)
+    before = {one.id: one.gpu_uuid for one in devices(made)}
+    host.reboot()
+    apply_layouts(made)
+    after = {one.id: one.gpu_uuid for one in devices(made)}
+    assert before.keys() == after.keys()
+    assert not set(before.values()) & set(after.values())
+    assert made.available == 4
+
+
+def test_a_restarted_daemon_creates_what_a_reboot_took(begun: Begun) -> None:
+    host, made = begun(MIG)
+    before = {one.id for one in devices(made)}
+    made.stop()
+    host.reboot()
+    again = made.again()
+    assert {one.id for one in devices(again)} == before
+    assert again.available == 4, "at its start, before the first poll"
+
+
+def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) -> None:
+    host, made = begun(MIG)
+    gone = host.gpus[0].mig_devices()[0]
+    host.gpus[0].end_instances(gone.gpu_instance)
+    made.rescan()
+    rows = {row["addr"]: row for row in devices_json(made.snapshot, Ledger())}
+    row = rows[f"00:06.0-g{gone.gpu_instance}"]
+    assert (row["state"], row["reason_code"]) == ("unavailable", reasons.MIG_INSTANCE_GONE)
+    assert made.available == 3
+    apply_layouts(made)
+    assert made.available == 4
+    assert (reasons.MIG_CHANGED, "00:06.0") in {(event.code, event.subject) for event in made.events}
+
+
+def test_a_mode_that_is_switched_off_is_switched_on_again(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
+    host.gpus[0].mig = False
+    made.rescan()
+    assert made.available == 0
+    assert made.snapshot.inventory.gpus[0].reason == ""
+    apply_layouts(made)
+    made.until(lambda: made.available == 4)
+
+
+def test_a_layout_that_waits_says_for_what(begun: Begun) -> None:
+    host, made = begun(MIG, description=[{"kind": "a100"}])
+    gpu = made.snapshot.inventory.gpus[0]
+    assert (gpu.reason, gpu.reason.code) == (
+        "MIG mode will be on after the next reset of the GPU",
+        reasons.MIG_RESET_REQUIRED,
+    )
+    assert made.supervisor.is_urgent
+    assert devices(made) == ()
+    host.gpus[0].reset()
+    apply_layouts(made)
+    assert made.snapshot.inventory.gpus[0].reason == ""
+    assert made.available == 4
+
+
+def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> None:
+    host, made = begun(MIG)
+    leased = devices(made)[0]
+    configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb")
+    made.accept()
+    apply_layouts(made, {leased.gpu_uuid})
+    assert made.snapshot.inventory.gpus[0].reason.code == reasons.MIG_IN_USE
+    assert leased.gpu_uuid in {one.uuid for one in host.gpus[0].mig_devices()}
+    apply_layouts(made)
+    assert [one.profile for one in host.gpus[0].mig_devices()] == ["1g.10gb"] * 7
+    assert made.available == 7
+
+
+def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
+    configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb; virtual_number: 2")
+    made.reload()
+    apply_layouts(made)
+    assert len(made.snapshot.domains) == 7
+    assert made.available == 14
+
+
+def test_mig_is_left_for_mps_on_the_whole_gpu_by_all_disabled(begun: Begun) -> None:
+    host, made = begun(MIG)
+    configured(host, "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2")
+    made.reload()
+    apply_layouts(made)
+    assert (host.gpus[0].mig, host.gpus[0].compute_mode) == (False, "exclusive_process")
+    assert made.available == 2
+
+
+def test_a_gpu_that_mps_serves_is_given_up_before_its_mig_mode_is_on(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
+    configured(host, MIG)
+    made.reload()
+    apply_layouts(made)
+    assert (host.gpus[0].mig, host.gpus[0].compute_mode) == (True, "default")
+    assert made.available == 4
+
+
+@pytest.mark.parametrize(("restores", "after"), [("", True), ("; mig_restore: true", False)])
+def test_the_layout_stays_at_a_stop_unless_it_is_to_be_restored(
+    begun: Begun, restores: str, after: bool
+) -> None:
+    host, made = begun(MIG + restores)
+    made.stop()
+    assert host.gpus[0].mig is after
+
+
+def test_an_impossible_layout_is_refused_before_anything_changes(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(H100)
+    configured(host, "type: NVIDIA_MPS; mig: all-1g.5gb")
+    with pytest.raises(ConfigError, match=r"host_container_device.yml:4: .* has no MIG profile 1g.5gb"):
+        supervise(host)
+    assert host.gpus[0].mig is False
+
+
+def test_more_devices_than_mps_has_clients_are_refused_for_an_instance_too(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(H100)
+    configured(host, "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 49")
+    with pytest.raises(ConfigError, match="virtual_number is 49, more than the 48 clients"):
+        supervise(host)
+
+
+def test_a_control_daemon_that_all_find_is_refused_beside_instances(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "h100", "count": 2}], cuda_mps_pipe_directory="/tmp/nvidia-mps")
+    configured(host, MIG, "type: NVIDIA_MPS; virtual_number: 2")
+    with pytest.raises(ConfigError, match="which is split into MIG instances"):
+        supervise(host)

@@ -1,0 +1,222 @@
+"""Time-sliced GPUs beside GPUs with a control daemon, and a reload that changes how a GPU is shared."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from yunion_mps.enums import FREE, LEASED, MPS, PENDING, TIME_SLICING, UNAVAILABLE
+from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import LeaseRequest, candidates_of
+from yunion_mps.leases.storage import LeaseStorage
+from yunion_mps.models import Holder, Lease
+from yunion_mps.mps.processes import our_processes
+from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING, TIME_SLICE_REFUSED
+from yunion_mps.service.devices import devices_json, unusable_reasons
+
+from simhost import SimHost
+from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, modes
+
+TWO = [{"kind": "v100"}, {"kind": "v100"}]
+SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
+
+
+def states(made: Supervised, ledger: Ledger | None = None) -> dict[str, str]:
+    return {row["addr"]: row["state"] for row in devices_json(made.snapshot, ledger or Ledger())}
+
+
+def of_second(made: Supervised, ledger: Ledger | None = None) -> list[tuple[str, str]]:
+    rows = devices_json(made.snapshot, ledger or Ledger())
+    return [(row["sharing"], row["state"]) for row in rows if row["addr"].startswith("00:07.0")]
+
+
+def lease_of(made: Supervised, address: str = "00:07.0-0") -> Lease:
+    device = next(device for device in made.snapshot.plan.devices if device.addr == address)
+    return Lease("0" * 36, (device,), Holder("name", 0, name="job"), time.time())
+
+
+def lease(made: Supervised) -> Ledger:
+    """Lease the first device of the second GPU."""
+    ledger = Ledger([lease_of(made)])
+    made.supervisor.desired.ways_leased = ledger.ways_of_sharing
+    made.lease_waits = ledger.lease_waits
+    return ledger
+
+
+def test_a_time_sliced_gpu_serves_beside_one_with_a_control_daemon(begin: Begin) -> None:
+    host, made = begin(TWO, 4, SHARED)
+    assert modes(host) == ["exclusive_process", "default"]
+    assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[0].uuid,)]
+    assert of_second(made) == [(TIME_SLICING, FREE)] * 3
+    made.stop()
+    assert modes(host) == ["default", "default"]
+
+
+def test_without_mps_no_control_program_is_needed(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host([{"kind": "v100", "compute_mode": "prohibited"}])
+    host.divide(SHARED)
+    monkeypatch.setenv("PATH", "/nowhere")
+    made = supervise(host).start()
+    assert (modes(host), list(states(made).values()), our_processes()) == (["default"], [FREE] * 3, [])
+    made.stop()
+    assert modes(host) == ["prohibited"]
+
+
+def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: Begin) -> None:
+    host, made = begin(TWO, 4, SHARED)
+    host.gpus[1].compute_mode = "exclusive_process"
+    made.rescan()
+    assert of_second(made) == [(TIME_SLICING, UNAVAILABLE)] * 3
+    assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_EXCLUSIVE
+    made.set_modes()
+    assert (modes(host)[1], of_second(made)) == ("default", [(TIME_SLICING, FREE)] * 3)
+
+
+def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    host.divide(4, SHARED)
+    made.reload()
+    made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
+    made.set_modes()
+    assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [(TIME_SLICING, FREE)] * 3)
+    host.divide(4, 4)
+    made.reload()
+    made.until(lambda: made.available == 8)
+    assert (modes(host)[1], of_second(made)) == ("exclusive_process", [(MPS, FREE)] * 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [("4", SHARED), (SHARED, "4")])
+def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
+    begin: Begin, before: str, after: str
+) -> None:
+    host, made = begin(TWO, 4, before)
+    ledger, mode, way = lease(made), modes(host)[1], made.snapshot.plan.devices[-1].sharing
+    count = len(of_second(made))
+    host.divide(4, after)
+    made.accept()
+    made.until(lambda: made.supervisor.fleet.started)
+    made.set_modes()
+    assert of_second(made, ledger) == [(way, LEASED)] + [(way, PENDING)] * (count - 1)
+    assert (modes(host)[1], unusable_reasons(made.snapshot)[host.gpus[1].uuid]) == (mode, "")
+    reasons = {row["reason_code"] for row in devices_json(made.snapshot, ledger) if row["state"] == PENDING}
+    assert reasons == {LEASES_PENDING}
+    candidates = candidates_of(made.snapshot, unusable_reasons(made.snapshot))
+    anything = candidates.suitable(LeaseRequest(allow_unlimited=True))
+    assert {one.device.gpu_address for one in anything if not one.reason} == {"00:06.0"}
+    assert made.supervisor.is_urgent
+    ledger.remove("0" * 36)
+    made.rescan()
+    made.until(lambda: {sharing for sharing, _ in of_second(made)} != {way})
+    made.set_modes()
+    made.until(lambda: {state for _, state in of_second(made)} == {FREE})
+    assert modes(host)[1] != mode
+    assert not made.supervisor.is_urgent
+
+
+def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
+    host, first = begin(TWO, 4, SHARED)
+    store = Store(first.paths)
+    LeaseStorage(store, first.paths.lease_copies).write(lease_of(first))
+    store.close()
+    first.stop(restore=False)
+    host.divide(4, 4)
+    made = first.again()
+    assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [])
+    made.supervisor.desired.ways_leased = dict
+    made.rescan()
+    made.until(lambda: made.available == 8)
+    made.set_modes()
+    assert modes(host) == ["exclusive_process"] * 2
+
+
+def test_the_control_daemon_of_running_jobs_ends_before_the_mode_changes(put_to_work: PutToWork) -> None:
+    work = put_to_work([{"kind": "v100"}], 4)
+    work.host.divide(SHARED)
+    work.made.accept()
+    work.made.set_modes()
+    assert modes(work.host) == ["exclusive_process"]
+    assert set(states(work.made).values()) == {PENDING}
+    work.end()
+    work.made.until(lambda: not work.made.snapshot.domains)
+    work.made.set_modes()
+    assert (modes(work.host), set(states(work.made).values())) == (["default"], {FREE})
+
+
+# -- time slices
+
+
+def shared(time_slice: str) -> str:
+    return f"{SHARED}\n  time_slice: {time_slice}"
+
+
+def slices(host: SimHost) -> list[str]:
+    """As NVIDIA's own program shows them."""
+    output = host.run(("nvidia-smi", "compute-policy", "--list"), check=True).stdout
+    return [line.split()[3].lower() for line in output.splitlines() if "Timeslice" in line]
+
+
+def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), shared("long"))
+    assert slices(host) == ["short", "long"]
+    events = [event.what for event in made.events if event.kind == "gpu"]
+    assert events == ["time slice short", "time slice long"]
+    assert not any(made.supervisor.mode_work())
+    made.stop()
+    assert slices(host) == ["default", "default"]
+
+
+def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), shared("long"))
+    host.divide(SHARED, shared("medium"))
+    changes = [(change.before, change.after) for change in made.reload() if change.kind == "time slice"]
+    assert changes == [("short", "original"), ("long", "medium")]
+    assert slices(host) == ["default", "medium"]
+
+
+def test_a_time_slice_that_is_right_already_is_neither_set_nor_restored(begin: Begin) -> None:
+    host, made = begin(TWO, shared("default"), SHARED)
+    store = Store(made.paths)
+    assert store.former("time_slice") == {}
+    store.close()
+    host.gpus[1].time_slice = "long"
+    made.stop()
+    assert slices(host) == ["default", "long"]
+
+
+def test_after_a_daemon_that_was_killed_the_original_is_restored(begin: Begin) -> None:
+    host, first = begin(TWO, shared("short"), SHARED)
+    first.stop(restore=False)
+    made = first.again()
+    made.stop()
+    assert slices(host) == ["default", "default"]
+
+
+def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "tesla-m60"}])
+    host.divide(shared("short"))
+    made = supervise(host).start()
+    assert set(states(made).values()) == {FREE}
+    (warning,) = made.snapshot.warnings
+    assert warning.code == TIME_SLICE_REFUSED
+    what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
+    assert warning == f"{what}; its devices have the one that it had before"
+    assert not any(made.supervisor.mode_work()), "it is tried again by a reload only"
+    host.divide(SHARED)
+    made.reload()
+    assert made.snapshot.warnings == ()
+
+
+def test_a_program_that_is_missing_is_a_warning(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    host.divide(shared("short"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    made = supervise(host).start()
+    assert "nvidia-smi is not installed" in made.snapshot.warnings[0]
+    assert set(states(made).values()) == {FREE}

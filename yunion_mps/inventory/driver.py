@@ -1,0 +1,164 @@
+"""Calls to the driver through pynvml, which only this package uses: errors with hints, and deadlines.
+
+With a broken GPU, a driver call may hang forever, so every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Collection
+from queue import Empty, SimpleQueue
+from types import ModuleType
+from typing import Any, TypeVar
+
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.host import threads
+from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.text import decode_line, printable
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _import_pynvml() -> Any:
+    """Import pynvml without `ctypes.util`: 4 ms of imports for a function that it never calls.
+
+    If a later release does call it, it gets the real one.
+    """
+
+    def find_library(name: str) -> str | None:
+        return importlib.import_module("ctypes.util").find_library(name)  # type: ignore[no-any-return]
+
+    stand_in = ModuleType("ctypes.util")
+    stand_in.find_library = find_library  # type: ignore[attr-defined]
+    present = sys.modules.setdefault("ctypes.util", stand_in)
+    try:
+        return importlib.import_module("pynvml")
+    finally:
+        if present is stand_in:
+            del sys.modules["ctypes.util"]
+
+
+pynvml = _import_pynvml()
+
+
+def _with_hint(message: str, code: str = reasons.DRIVER_ERROR) -> tuple[str, str, str]:
+    return message, hint_of(code), code
+
+
+#: The message, hint and reason code of NVML errors.
+_MEANINGS = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _with_hint(
+        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _with_hint(
+        "the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED
+    ),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _with_hint(
+        "the NVIDIA driver's library and its kernel module have different versions", reasons.DRIVER_MISMATCH
+    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: _with_hint(
+        "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)", reasons.GPU_LOST
+    ),
+    pynvml.NVML_ERROR_IN_USE: _with_hint("in use by a process", reasons.MIG_IN_USE),
+    pynvml.NVML_ERROR_RESET_REQUIRED: _with_hint("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        "NVML: permission denied",
+        "run as root: systemctl start yunion-mps-daemon",
+        reasons.DRIVER_ERROR,
+    ),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: (
+        "the driver does not support this on the GPU",
+        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        reasons.DRIVER_ERROR,
+    ),
+}
+
+#: Errors that mean a field is unknown, not that the GPU is broken.
+_UNKNOWN_FIELD = (
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_NO_PERMISSION,
+    pynvml.NVML_ERROR_NO_DATA,
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+)
+
+MIB = 1 << 20
+
+
+#: A driver that has to wake many GPUs takes tens of seconds for the first call.
+TIMEOUT_S = 60.0
+
+
+def reason_of(error: DriverError) -> Reason:
+    return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
+
+
+def call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in ignored:
+            return None
+        raise DriverError(
+            *_MEANINGS.get(error.value) or _with_hint(f"NVML error: {printable(str(error))}")
+        ) from None
+
+
+def optional(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a call, None if the driver does not know the field; raises DriverError."""
+    return call(function, *arguments, ignored=_UNKNOWN_FIELD)
+
+
+def mib(size: int | None) -> int | None:
+    return None if size is None else size // MIB
+
+
+def text(value: Any) -> str:
+    return decode_line(value) if isinstance(value, bytes) else printable(str(value))
+
+
+class Deadline:
+    """Makes one call at a time, on a thread that must return within `timeout_s`."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        #: Gets the outcome of a call that took too long.
+        self._hanging: SimpleQueue[Any] | None = None
+
+    def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
+        """Return the result of `work` or raise its error; raises DriverError if it takes too long.
+
+        While an earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
+        with `may_hang` makes the call on the caller's thread without a deadline.
+        """
+        if self._hanging and self._hanging.empty():
+            what = "the NVIDIA driver still does not answer an earlier call"
+            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
+        outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
+        try:
+            threads.start(work, lambda *given: outcome.put(given))
+        except ShortageError:
+            if not may_hang:
+                raise
+            return work()
+        try:
+            result, error = outcome.get(timeout=self._timeout_s)
+        except Empty:
+            self._hanging = outcome
+            what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
+            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG)) from None
+        if error:
+            raise error
+        return result
+
+
+def bounded(method: F) -> F:
+    @functools.wraps(method)
+    def wrapper(self: Any, *arguments: Any) -> Any:
+        return self.deadline.call(lambda: method(self, *arguments))
+
+    return wrapper  # type: ignore[return-value]

@@ -1,0 +1,196 @@
+"""MIG through NVML: the mode, which GPU instances a GPU can have, which it has, and how they are made.
+
+An instance is listed as a GPU of its own if it is one MIG device, that is if its only compute instance has
+all of its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from yunion_mps.inventory.driver import bounded, call, mib, optional, pynvml, text
+from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
+from yunion_mps.mig import MigInstance, MigProfile
+from yunion_mps.models import Gpu
+
+#: How nvidia-smi begins the names of profiles.
+_PREFIX = "MIG "
+
+
+class MigMode(NamedTuple):
+    """Whether MIG mode is on; `pending` differs while a change of it waits.
+
+    `in_use`: it waits for processes to end, and not for a reset of the GPU.
+    """
+
+    enabled: bool
+    pending: bool
+    in_use: bool = False
+
+
+class Mig:
+    """MIG of the host's GPUs, through an open NVML; every method raises DriverError."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.deadline = nvml.deadline
+
+    @bounded
+    def read(self, gpu: Gpu) -> tuple[Gpu, ...]:
+        """Return the GPU with its profiles and instances, then those that are MIG devices."""
+        handle = handle_of(str(gpu.uuid))
+        profiles = gpu.mig_profiles or _profiles(handle)
+        if not gpu.mig_enabled:
+            return (gpu._replace(mig_profiles=profiles, mig_instances=()),)
+        instances = _instances(handle, profiles)
+        parent = gpu._replace(mig_profiles=profiles, mig_instances=instances)
+        return (parent, *(_as_gpu(parent, one) for one in instances if one.uuid))
+
+    @bounded
+    def mode(self, uuid: str) -> MigMode:
+        return _mode(handle_of(uuid))
+
+    @bounded
+    def set_mode(self, uuid: str, enabled: bool) -> MigMode:  # noqa: FBT001 - NVML's call
+        """Set the mode and read it back; it stays pending if the GPU is in use or needs a reset."""
+        handle = handle_of(uuid)
+        status = call(pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
+        return _mode(handle)._replace(in_use=status == pynvml.NVML_ERROR_IN_USE)
+
+    @bounded
+    def instances(self, uuid: str, profiles: Sequence[MigProfile]) -> tuple[MigInstance, ...]:
+        return _instances(handle_of(uuid), profiles)
+
+    @bounded
+    def create(self, uuid: str, profile: MigProfile, start: int) -> int:
+        """Create a GPU instance at this place and return its id; it has no compute instance yet."""
+        place = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
+        handle = handle_of(uuid)
+        made = call(pynvml.nvmlDeviceCreateGpuInstanceWithPlacement, handle, profile.id, pynvml.byref(place))
+        return int(call(pynvml.nvmlGpuInstanceGetInfo, made).id)
+
+    @bounded
+    def create_compute(self, uuid: str, instance: int) -> None:
+        """Create the compute instance that has all slices of the GPU instance."""
+        handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
+        largest = max(_compute_profiles(handle), key=lambda profile: int(profile.sliceCount))
+        call(pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
+
+    @bounded
+    def destroy(self, uuid: str, instance: int) -> None:
+        """Destroy the GPU instance and its compute instances; the driver refuses while a process uses it."""
+        handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
+        for profile in _compute_profiles(handle):
+            for compute in _listed(pynvml.nvmlGpuInstanceGetComputeInstances, handle, profile):
+                call(pynvml.nvmlComputeInstanceDestroy, compute)
+        call(pynvml.nvmlGpuInstanceDestroy, handle)
+
+    @bounded
+    def processes(self, uuid: str) -> set[int]:
+        """Return the PIDs of the processes on a GPU or MIG device."""
+        handle = handle_of(uuid)
+        calls = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        return {process.pid for listed in calls for process in optional(listed, handle) or ()}
+
+
+def _mode(handle: Any) -> MigMode:
+    current, pending = call(pynvml.nvmlDeviceGetMigMode, handle)
+    return MigMode(bool(current), bool(pending))
+
+
+def _profiles(handle: Any) -> tuple[MigProfile, ...]:
+    """Return what the GPU can have; nothing before driver 510, which names no profiles."""
+    found = (
+        optional(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
+        for number in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT)
+    )
+    return tuple(_profile(handle, info) for info in found if info is not None)
+
+
+def _profile(handle: Any, info: Any) -> MigProfile:
+    places = _array(
+        pynvml.nvmlDeviceGetGpuInstancePossiblePlacements,
+        pynvml.c_nvmlGpuInstancePlacement_t,
+        handle,
+        info.id,
+        _count(pynvml.nvmlDeviceGetGpuInstancePossiblePlacements, handle, info.id),
+    )
+    return MigProfile(
+        id=int(info.id),
+        name=text(info.name).removeprefix(_PREFIX),
+        slices=int(info.sliceCount),
+        memory_mib=int(info.memorySizeMB),
+        multiprocessors=int(info.multiprocessorCount),
+        max_count=int(info.instanceCount),
+        size=max((int(place.size) for place in places), default=0),
+        starts=tuple(sorted(int(place.start) for place in places)),
+    )
+
+
+def _count(function: Any, handle: Any, number: int) -> int:
+    most = pynvml.c_uint(0)
+    call(function, handle, number, None, pynvml.byref(most))
+    return int(most.value)
+
+
+def _array(function: Any, kind: Any, handle: Any, number: int, most: int) -> list[Any]:
+    items, filled = (kind * max(1, most))(), pynvml.c_uint(most)
+    call(function, handle, number, items, pynvml.byref(filled))
+    return list(items[: filled.value])
+
+
+def _listed(function: Any, handle: Any, profile: Any) -> list[Any]:
+    """Return the compute instances of a profile."""
+    return _array(function, pynvml.c_nvmlComputeInstance_t, handle, profile.id, int(profile.instanceCount))
+
+
+def _compute_profiles(instance: Any) -> list[Any]:
+    found = (
+        optional(pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo, instance, number, 0, 1)
+        for number in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT)
+    )
+    return [info for info in found if info is not None]
+
+
+def _instances(handle: Any, profiles: Sequence[MigProfile]) -> tuple[MigInstance, ...]:
+    devices = [(call(pynvml.nvmlDeviceGetGpuInstanceId, device), device) for device in mig_devices(handle)]
+    found = []
+    for profile in profiles:
+        kind = pynvml.c_nvmlGpuInstance_t
+        for made in _array(pynvml.nvmlDeviceGetGpuInstances, kind, handle, profile.id, profile.max_count):
+            info = call(pynvml.nvmlGpuInstanceGetInfo, made)
+            inside = [device for number, device in devices if number == info.id]
+            place = info.placement
+            uuid = text(call(pynvml.nvmlDeviceGetUUID, inside[0])) if _is_whole(inside) else ""
+            found.append(
+                MigInstance(int(info.id), profile.name, int(place.start), int(place.size), uuid, len(inside))
+            )
+    return tuple(sorted(found))
+
+
+def _is_whole(devices: Sequence[Any]) -> bool:
+    if len(devices) != 1:
+        return False
+    attributes = call(pynvml.nvmlDeviceGetAttributes, devices[0])
+    return bool(attributes.computeInstanceSliceCount == attributes.gpuInstanceSliceCount)
+
+
+def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
+    memory = call(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
+    sms = {profile.name: profile.multiprocessors for profile in parent.mig_profiles}
+    tenths = 1000 * sms[instance.profile] // max(1, *sms.values())
+    return Gpu(
+        f"{parent.pci_address}-g{instance.id}",
+        uuid=instance.uuid,
+        name=f"{parent.name} MIG {instance.profile}",
+        minor=parent.minor,
+        memory_mib=mib(memory.total),
+        compute_capability=parent.compute_capability,
+        vendor_device_id=parent.vendor_device_id,
+        numa_node=parent.numa_node,
+        link=parent.link,
+        render_node=parent.render_node,
+        parent=str(parent.uuid),
+        identity=f"{parent.uuid}/{instance.profile}@{instance.start}",
+        sm_percentage=tenths / 10,
+    )

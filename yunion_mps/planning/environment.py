@@ -1,0 +1,124 @@
+"""The environment of a process that uses devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, PRIORITIES
+from yunion_mps.errors import InfeasibleError
+from yunion_mps.models import Device, DomainPlan
+from yunion_mps.reasons import LIMITS_PENDING, hint_of
+
+#: Lists the addresses of the devices that a process uses; CUDA ignores it.
+DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
+
+
+def client_environment(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:
+    """Return the environment of a process that uses these devices; it can only tighten the domain's limits.
+
+    Devices of one GPU add up to one budget. The process sees only their GPUs, in this order, and has one
+    thread percentage and one priority: the lowest among them. `domain` is None if the GPUs are shared without
+    MPS. If nothing enforces the budgets, frameworks are told what they may use.
+    """
+    return dict(sorted({**_mps_variables(devices, domain), **_advice(devices)}.items()))
+
+
+def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:
+    gpus = ",".join(dict.fromkeys(device.gpu_uuid for device in devices))
+    environment = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": gpus,
+        DEVICE_VARIABLE: ",".join(device.addr for device in devices),
+    }
+    if domain is None:
+        return environment
+    memory_mib: dict[str, int] = {}
+    percentage: dict[str, float] = {}
+    for device in devices:
+        gpu = device.gpu_uuid
+        memory_mib[gpu] = memory_mib.get(gpu, 0) + device.memory_limit_mib
+        percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
+    limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
+    environment |= {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(min(percentage.values())),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
+        "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
+    }
+    priority = max(PRIORITIES.index(device.priority) for device in devices)
+    if priority != PRIORITIES.index(NORMAL):
+        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(priority)
+    return environment
+
+
+def _advice(devices: Sequence[Device]) -> dict[str, str]:
+    """What frameworks may allocate of each GPU, if nothing enforces it; the least if that differs."""
+    if all(device.budget_enforced for device in devices):
+        return {}
+    memory_mib, total_mib = Counter[str](), {device.gpu_uuid: device.memory_total_mib for device in devices}
+    for device in devices:
+        memory_mib[device.gpu_uuid] += device.memory_limit_mib
+    fraction = min(mib / max(total_mib[gpu], mib) for gpu, mib in memory_mib.items())
+    return {
+        MEMORY_VARIABLE: str(min(memory_mib.values())),
+        JAX_VARIABLE: f"{int(fraction * 1000) / 1000:g}",
+    }
+
+
+def whole_environment(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:
+    """Return the environment of a process that has all devices, with the domain's limit for each GPU."""
+    if domain is None:
+        return client_environment(devices, domain)
+    sums = Counter[str]()
+    for device in devices:
+        sums[device.gpu_uuid] += device.memory_limit_mib
+    most = [domain.memory_limit_of(gpu) or mib for gpu, mib in sums.items()]
+    return {
+        **client_environment(devices, domain),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(domain.thread_percentage),
+    }
+
+
+def why_not_honoured(devices: Sequence[Device], domain: DomainPlan | None) -> str:
+    """Return why a process would get less than the sum of its devices; empty if it gets all.
+
+    A client's environment can only tighten the domain's limits.
+    """
+    if domain is None:
+        return ""
+    for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
+        own = [device for device in devices if device.gpu_uuid == uuid]
+        requested_mib = sum(device.memory_limit_mib for device in own)
+        most_mib = domain.memory_limit_of(uuid)
+        if most_mib is not None and requested_mib > most_mib:
+            return (
+                f"the control daemon limits each process to {most_mib} MiB of GPU "
+                f"{own[0].gpu_address}, not {requested_mib} MiB"
+            )
+        requested = min(100.0, sum(device.thread_percentage for device in own))
+        if round(requested, 1) > domain.thread_percentage:
+            most = decimal(domain.thread_percentage)
+            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(requested)} %"
+            return f"the control daemon limits each process to {instead}"
+    return ""
+
+
+def require_one_budget(
+    devices: Sequence[Device], domain: DomainPlan | None, planned: DomainPlan | None
+) -> None:
+    """Raise InfeasibleError if the devices cannot form one budget; the limits of `planned` are pending."""
+    why = why_not_honoured(devices, domain)
+    if not why:
+        return
+    what = f"{len(devices)} devices cannot be combined into one budget"
+    if planned and not why_not_honoured(devices, planned):
+        pending = "the new limit takes effect once the MPS servers with the old one have ended"
+        raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
+    more = f"set cuda_mps_combine: {len(devices)} in host.conf"
+    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs, or {more}")
+
+
+def decimal(percentage: float) -> str:
+    """Format a percentage for NVIDIA's programs: `25`, `33.3`."""
+    return f"{percentage:.1f}".removesuffix(".0")

@@ -1,0 +1,283 @@
+"""MIG layouts as pure functions: which GPU instances a layout means, where they fit, and what must change.
+
+Which profiles a GPU has, and where their instances can be, is always what its driver reports; the names of
+layouts are those of NVIDIA's mig-parted. Invariants, held by property tests: no two instances of a layout
+overlap, there are never more than the GPU has room for, the order in which they are written does not matter,
+and a layout that is in effect needs no change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from yunion_mps.enums import NOT_SHARED
+from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
+from yunion_mps.models import Gpu, Plan
+from yunion_mps.reasons import MIG_PENDING, Reason
+from yunion_mps.settings import DeviceEntry
+
+#: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
+_BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
+
+
+class LayoutError(ValueError):
+    """A layout that a GPU cannot have: what is wrong, and a hint."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+
+class Placement(NamedTuple):
+    """A GPU instance to create: its profile, and the first memory slice that it occupies."""
+
+    profile: MigProfile
+    start: int
+
+
+class LayoutChange(NamedTuple):
+    """What leads to a layout; if instances are `in_the_way` and prevent it, nothing else."""
+
+    keep: tuple[MigInstance, ...] = ()
+    destroy: tuple[MigInstance, ...] = ()
+    create: tuple[Placement, ...] = ()
+    in_the_way: tuple[MigInstance, ...] = ()
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self.destroy or self.create or self.in_the_way)
+
+
+def resolve(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
+    """Return the profiles of the instances that a layout has on this GPU, in one order; raises LayoutError.
+
+    `names` are profiles, or the name of one layout; `all-disabled` has no instances.
+    """
+    desired = _in_order(_expand(names, gpu))
+    if desired and _place(desired) is None:
+        what = f"{describe(desired)} do not fit on {_name(gpu)}"
+        raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layouts(gpu))}")
+    return desired
+
+
+def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
+    if not gpu.mig_profiles:
+        hint = "remove mig, or check that the driver offers it: nvidia-smi -q -d MIG"
+        raise LayoutError(f"{_name(gpu)} has no MIG mode", hint)
+    if not names[0].startswith(ALL):
+        return [_profile(name, gpu) for name in names]
+    if names[0] == DISABLED:
+        return []
+    if names[0] == BALANCED:
+        balanced = _balanced(gpu)
+        if not balanced:
+            raise LayoutError(f"{_name(gpu)} has no layout {BALANCED}", _possible(gpu))
+        return balanced
+    return _as_many_as_fit(_profile(names[0].removeprefix(ALL), gpu))
+
+
+def layouts(gpu: Gpu) -> list[str]:
+    """Return the names of the layouts that the GPU can have, smallest instances first."""
+    named = [f"{ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
+    return [*named, *([BALANCED] if _balanced(gpu) else []), DISABLED]
+
+
+def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
+    """Return `2 x 1g.10gb + 1 x 3g.40gb`."""
+    names = Counter(one.name if isinstance(one, MigProfile) else one.profile for one in profiles)
+    return " + ".join(f"{number} x {name}" for name, number in sorted(names.items()))
+
+
+def describe_layout(plan: Plan, gpu: Gpu) -> str:
+    """Return the layout that the plan has for the GPU; empty if it has none."""
+    layout = next((layout for layout in plan.layouts if layout.gpu_uuid == gpu.uuid), None)
+    if layout is None:
+        return ""
+    return describe(layout.profiles) if layout.enabled else "MIG mode off"
+
+
+def change(
+    desired: Sequence[MigProfile], existing: Sequence[MigInstance], fixed: Collection[int]
+) -> LayoutChange:
+    """Return how to get from the instances that exist to those desired, with as few changes as possible.
+
+    Instances with an id in `fixed` are never destroyed: they are kept if they are desired, and otherwise
+    avoided. If that is impossible, those of them that would have to go are `in_the_way`.
+    """
+    desired = _in_order(desired)
+    stay = [one for one in existing if one.id in fixed]
+    for keep in _kept(desired, existing):
+        occupied = {*keep, *stay}
+        rest = _without(desired, keep)
+        places = _place(rest, tuple(occupied))
+        if places is not None:
+            destroy = tuple(one for one in existing if one not in occupied)
+            return LayoutChange(keep, destroy, places)
+    free = change(desired, existing, ())
+    blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
+    return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
+
+
+class Instances(NamedTuple):
+    """How MIG entries divide their GPUs: by the entry of each instance, by its address.
+
+    `waiting` has the reasons of GPUs whose layouts are not in effect, by address; instances that they have
+    already are used.
+    """
+
+    entries: Mapping[str, DeviceEntry] = {}
+    layouts: tuple[MigLayout, ...] = ()
+    waiting: Mapping[str, Reason] = {}
+
+
+def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances:
+    """Return how a MIG entry divides its GPU, as far as its layout is in effect.
+
+    `gpus` has the instances of the GPU, lost ones included. Nothing if the layout is impossible.
+    """
+    children = [one for one in gpus if one.parent and one.physical_address == gpu.pci_address]
+    each = entry._replace(mig=(), virtual_number=entry.virtual_number or 1)
+    if not entry.virtual_number:
+        each = each._replace(sharing=NOT_SHARED)
+    if not gpu.mig_profiles:  # lost, as are its instances
+        return Instances({one.pci_address: each for one in children})
+    try:
+        layout = layout_of(entry, gpu)
+    except LayoutError:
+        return Instances()
+    if not layout.enabled:
+        waiting = {gpu.pci_address: _waiting("MIG mode is still on", layout)} if gpu.mig_enabled else {}
+        return Instances({} if waiting else {gpu.pci_address: entry._replace(mig=())}, (layout,), waiting)
+    done = change(layout.profiles, gpu.mig_instances, ())
+    kept = {one.uuid for one in done.keep}
+    missing = Counter(place.profile.name for place in done.create)
+    used = {one.pci_address for one in children if one.uuid in kept}
+    for one in children:
+        if one.reason and one.uuid not in kept and missing[one.mig_profile]:
+            missing[one.mig_profile] -= 1
+            used.add(one.pci_address)
+    waiting = {}
+    if not gpu.mig_enabled:
+        waiting[gpu.pci_address] = _waiting("MIG mode is off", layout)
+    elif done.create or not all(kept):
+        have = describe(done.keep) or "none of its instances"
+        waiting[gpu.pci_address] = _waiting(f"the GPU has {have}", layout)
+    return Instances(dict.fromkeys(used, each), (layout,), waiting)
+
+
+def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
+    """Return the layout that the entry wants of its GPU; raises LayoutError."""
+    enabled = entry.mig != (DISABLED,)
+    return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
+
+
+def _waiting(what: str, layout: MigLayout) -> Reason:
+    named = describe(layout.profiles) or DISABLED
+    return Reason(f"its MIG layout ({named}) is not in effect yet: {what}", MIG_PENDING)
+
+
+def _kept(
+    desired: Sequence[MigProfile], existing: Sequence[MigInstance]
+) -> Iterator[tuple[MigInstance, ...]]:
+    """Yield the sets of existing instances that the layout could keep, the largest first."""
+    useful = sorted((one for one in existing if one.is_whole), key=lambda one: (one.start, one.id))
+    names = Counter(profile.name for profile in desired)
+    for number in range(min(len(useful), len(desired)), -1, -1):
+        for keep in combinations(useful, number):
+            if not Counter(one.profile for one in keep) - names:
+                yield keep
+
+
+def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
+    names = Counter(one.profile for one in keep)
+    rest = []
+    for profile in desired:
+        if names[profile.name]:
+            names[profile.name] -= 1
+        else:
+            rest.append(profile)
+    return rest
+
+
+def _place(
+    desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
+) -> tuple[Placement, ...] | None:
+    """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
+    there = Counter(one.profile for one in occupied)
+    there.update(profile.name for profile in desired)
+    if any(there[profile.name] > profile.max_count for profile in desired):
+        return None
+    return _search(desired, {part for one in occupied for part in range(one.start, one.start + one.size)})
+
+
+def _search(desired: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
+    if not desired:
+        return ()
+    profile, rest = desired[0], desired[1:]
+    for start in sorted(profile.starts):
+        parts = set(range(start, start + profile.size))
+        if start < least or parts & taken:
+            continue
+        following = start if rest and rest[0] == profile else 0  # equal ones are placed in one order only
+        places = _search(rest, taken | parts, following)
+        if places is not None:
+            return (Placement(profile, start), *places)
+    return None
+
+
+def _blocks(instance: MigInstance, places: Iterable[Placement]) -> bool:
+    parts = range(instance.start, instance.start + instance.size)
+    return any(
+        part in parts for place in places for part in range(place.start, place.start + place.profile.size)
+    )
+
+
+def _in_order(profiles: Iterable[MigProfile]) -> tuple[MigProfile, ...]:
+    """Return them largest first, which is how they fit best, and always in the same order."""
+    return tuple(sorted(profiles, key=lambda profile: (-profile.slices, -profile.size, profile.name)))
+
+
+def _smallest_first(gpu: Gpu) -> list[MigProfile]:
+    return sorted(gpu.mig_profiles, key=lambda profile: (profile.slices, profile.size, profile.name))
+
+
+def _profile(name: str, gpu: Gpu) -> MigProfile:
+    for profile in gpu.mig_profiles:
+        if name in (profile.name, _layout_name(profile.name)):
+            return profile
+    names = ", ".join(profile.name for profile in _smallest_first(gpu))
+    raise LayoutError(f"{_name(gpu)} has no MIG profile {name}", f"use one of its profiles: {names}")
+
+
+def _layout_name(profile: str) -> str:
+    return profile.replace("+", ".")
+
+
+def _as_many_as_fit(profile: MigProfile) -> list[MigProfile]:
+    number = profile.max_count
+    while number > 1 and _place([profile] * number) is None:
+        number -= 1
+    return [profile] * number
+
+
+def _balanced(gpu: Gpu) -> list[MigProfile]:
+    """Return the profiles of `all-balanced`: of each size the plain one that most instances can have."""
+    plain = [profile for profile in gpu.mig_profiles if re.fullmatch(r"\d+g\.\d+gb", profile.name)]
+    sizes = _BALANCED_SLICES.get(max((profile.slices for profile in plain), default=0), ())
+    of_size = [[profile for profile in plain if profile.slices == slices] for slices in sizes]
+    if not all(of_size):
+        return []
+    return [max(some, key=lambda profile: (profile.max_count, profile.name)) for some in of_size]
+
+
+def _possible(gpu: Gpu) -> str:
+    return f"use one of its layouts: {', '.join(layouts(gpu))}"
+
+
+def _name(gpu: Gpu) -> str:
+    return f"GPU {gpu.address} ({gpu.name})"

@@ -1,0 +1,104 @@
+"""GPUs that are shared without MPS, and the change of a GPU from one way of sharing to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
+from yunion_mps.identity import uuid5
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
+from yunion_mps.reasons import LEASES_PENDING, Reason
+from yunion_mps.settings import DeviceEntry
+
+#: The compute mode that each way of sharing requires.
+MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
+
+
+def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
+    """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
+    number, uuid = entry.virtual_number, str(gpu.uuid)
+    if entry.sharing == NOT_SHARED:
+        return DirectGpu(uuid, gpu.memory_mib or 0, 1, NOT_SHARED, gpu.sm_percentage or 100.0)
+    return DirectGpu(uuid, (gpu.memory_mib or 0) // number, number, entry.sharing)
+
+
+def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
+    """Return the devices of these GPUs, in the order of slots, as far as the GPUs are among `gpus`."""
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    return [
+        Device(
+            id=uuid5(host, f"{by_uuid[shared.uuid].identity or shared.uuid}/{slot}"),
+            addr=by_uuid[shared.uuid].address + ("" if shared.sharing == NOT_SHARED else f"-{slot}"),
+            gpu_uuid=shared.uuid,
+            slot=slot,
+            memory_limit_mib=shared.memory_limit_mib,
+            memory_total_mib=by_uuid[shared.uuid].memory_mib or 0,
+            thread_percentage=shared.thread_percentage,
+            budget_enforced=shared.sharing == NOT_SHARED,
+            domain="",
+            sharing=shared.sharing,
+        )
+        for shared in direct
+        if shared.uuid in by_uuid
+        for slot in range(shared.device_count)
+    ]
+
+
+def ways_of_sharing(plan: Plan) -> dict[str, str]:
+    """Return how each GPU (UUID) of the plan is shared."""
+    through_mps = (uuid for domain in (*plan.parked, *plan.domains) for uuid in domain.gpu_uuids)
+    return {**dict.fromkeys(through_mps, MPS), **{gpu.uuid: gpu.sharing for gpu in plan.direct}}
+
+
+def keep_sharing(plan: Plan, former: Plan, leased: Mapping[str, str], gpus: Sequence[Gpu]) -> Plan:
+    """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
+
+    It is divided as in the `former` plan until then; after a restart, when that is unknown, it has no devices
+    besides the leased ones. A control daemon of an earlier run is supervised without a plan.
+    """
+    for gpu in gpus:
+        uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
+        before = leased.get(uuid, desired)
+        if desired is None or before is None or desired == before:
+            continue
+        is_mps = before == MPS
+        kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
+        if kept is None:
+            continue
+        modes = {**kept.compute_modes, **({uuid: MODES[before]} if uuid in kept.compute_modes else {})}
+        why = Reason(f"it changes to {desired} once the leases of its devices have ended", LEASES_PENDING)
+        plan = kept._replace(
+            compute_modes=modes,
+            sharing={**kept.sharing, gpu.pci_address: before},
+            pending={**kept.pending, uuid: why},
+        )
+    return plan
+
+
+def _with_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) -> Plan | None:
+    source = next((domain for domain in former.domains if uuid in domain.gpu_uuids), None)
+    if source is None:
+        return None
+    present = next((domain for domain in plan.domains if domain.name == source.name), None)
+    both = (*(present.gpus if present else ()), *(gpu for gpu in source.gpus if gpu.uuid == uuid))
+    order = [gpu.uuid for gpu in gpus]
+    ordered = tuple(sorted(both, key=lambda planned: order.index(planned.uuid)))
+    most = max(planned.thread_percentage for planned in ordered)
+    domain = (present or source)._replace(gpus=ordered, thread_percentage=most)
+    others = [other for other in plan.domains if other is not present]
+    domains = sorted([*others, domain], key=lambda domain: order.index(domain.gpu_uuids[0]))
+    direct = tuple(gpu for gpu in plan.direct if gpu.uuid != uuid)
+    return plan._replace(domains=tuple(domains), direct=direct)
+
+
+def _direct(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
+    kept = next((gpu for gpu in former.direct if gpu.uuid == uuid), DirectGpu(uuid, 0, 0, sharing))
+    domains, parked = (tuple(_without(uuid, some)) for some in (plan.domains, plan.parked))
+    return plan._replace(domains=domains, parked=parked, direct=(*plan.direct, kept))
+
+
+def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:
+    for domain in domains:
+        gpus = tuple(gpu for gpu in domain.gpus if gpu.uuid != uuid)
+        if gpus:
+            yield domain._replace(gpus=gpus, thread_percentage=max(gpu.thread_percentage for gpu in gpus))

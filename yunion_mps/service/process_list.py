@@ -1,0 +1,211 @@
+"""Lists the processes that use the GPUs: what control daemons, the driver and the kernel say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.containers.lookup import Containers
+from yunion_mps.enums import SERVER_FAULT
+from yunion_mps.errors import YunionError
+from yunion_mps.host.proc import command_of, name_of, started_s, uid_of, user_name, variable_of
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.models import LEASE_VARIABLE, DomainPlan, Gpu, PlannedGpu
+from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
+from yunion_mps.mps.processes import find_control_program, is_server, server_pids
+from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.text import printable
+from yunion_mps.units import rfc3339
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+#: How much is shown of a variable that names a job's devices or lease: a job can set it to anything.
+_MAX_VARIABLE = 1000
+#: The log's times are in whole seconds; a process that started this much later only reuses the PID.
+_START_TOLERANCE_S = 5.0
+
+
+class ObservedDomain(NamedTuple):
+    """A domain at the beginning of an observation: its servers, and its control daemon (PID 0 if none)."""
+
+    plan: DomainPlan
+    pid: int
+    started_s: float | None
+    servers: tuple[int, ...]
+
+
+class DomainProcesses(NamedTuple):
+    """The servers and clients of one domain, as far as its control daemon answered."""
+
+    plan: DomainPlan
+    servers: Sequence[int]  # including servers that have outlived their control daemon
+    states: Mapping[int, str | None]  # of the others
+    clients: Mapping[int, int]  # the server's PID, by the client's
+    failure: str
+
+
+class GpuProcesses(NamedTuple):
+    """What the driver reports, by GPU UUID."""
+
+    memory: Mapping[str, Mapping[int, int | None]] = {}  # in MiB, by PID
+    through_mps: Mapping[str, Collection[int]] = {}  # a GPU that does not report them is missing
+    sm: Mapping[str, Mapping[int, int]] = {}  # the SM utilization of each process in %, as of the last poll
+    failure: str = ""
+
+
+def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
+    plan = domain.plan
+    states: dict[int, str | None] = {}
+    clients: dict[int, int] = {}
+    failure = ""
+    try:
+        program = find_control_program()
+        clients = {row.pid: row.server for row in clients_of(program, plan, domain.pid)}
+        states = {pid: server_state(program, plan, pid) for pid in server_pids(domain.pid)}
+    except YunionError as error:
+        failure = f"domain {plan.name}: {error.message}; {error.hint}"
+    return DomainProcesses(plan, domain.servers, states, clients, failure)
+
+
+def servers_from_kernel(domain: ObservedDomain, failed: Collection[int]) -> DomainProcesses:
+    """The servers, of which only those that are known to have `failed` have a state."""
+    states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(domain.pid)}
+    return DomainProcesses(domain.plan, domain.servers, states, {}, "")
+
+
+def without_mps(gpu_uuids: Iterable[str]) -> DomainProcesses:
+    """The processes on these GPUs, which no control daemon serves, as those of a domain without a name."""
+    return DomainProcesses(DomainPlan("", "", "", tuple(map(PlannedGpu, gpu_uuids)), 100.0), (), {}, {}, "")
+
+
+def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuProcesses:
+    if nvml is None:
+        return GpuProcesses()
+    try:
+        # In this order, so that a process that starts between the two calls counts as an MPS client.
+        return GpuProcesses(nvml.processes(), nvml.mps_clients(), sm)
+    except YunionError as error:
+        return GpuProcesses(failure=error.message)
+
+
+def list_processes(
+    domains: Sequence[DomainProcesses], driver: GpuProcesses, gpus: Iterable[Gpu], containers: Containers
+) -> answers.ClientList:
+    errors = [failure for failure in (*(domain.failure for domain in domains), driver.failure) if failure]
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    clients = [
+        client for domain in domains for client in _clients_json(domain, driver, addresses, containers)
+    ]
+    listed = {client["pid"] for client in clients}
+    return {
+        "servers": [
+            {**_process_json(pid), "domain": domain.plan.name, "state": domain.states.get(pid)}
+            for domain in domains
+            for pid in domain.servers
+        ],
+        "clients": clients,
+        "waiting": [
+            waiter
+            for domain in domains
+            if domain.plan.name
+            for waiter in _waiting_json(domain)
+            if waiter["pid"] not in listed
+        ],
+        "errors": errors,
+        "total": len(clients),
+    }
+
+
+def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
+    """List the processes that wait for another user's server, with details from the kernel."""
+    waiting: list[answers.WaitingClient] = []
+    for client in waiting_clients(domain.plan, domain.servers):
+        details = _process_json(client.pid)
+        started, owner = details["started"], uid_of(client.server)
+        latest = rfc3339(client.since_s + _START_TOLERANCE_S)
+        if owner is not None and started is not None and started < latest:
+            waiting.append(
+                {
+                    **details,
+                    **_variables_json(client.pid),
+                    "since": rfc3339(client.since_s),
+                    "server": client.server,
+                    "server_user": user_name(owner),
+                    "domain": domain.plan.name,
+                }
+            )
+    return waiting
+
+
+def _clients_json(
+    domain: DomainProcesses,
+    driver: GpuProcesses,
+    addresses: Mapping[str | None, str],
+    containers: Containers,
+) -> list[answers.MpsClient]:
+    """The processes that the control daemon lists, and those that NVML sees on its GPUs.
+
+    The clients of a server that is about to end, or has no control daemon, are not listed although they run.
+    """
+    on_gpus: dict[int, dict[str, int | None]] = {}
+    for uuid in domain.plan.gpu_uuids:
+        for pid, mib in driver.memory.get(uuid, {}).items():
+            if pid not in domain.servers:
+                on_gpus.setdefault(pid, {})[uuid] = mib
+    silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
+    only = silent[0] if len(silent) == 1 else None
+    rows: list[answers.MpsClient] = []
+    for pid in sorted({*domain.clients, *on_gpus}):
+        memory = on_gpus.get(pid, {})
+        known_mib = [mib for mib in memory.values() if mib is not None]
+        through_mps = _uses_mps(pid, domain, driver, memory)
+        inside = containers.of(pid)
+        rows.append(
+            {
+                **_process_json(pid),
+                "container": inside.name if inside else None,
+                "container_id": inside.id if inside else None,
+                "mps": through_mps,
+                "server": None if through_mps is False else domain.clients.get(pid, only),
+                "domain": domain.plan.name,
+                **_variables_json(pid),
+                "gpus": [addresses.get(uuid, uuid) for uuid in memory],
+                "memory_by_gpu_mib": list(memory.values()),
+                "memory_used_mib": sum(known_mib) if known_mib else None,
+                "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
+            }
+        )
+    return rows
+
+
+def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Collection[str]) -> bool | None:
+    """Whether the process uses the GPUs through MPS; None if unknown, or if they are shared without MPS.
+
+    False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
+    daemon nor the driver.
+    """
+    if pid in domain.clients or any(pid in driver.through_mps.get(uuid, ()) for uuid in gpus):
+        return True
+    if not domain.plan.name:
+        return None
+    is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)
+    return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
+
+
+def _process_json(pid: int) -> answers.ProcessFields:
+    """The process's details from the kernel; all but the PID are None if it has ended."""
+    uid, begun_s = uid_of(pid), started_s(pid)
+    return {
+        "pid": pid,
+        "uid": uid,
+        "user": None if uid is None else user_name(uid),
+        "command": command_of(pid, 500) or name_of(pid) or None,
+        "started": None if begun_s is None else rfc3339(begun_s),
+    }
+
+
+def _variables_json(pid: int) -> answers.VariableFields:
+    texts = (printable(variable_of(pid, name) or "") for name in (DEVICE_VARIABLE, LEASE_VARIABLE))
+    device, lease = (text[:_MAX_VARIABLE] or None for text in texts)
+    return {"device": device, "lease": lease}

@@ -1,0 +1,363 @@
+"""MIG layouts: compared with what a GPU has, brought into effect, and restored.
+
+Before each step it is recorded what is ours, so that the daemon after one that was killed continues where it
+was, and never destroys an instance that another program created: only those whose creation was recorded are
+ours. An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode changes on
+a GPU in use; then nothing changes, and the reason says what the layout waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig, MigMode
+from yunion_mps.mig import MigInstance, MigLayout, MigProfile
+from yunion_mps.models import Event, Gpu, Inventory, Plan
+from yunion_mps.planning.mig import change, describe
+from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.supervisor.gpus import Gpus
+
+log = logging.getLogger(__name__)
+
+
+class MigRecord(NamedTuple):
+    """What the state file says of a GPU: its mode and layout before our first change, and what we created.
+
+    `before` has the profile's name of each instance, None while nothing was changed.
+    """
+
+    enabled_before: bool = False
+    before: tuple[str, ...] | None = None
+    created: tuple[MigInstance, ...] = ()
+
+    @classmethod
+    def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
+        """Return the record; an empty one, which owns no instance, if there is none."""
+        value = store.recorded_mig(gpu_uuid)
+        try:
+            before = None if value["before"] is None else tuple(map(str, value["before"]))
+            created = tuple(MigInstance(*instance) for instance in value["created"])
+            return cls(bool(value["enabled_before"]), before, created)
+        except (TypeError, KeyError, ValueError):
+            return cls()
+
+    def write(self, store: Store, gpu_uuid: str) -> None:
+        store.record_mig(gpu_uuid, self._asdict())
+
+    def owns(self, instance: MigInstance) -> bool:
+        """Whether we created it; one that was recorded before it was a MIG device has had no UUID yet."""
+        return any(
+            (one.id, one.profile, one.start) == (instance.id, instance.profile, instance.start)
+            and one.uuid in ("", instance.uuid)
+            for one in self.created
+        )
+
+
+class LayoutTask(NamedTuple):
+    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that are leased.
+
+    If `busy` is None, because the leases are not known yet, nothing is taken away. With `force`, instances of
+    other programs are destroyed too, and leases do not count. `last` is why it was not in effect before.
+    """
+
+    layout: MigLayout
+    gpu: Gpu
+    busy: frozenset[str] | None
+    force: bool = False
+    last: Reason = NO_REASON
+
+
+class LayoutResult(NamedTuple):
+    """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed.
+
+    `inventory` are the GPUs afterwards, None if they have not been scanned.
+    """
+
+    reasons: Mapping[str, Reason]
+    changes: Mapping[str, str]
+    inventory: Inventory | None = None
+
+
+class MigLayouts:
+    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+
+    def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._emit = emit
+        #: What was found after a layout had come into effect, by GPU UUID.
+        self._settled: dict[str, _State] = {}
+        #: Whether an operator has asked for the layouts to be applied now, until they are in effect.
+        self.force = False
+
+    def due(
+        self, plan: Plan, leased: Collection[str] | None, restoring: Collection[str]
+    ) -> tuple[LayoutTask, ...]:
+        """Return the layouts of GPUs that have changed since theirs came into effect.
+
+        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
+        """
+        busy = None if leased is None else frozenset(leased)
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        tasks = []
+        for layout in plan.layouts:
+            gpu = gpus.get(layout.gpu_uuid)
+            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
+            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
+                continue
+            state = _State.of(layout, gpu)
+            settled = self._settled.get(layout.gpu_uuid)
+            if settled != state:
+                self._note_external_change(settled, state, gpu)
+                tasks.append(LayoutTask(layout, gpu, busy, self.force, last))
+        return tuple(tasks)
+
+    def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
+        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
+
+        If it is not final, because the leases were unknown, the layouts are due once more.
+        """
+        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        for uuid, what in result.changes.items():
+            address = gpus[uuid].address if uuid in gpus else uuid
+            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+        for layout in plan.layouts:
+            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
+                continue
+            if is_final and not result.reasons[layout.gpu_uuid]:
+                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
+        self._gpus.note_layouts(result.reasons)
+        self.force = self.force and any(self._gpus.layout_reasons.values())
+
+    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
+        """Record that another program has changed what we had brought into effect."""
+        if settled is None or settled.layout != state.layout:
+            return
+        del self._settled[state.layout.gpu_uuid]
+        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
+            return  # another program created an instance beside ours
+        what = f"{settled} -> {state}"
+        consequence = "the layout is brought into effect again, unless something uses the GPU"
+        cause, code = "another program changed it", reasons.MIG_CHANGED
+        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+class _State(NamedTuple):
+    """A layout, and the mode and instances with which it is in effect."""
+
+    layout: MigLayout
+    enabled: bool | None
+    pending: bool | None
+    instances: tuple[MigInstance, ...]
+
+    @classmethod
+    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
+        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
+
+    def __str__(self) -> str:
+        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"
+
+
+def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResult:
+    """Bring the layouts into effect as far as possible, by driver calls that may be slow."""
+    why: dict[str, Reason] = {}
+    changes: dict[str, str] = {}
+    for task in tasks:
+        uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
+        work = _LayoutWork(task, mig, store)
+        try:
+            why[uuid] = work.apply()
+        except DriverError as error:
+            code = error.code if error.code in _CODES else reasons.MIG_REFUSED
+            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
+        except YunionError as error:
+            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", error.code)
+        if work.done:
+            changes[uuid] = ", ".join(work.done)
+            log.info("%s: MIG: %s", name, changes[uuid])
+    return LayoutResult(why, changes)
+
+
+_CODES = (reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.DRIVER_HUNG, reasons.GPU_LOST)
+
+
+class _LayoutWork:
+    """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
+
+    def __init__(self, task: LayoutTask, mig: Mig, store: Store) -> None:
+        self._task = task
+        self._uuid = task.layout.gpu_uuid
+        self._layout = task.layout
+        self._mig = mig
+        self._store = store
+        self._record = MigRecord.read(store, self._uuid)
+        #: What was changed, as text.
+        self.done: list[str] = []
+
+    def apply(self) -> Reason:
+        """Return why the layout is not in effect; empty if it is."""
+        mode = self._mig.mode(self._uuid)
+        existing = self._instances() if mode.enabled else ()
+        if mode.enabled != self._layout.enabled:
+            why = self._switch(mode, existing)
+            if why or not self._layout.enabled:
+                return why
+            existing = self._instances()
+        elif mode.pending != mode.enabled:  # another program has asked for what the layout does not want
+            self._mig.set_mode(self._uuid, mode.enabled)
+        return self._apply_instances(existing) if self._layout.enabled else NO_REASON
+
+    # -- the mode
+
+    def _switch(self, mode: MigMode, existing: Sequence[MigInstance]) -> Reason:
+        to = self._layout.enabled
+        stay = [one for one in existing if one.id in self._fixed(existing)]
+        if self._task.force:
+            stay = [one for one in stay if self._pids(one)]
+        why = self._why_gpu_is_busy() if to else (self._why_in_the_way(stay) if stay else NO_REASON)
+        if why:
+            return why
+        if mode.pending == to and self._task.last.code == reasons.MIG_RESET_REQUIRED:
+            return self._task.last
+        self._remember_before(mode, existing)
+        for instance in existing:
+            self._destroy(instance)
+        mode = self._mig.set_mode(self._uuid, to)
+        shown = "on" if to else "off"
+        if mode.enabled == to:
+            self.done.append(f"switched MIG mode {shown}")
+            return NO_REASON
+        if mode.in_use:
+            what = f"MIG mode cannot be switched {shown} while a process uses the GPU"
+            return Reason(what, reasons.MIG_IN_USE)
+        what = f"MIG mode will be {shown} after the next reset of the GPU"
+        return Reason(what, reasons.MIG_RESET_REQUIRED)
+
+    def _why_gpu_is_busy(self) -> Reason:
+        task = self._task
+        if task.busy is None:
+            return Reason(
+                "MIG mode is switched on once it is known that no lease is in the way", reasons.MIG_PENDING
+            )
+        pids = self._mig.processes(self._uuid)
+        if pids:
+            what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
+            return Reason(what, reasons.MIG_IN_USE)
+        if self._uuid in task.busy and not task.force:
+            return Reason("MIG mode is switched on once the leases of the GPU have ended", reasons.MIG_IN_USE)
+        return NO_REASON
+
+    # -- the instances
+
+    def _apply_instances(self, existing: Sequence[MigInstance]) -> Reason:
+        self._note_ours(existing)
+        desired, fixed = self._layout.profiles, self._fixed(existing)
+        done = change(desired, existing, fixed)
+        if done.in_the_way and self._task.force:
+            done = change(
+                desired, existing, fixed - {one.id for one in done.in_the_way if not self._pids(one)}
+            )
+        if done.in_the_way:
+            return self._why_in_the_way(done.in_the_way)
+        if done.is_due:
+            self._remember_before(MigMode(enabled=True, pending=True), existing)
+        for instance in done.destroy:
+            self._destroy(instance)
+        for place in done.create:
+            self._create(place.profile, place.start)
+        for instance in done.keep:
+            if not instance.compute_instances:
+                self._mig.create_compute(self._uuid, instance.id)
+                self.done.append(f"completed g{instance.id} ({instance.profile})")
+        if self.done:
+            self._note_ours(self._instances())
+        return NO_REASON
+
+    def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
+        """Return the ids of the instances that must not be destroyed."""
+        return {one.id for one in existing if not self._is_ours(one) or self._is_busy(one) or self._pids(one)}
+
+    def _is_ours(self, instance: MigInstance) -> bool:
+        return self._record.owns(instance)
+
+    def _is_busy(self, instance: MigInstance) -> bool:
+        busy = self._task.busy
+        return busy is None or instance.uuid in busy
+
+    def _pids(self, instance: MigInstance) -> set[int]:
+        return self._mig.processes(instance.uuid) if instance.uuid else set()
+
+    def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
+        for instance in instances:
+            name = f"instance g{instance.id} ({instance.profile})"
+            pids = self._pids(instance)
+            if pids:
+                what = f"{name} is in the way of its MIG layout, but processes use it ({_pids(pids)})"
+                return Reason(what, reasons.MIG_IN_USE)
+            if not self._is_ours(instance) and not self._task.force:
+                what = f"{name}, which another program created, is in the way of its MIG layout"
+                return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
+        what = f"its MIG layout waits for the leases of {describe(instances)} to end"
+        return Reason(what, reasons.MIG_IN_USE)
+
+    # -- steps, each recorded
+
+    def _instances(self) -> tuple[MigInstance, ...]:
+        return self._mig.instances(self._uuid, self._task.gpu.mig_profiles)
+
+    def _remember_before(self, mode: MigMode, existing: Iterable[MigInstance]) -> None:
+        if self._record.before is None:
+            before = tuple(one.profile for one in existing)
+            self._write(self._record._replace(enabled_before=mode.enabled, before=before))
+
+    def _note_ours(self, existing: Sequence[MigInstance]) -> None:
+        """Record our instances with their UUIDs, and forget those that are gone.
+
+        A later one of another program with the same id is then not taken for ours.
+        """
+        ours = tuple(one for one in existing if self._is_ours(one))
+        if ours != self._record.created:
+            self._write(self._record._replace(created=ours))
+
+    def _destroy(self, instance: MigInstance) -> None:
+        self._mig.destroy(self._uuid, instance.id)
+        kept = tuple(one for one in self._record.created if one.id != instance.id)
+        self._write(self._record._replace(created=kept))
+        self.done.append(f"destroyed g{instance.id} ({instance.profile})")
+
+    def _create(self, profile: MigProfile, start: int) -> None:
+        number = self._mig.create(self._uuid, profile, start)
+        made = MigInstance(number, profile.name, start, profile.size, "", 0)
+        self._write(self._record._replace(created=(*self._record.created, made)))
+        self._mig.create_compute(self._uuid, number)
+        self.done.append(f"created g{number} ({profile.name})")
+
+    def _write(self, record: MigRecord) -> None:
+        record.write(self._store, self._uuid)
+        self._record = record
+
+
+def _pids(pids: Iterable[int]) -> str:
+    return f"PID {', '.join(map(str, sorted(pids)))}"
+
+
+def restore(layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store) -> LayoutResult:
+    """Restore the layouts from before our first change, where that is desired; forget what was recorded."""
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    tasks = []
+    for layout in layouts:
+        gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
+        if layout.restore and gpu and record.before is not None:
+            profiles = {profile.name: profile for profile in gpu.mig_profiles}
+            before = tuple(profiles[name] for name in record.before if name in profiles)
+            former = MigLayout(layout.gpu_uuid, record.enabled_before, before)
+            tasks.append(LayoutTask(former, gpu, frozenset()))
+    result = carry_out(tasks, mig, store)
+    for uuid, why in result.reasons.items():
+        if not why or why.code == reasons.MIG_RESET_REQUIRED:
+            store.forget_mig(uuid)
+    return result

@@ -1,0 +1,104 @@
+"""The time slices of time-sliced GPUs, as nvidia-smi compute-policy sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError
+from yunion_mps.host import store as records
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.compute_policy import restore_time_slice, set_time_slice, time_slice_of
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.models import Event, Plan
+from yunion_mps.planning.plan import ModeChange
+from yunion_mps.reasons import Reason
+from yunion_mps.supervisor.gpu_settings import Setting, SettingResult, SettingWork, carry_out, originals
+from yunion_mps.supervisor.gpus import Gpus
+
+TIME_SLICE = Setting(
+    records.TIME_SLICE,
+    "time slice",
+    lambda _, uuid, value: set_time_slice(uuid, value),
+    lambda _, uuid, value: restore_time_slice(uuid, value),
+)
+
+NO_SLICES = SettingResult({}, {})
+
+
+class SliceWork(NamedTuple):
+    """Time slices to set, and original ones to restore, by GPU UUID."""
+
+    desired: Mapping[str, str]
+    restore: Mapping[str, str]
+
+
+class TimeSlices:
+    """Decides which time slices to set and restore.
+
+    They are set at the start, after a reload and after a GPU was lost, and not compared in between: reading
+    one takes a program of NVIDIA's.
+    """
+
+    def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._emit = emit
+        #: The time slices that were set or refused, and those that are about to be set, by GPU UUID.
+        self._done: dict[str, str] = {}
+        self._requested: Mapping[str, str] = {}
+        #: Why time slices were refused, by GPU UUID.
+        self.refusals: dict[str, Reason] = {}
+
+    def due(self, target: Plan, store: Store | None) -> SliceWork | tuple[()]:
+        """Return what is due, empty if nothing is; without a store, there is nothing to restore."""
+        healthy, direct = self._gpus.healthy, {gpu.uuid for gpu in target.direct}
+        usable = {uuid: value for uuid, value in target.time_slices.items() if uuid in healthy & direct}
+        self._done = {uuid: value for uuid, value in self._done.items() if uuid in usable}
+        self.refusals = {uuid: why for uuid, why in self.refusals.items() if uuid in usable}
+        desired = {uuid: value for uuid, value in usable.items() if self._done.get(uuid) != value}
+        recorded = {} if store is None else originals(TIME_SLICE, store)
+        restore = {uuid: value for uuid, value in recorded.items() if uuid not in target.time_slices}
+        self._requested = desired
+        return SliceWork(desired, restore) if desired or restore else ()
+
+    def set(self, work: SliceWork | tuple[()], nvml: Nvml | None, store: Store) -> SettingResult:
+        """Do the work; run it on a thread, because it runs programs."""
+        if not work:
+            return NO_SLICES
+        changes: list[ModeChange] = []
+        errors: dict[str, DriverError] = {}
+        for uuid, after in work.desired.items():
+            try:
+                before = time_slice_of(uuid)
+            except DriverError as error:
+                errors[uuid] = error
+                continue
+            if before != after:
+                changes.append(ModeChange(uuid, before, after))
+        todo = SettingWork(tuple(changes), work.restore)
+        result = carry_out(TIME_SLICE, todo, nvml, store, self._gpus.inventory.gpus)
+        return result._replace(errors={**errors, **result.errors})
+
+    def note(self, result: SettingResult) -> bool:
+        """Record time slices that were set, and GPUs that refused; return whether there were any."""
+        requested, self._requested = self._requested, {}
+        self._done.update(requested)
+        for gpu in self._gpus.inventory.gpus:
+            uuid = str(gpu.uuid)
+            if uuid in requested and uuid in result.values:
+                what, cause = f"time slice {result.values[uuid]}", "the configuration requires it"
+                self._emit(Event("info", "gpu", gpu.address, what, cause))
+            if uuid in requested and uuid in result.errors:
+                cause = result.errors[uuid].message
+                what = f"the time slice {requested[uuid]} cannot be set"
+                means, code = "its devices have the one that it had before", reasons.TIME_SLICE_REFUSED
+                self._emit(Event("warning", "gpu", gpu.address, what, cause, means, code))
+                name = f"GPU {gpu.address} ({gpu.name})"
+                self.refusals[uuid] = Reason(f"{name}: {what}: {cause}; {means}", code)
+        return bool(result.values or result.errors)
+
+    def check_again(self) -> None:
+        """Compare all time slices again, because the configuration was reloaded."""
+        self._done.clear()
+        self.refusals.clear()
