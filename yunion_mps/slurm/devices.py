@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import SLURM
+from yunion_mps.enums import SHARING, SLURM
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.identity import gpu_of
@@ -73,9 +73,15 @@ class Record(NamedTuple):
 
 
 def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
-    """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
+    """The devices that are reserved for Slurm or, if there are none, those that are not reserved.
+
+    They are of one kind, because those of a job cannot be shared in different ways: those of MPS if there are
+    any.
+    """
     reserved = [device for device in devices if device["reserved_for"] == SLURM]
-    return reserved or [device for device in devices if device["reserved_for"] is None]
+    suitable = reserved or [device for device in devices if device["reserved_for"] is None]
+    sharing = min((device["sharing"] for device in suitable), key=SHARING.index, default="")
+    return [device for device in suitable if device["sharing"] == sharing]
 
 
 def record_of(devices: Sequence[Device], *, shards: bool) -> Record:

@@ -28,7 +28,13 @@ RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06
 
 def device(addr: str, memory_mib: int = 4096, reserved_for: str | None = None) -> Any:
     gpu = addr.rpartition("-")[0]
-    return {"addr": addr, "memory_mib": memory_mib, "reserved_for": reserved_for, "gpu_uuid": gpu}
+    return {
+        "addr": addr,
+        "memory_mib": memory_mib,
+        "reserved_for": reserved_for,
+        "gpu_uuid": gpu,
+        "sharing": "mps",
+    }
 
 
 def lease(name: str | None, devices: tuple[str, ...] = ("00:06.0-0",), **fields: Any) -> Any:
@@ -151,6 +157,13 @@ def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
     free, pods, ours = device("a-0"), device("b-0", 1, "kubernetes"), device("c-0", 1, "slurm")
     assert devices_for_slurm([free, pods, ours]) == [ours]
     assert devices_for_slurm([free, pods]) == [free]
+
+
+def test_slurm_gets_devices_of_one_kind_those_of_mps_if_there_are_any() -> None:
+    limited: Any = device("00:06.0-0")
+    sliced: Any = {**device("00:07.0-0"), "sharing": "time-slicing"}
+    assert devices_for_slurm([sliced, limited]) == [limited]
+    assert devices_for_slurm([sliced]) == [sliced]
 
 
 def test_only_a_lease_without_expiry_that_is_named_after_a_job_is_slurms() -> None:
