@@ -163,7 +163,7 @@ def test_systemd_accepts_the_kubelet_plugin_s_unit(tmp_path: Path) -> None:
     text = (CHECKOUT / "systemd" / unit.name).read_text()
     assert "\nRestart=always\n" in text
     assert "Requires=" not in text
-    # A plugin that starts after the kubelet has pods refused at boot (docs/decisions/0016).
+    # If it started after the kubelet, pods would be refused at boot (docs/decisions/0016).
     assert "\nBefore=kubelet.service\n" in text
     assert "\nTimeoutStartSec=10s\n" in text
     unit.write_text(text.replace("/usr/bin/yunion-mps-kubelet-plugin", shutil.which("true") or ""))

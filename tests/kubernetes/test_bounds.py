@@ -282,7 +282,7 @@ def test_slices_are_current_soon_after_an_hour_without_the_api_server(is_silent:
             attempts_s = [*server.attempts_s, now_s()]
             gaps_s = [after - before for before, after in zip(attempts_s, attempts_s[1:])]
             assert max(gaps_s) <= PUBLISHED_S
-            assert len(attempts_s) <= 2 * ATTEMPTS_IN_AN_HOUR, "two loops"
+            assert len(attempts_s) <= 2 * ATTEMPTS_IN_AN_HOUR, "two loops retry"
             assert attempts_s[0] - began_s <= PUBLISHED_S
             server.is_unreachable, back_s = False, now_s()
             while published() != number:  # noqa: ASYNC110 - an event of the test would not be its clock
@@ -358,6 +358,7 @@ def test_deleted_pods_are_safe_in_an_hour_without_the_api_server(
         server.is_unreachable, back_s = False, now_s()
         await asyncio.sleep(HOUR_S)
         assert daemon.pids == {stays, no_pods}
+        assert "watching the pods of node node-1 again" in caplog.text
         assert max(daemon.ended_s[gone], daemon.ended_s[ending]) - back_s <= PUBLISHED_S
         assert len(asyncio.all_tasks()) <= tasks
 
