@@ -52,6 +52,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "reason_code": "",
                 "budget_enforced": False,
                 "sharing": "mps",
+                "mig_profile": None,
                 "reserved_for": None,
                 "lease": None,
                 "holder": None,

@@ -80,12 +80,10 @@ class TestJobs:
         machine = host.machine
         begin(machine, f"python3 -IS {CLIENT}")
         (client,) = machine.wait_until("it is attached", lambda: host.ask("clients")["clients"])
-        killed = machine.journal(JOB).count("Killing process")
         host.kill(int(machine.show("MainPID", JOB)))
         machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")
-        assert host.has_disconnected(client["pid"])
+        assert host.has_disconnected(client["pid"]), "before it died of SIGTERM"
         assert machine.show("Result", JOB) == "exit-code"
-        assert machine.journal(JOB).count("Killing process") == killed, "systemd had nothing to kill"
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
         machine.run("systemctl", "reset-failed", JOB)
 
