@@ -227,6 +227,22 @@ def test_an_instance_of_another_program_beside_the_layout_stays_even_now(mig_hos
         assert other in host.sim.gpus[0].mig_devices()
 
 
+def test_an_instance_with_several_compute_instances_stays_whole_while_one_is_used(
+    mig_host: MakeMigHost,
+) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.run(["nvidia-smi", "mig", "-cgi", "4g.40gb"], check=True)
+    host.sim.run(["nvidia-smi", "mig", "-cci", "1c.4g.40gb,1c.4g.40gb"], check=True)
+    before = host.sim.gpus[0].mig_devices()
+    host.sim.gpus[0].add_process(4321, 100, on=(before[0].gpu_instance, 1))
+    for names in (["all-7g.80gb"], [DISABLED]):
+        why = host.apply(*names, force=True)
+        assert (why.code, "PID 4321" in why) == (reasons.MIG_IN_USE, True)
+        assert host.sim.gpus[0].mig_devices() == before
+    host.sim.gpus[0].remove_process(4321)
+    assert host.apply("all-7g.80gb", force=True) == ""
+
+
 def test_an_instance_made_in_our_place_is_not_ours(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("all-7g.80gb")
@@ -279,11 +295,25 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
         host.sim.create_mig_devices(0, *before)
     had = (host.gpu.mig_enabled, host.has)
     host.apply("all-2g.20gb", force=True)
-    restore([host.layout("all-2g.20gb")], [host.gpu], host.mig, host.store)
+    restore([host.layout("all-2g.20gb")], [host.gpu], host.mig, host.store, ())
     assert host.has.endswith("3 x 2g.20gb")
-    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.mig, host.store)
+    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.mig, host.store, ())
     assert (host.gpu.mig_enabled, host.has) == had
     assert host.ours == []
+
+
+def test_leased_instances_are_not_taken_away_by_a_restoration(
+    mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    leased = {host.gpu.mig_instances[0].uuid}
+    former = [host.layout("all-3g.40gb", restore=True)]
+    restore(former, [host.gpu], host.mig, host.store, leased)
+    assert host.has == "2 x 3g.40gb"
+    assert "its MIG layout waits for the leases of 1 x 3g.40gb to end" in caplog.text
+    restore(former, [host.gpu], host.mig, host.store, ())
+    assert host.gpu.mig_enabled is False
 
 
 # -- a daemon that is killed
