@@ -274,8 +274,8 @@ class Supervisor:
         if not self.desired.plan.layouts or self.stopping or self.nvml is None:
             return ()
         plan = self.snapshot().plan
-        offered = (one.gpu_uuid for one in (*plan.devices, *plan.pools))
-        busy = None if leased is None else frozenset((*leased, *offered))
+        offered = {*(device.gpu_uuid for device in plan.devices), *(pool.gpu_uuid for pool in plan.pools)}
+        busy = None if leased is None else offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
         return self._layouts.due(self.desired.plan, busy, restoring)
 

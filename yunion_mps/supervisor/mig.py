@@ -96,12 +96,13 @@ class MigLayouts:
         self.forced: set[MigLayout] = set()
 
     def due(
-        self, plan: Plan, busy: frozenset[str] | None, restoring: Collection[str]
+        self, plan: Plan, busy: Collection[str] | None, restoring: Collection[str]
     ) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
         """
+        known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
         for layout in plan.layouts:
@@ -113,7 +114,7 @@ class MigLayouts:
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, busy, layout in self.forced, last))
+                tasks.append(LayoutTask(layout, gpu, known, layout in self.forced, last))
         return tuple(tasks)
 
     def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
@@ -248,7 +249,10 @@ class _LayoutWork:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
             return Reason(what, reasons.MIG_IN_USE)
         if self._uuid in task.busy and not task.force:
-            return Reason("MIG mode is switched on once the leases of the GPU have ended", reasons.MIG_IN_USE)
+            return Reason(
+                "MIG mode is switched on once leases and MPS servers of the GPU have ended",
+                reasons.MIG_IN_USE,
+            )
         return NO_REASON
 
     # -- the instances
@@ -301,7 +305,7 @@ class _LayoutWork:
             if not self._is_ours(instance) and not self._task.force:
                 what = f"{name}, which another program created, is in the way of its MIG layout"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
-        what = f"its MIG layout waits for the leases of {describe(instances)} to end"
+        what = f"its MIG layout waits for leases and MPS servers of {describe(instances)} to end"
         return Reason(what, reasons.MIG_IN_USE)
 
     # -- steps, each recorded

@@ -234,6 +234,18 @@ def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: Begun) -
         assert made.snapshot.inventory.gpus[0].reason.code == reasons.MIG_RESET_REQUIRED
 
 
+def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun) -> None:
+    host, made = begun(MIG, "type: NVIDIA_MPS; virtual_number: 2", description=[{"kind": "h100", "count": 2}])
+    before = host.gpus[0].mig_devices()
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        f"devices:\n- path: {host.gpus[1].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
+    )
+    (change,) = [change for change in made.reload() if change.kind == "MIG layout"]
+    assert (change.after, change.effect) == ("as it is", "at once")
+    apply_layouts(made)
+    assert host.gpus[0].mig_devices() == before
+
+
 def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb; virtual_number: 2")
