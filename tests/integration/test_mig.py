@@ -69,6 +69,21 @@ def test_a_start_applies_the_layout_and_a_command_runs_on_an_instance(daemon: Da
     assert not [line for line in environment if line.startswith("CUDA_MPS_")]
 
 
+def test_a_lease_of_an_instance_is_shown_by_every_command(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    address = sorted(devices(daemon))[0]
+    for words in (
+        ("lease", "take", "job", "--ttl", "1h", "--device", address),
+        ("lease", "show", "job"),
+        ("show", address),
+        ("env", address),
+        ("lease", "renew", "job"),
+        ("lease", "release", "job"),
+    ):
+        shown = daemon.host.run(("yunion-mps", *words), check=True).stdout
+        assert "not enforced" not in shown
+
+
 def test_our_list_and_nvidia_smi_agree(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     shown = daemon.host.run(["nvidia-smi", "-L"], check=True).stdout
@@ -92,6 +107,8 @@ def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
     found = gpu(daemon)
     assert (found["state"], found["reason_code"]) == ("unavailable", reasons.MIG_IN_USE)
     assert big in instances(daemon)
+    leased = devices(daemon)[f"00:06.0-g{big.gpu_instance}"]
+    assert (leased["state"], leased["reason"]) == ("leased", "")
     assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
     eventually(lambda: free(daemon) == 7, "seven free devices")

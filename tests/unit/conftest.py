@@ -9,9 +9,10 @@ import pytest
 from hypothesis import settings
 from yunion_mps.paths import Paths
 
+from unit.mig_host import mig_host
 from unit.supervised import begin, make_host, put_to_work, stand_ins, supervise
 
-__all__ = ["begin", "make_host", "put_to_work", "stand_ins", "supervise"]
+__all__ = ["begin", "make_host", "mig_host", "put_to_work", "stand_ins", "supervise"]
 
 # The same examples in every run, so that a change is blamed for what it broke; `search` looks for new ones.
 settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=50)

@@ -266,7 +266,7 @@ def show_device(device: str, output: str) -> None:
 
 def _device_text(answer: DeviceDetails) -> str:
     """Format a device, and its environment on lines that can be copied."""
-    why = WHY_UNENFORCED[answer["sharing"]]
+    why = WHY_UNENFORCED.get(answer["sharing"])
     unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
     link = answer["pcie_info"]
     lines = {

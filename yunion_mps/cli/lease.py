@@ -238,7 +238,7 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
 
 
 def _lease_text(lease: LeaseRecord, state: str = "") -> str:
-    why = WHY_UNENFORCED[lease["sharing"]]
+    why = WHY_UNENFORCED.get(lease["sharing"])
     enforced = "" if lease["budget_enforced"] else f" (not enforced: a GPU is {why})"
     ends = {
         "process": f"with its process (PID {lease['pid']})",

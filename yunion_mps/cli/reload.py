@@ -111,6 +111,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
     fails if devices are still pending because of a lease.
 
+    A new MIG layout waits until no lease and no process uses what has to go. With --now, it does not wait for
+    leases, and it replaces unused instances that other programs created; processes must still end.
+
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.
 

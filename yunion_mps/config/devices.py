@@ -202,10 +202,12 @@ class _Reader(MappingReader):
             way = self._time_sliced if sharing == TIME_SLICING else self._division
             return way(item, nodes)._replace(mig=names, mig_restore=restore)
         for name in _NOT_WITH_MIG:
-            if name in nodes:
+            if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
                 self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
         number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
+        if not names:  # its problem is reported; without a layout, the GPU itself is divided
+            number = number or 1
         places = self._places(nodes["mig"][0])
         return DeviceEntry("", number, *places, sharing=sharing, mig=names, mig_restore=restore)
 

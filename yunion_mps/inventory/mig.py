@@ -86,11 +86,23 @@ class Mig:
         call(pynvml.nvmlGpuInstanceDestroy, handle)
 
     @bounded
-    def processes(self, uuid: str) -> set[int]:
-        """Return the PIDs of the processes on a GPU or MIG device."""
+    def processes(self, uuid: str, instance: int | None = None) -> set[int]:
+        """Return the PIDs of the processes on a GPU, or on all compute instances of one of its instances."""
         handle = handle_of(uuid)
-        calls = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
-        return {process.pid for listed in calls for process in optional(listed, handle) or ()}
+        if instance is None:
+            return _processes(handle)
+        devices = [one for one in mig_devices(handle) if _instance_of(one) == instance]
+        return set[int]().union(*map(_processes, devices))
+
+
+def _processes(handle: Any) -> set[int]:
+    calls = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+    return {process.pid for listed in calls for process in optional(listed, handle) or ()}
+
+
+def _instance_of(device: Any) -> int:
+    """Return the id of the GPU instance that a MIG device belongs to."""
+    return int(call(pynvml.nvmlDeviceGetGpuInstanceId, device))
 
 
 def _mode(handle: Any) -> MigMode:
@@ -153,7 +165,7 @@ def _compute_profiles(instance: Any) -> list[Any]:
 
 
 def _instances(handle: Any, profiles: Sequence[MigProfile]) -> tuple[MigInstance, ...]:
-    devices = [(call(pynvml.nvmlDeviceGetGpuInstanceId, device), device) for device in mig_devices(handle)]
+    devices = [(_instance_of(device), device) for device in mig_devices(handle)]
     found = []
     for profile in profiles:
         kind = pynvml.c_nvmlGpuInstance_t

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
@@ -24,6 +24,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
+    Device,
     DomainStatus,
     Gpu,
     Holder,
@@ -93,16 +94,30 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
     """
     reasons = unusable_reasons(snapshot)
     for device in lease.devices:
-        why = reasons.get(device.gpu_uuid, "its GPU is no longer present")
+        why = _why_device(device, reasons, snapshot, _GONE)
         if why:
             raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
-    name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
+    name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid, "")
     if name == lease.devices[0].domain == "":
         return
     served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
     if lease.environment.get("CUDA_MPS_PIPE_DIRECTORY") not in served:
         what = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
         raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
+
+
+def _why_device(
+    device: Device, reasons: Mapping[str, Reason], snapshot: Snapshot, not_served: Reason = NO_DOMAIN
+) -> Reason:
+    """Why a device cannot be used now, given the `reasons` of the GPUs in the plan.
+
+    A leased device without a control daemon stays usable when the plan no longer has it, as long as the GPU,
+    or MIG instance, exists; one with a control daemon is `not_served` then.
+    """
+    if device.gpu_uuid in reasons or device.domain:
+        return reasons.get(device.gpu_uuid, not_served)
+    gpu = next((gpu for gpu in snapshot.inventory.gpus if gpu.uuid == device.gpu_uuid), None)
+    return why_unusable(gpu, "", None, snapshot.plan)
 
 
 def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
@@ -148,7 +163,7 @@ def devices_json(
     free = ledger.free_devices(served)
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
-        gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
+        gpu, reason = gpus.get(device.gpu_uuid), _why_device(device, why, snapshot)
         lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
         use = snapshot.plan.reserved.get(device.gpu_uuid)
         state = (RESERVED if use else FREE) if device.id in free else LEASED if lease else NO_MEMORY

@@ -87,8 +87,7 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
-            if now:
-                self._supervisor.force_layouts()
+            self._supervisor.force_layouts(now=now)
             await self.apply_layouts()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"

@@ -36,6 +36,7 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_gpus,
     leased_without_mps,
     left_running,
 )
@@ -158,7 +159,8 @@ class Supervisor:
             return
         used_gpus = {gpu.parent for gpu in self._gpus.inventory.gpus if gpu.uuid in used}
         layouts = [layout for layout in layouts if layout.gpu_uuid not in used_gpus]
-        result = restore(layouts, self._gpus.inventory.gpus, Mig(self.nvml), self._store)
+        gpus, leased = self._gpus.inventory.gpus, leased_gpus(self._store)
+        result = restore(layouts, gpus, Mig(self.nvml), self._store, leased)
         self._layouts.note(result, self.desired.plan)
 
     def release(self) -> None:
@@ -265,11 +267,17 @@ class Supervisor:
     # -- MIG layouts
 
     def layout_tasks(self, leased: Collection[str] | None) -> tuple[LayoutTask, ...]:
-        """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown."""
+        """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown.
+
+        What can be leased meanwhile counts as leased.
+        """
         if not self.desired.plan.layouts or self.stopping or self.nvml is None:
             return ()
+        plan = self.snapshot().plan
+        offered = {*(device.gpu_uuid for device in plan.devices), *(pool.gpu_uuid for pool in plan.pools)}
+        busy = None if leased is None else offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
-        return self._layouts.due(self.desired.plan, leased, restoring)
+        return self._layouts.due(self.desired.plan, busy, restoring)
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
@@ -285,9 +293,9 @@ class Supervisor:
         if result.inventory:
             self.update_gpus(result.inventory, now_s)
 
-    def force_layouts(self) -> None:
-        """Let the layouts not wait for leases, nor for unused instances of other programs."""
-        self._layouts.force = True
+    def force_layouts(self, *, now: bool) -> None:
+        """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
+        self._layouts.forced = {*self.desired.plan.layouts} if now else set()
 
     # -- compute modes
 
@@ -368,6 +376,7 @@ class Supervisor:
             if result.inventory:
                 self._gpus.update(result.inventory, self.config, self.desired.plan)
             self.desired.replan()
+            self._changed()
 
     def _has_no_leases(self) -> bool:
         if os.path.isdir(self._paths.lease_copies) and os.listdir(self._paths.lease_copies):

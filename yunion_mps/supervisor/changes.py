@@ -183,7 +183,8 @@ def changes_to(
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout != new_layout:
-            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, _WHEN_UNUSED))
+            when = _WHEN_UNUSED if new_layout else AT_ONCE
+            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout or "as it is", when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")

@@ -59,10 +59,11 @@ class MigRecord(NamedTuple):
 
 
 class LayoutTask(NamedTuple):
-    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that are leased.
+    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
 
-    If `busy` is None, because the leases are not known yet, nothing is taken away. With `force`, instances of
-    other programs are destroyed too, and leases do not count. `last` is why it was not in effect before.
+    They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
+    leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
+    too, and leases do not count. `last` is why it was not in effect before.
     """
 
     layout: MigLayout
@@ -91,17 +92,17 @@ class MigLayouts:
         self._emit = emit
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        #: Whether an operator has asked for the layouts to be applied now, until they are in effect.
-        self.force = False
+        #: Those that an operator wants in effect now, until they are.
+        self.forced: set[MigLayout] = set()
 
     def due(
-        self, plan: Plan, leased: Collection[str] | None, restoring: Collection[str]
+        self, plan: Plan, busy: Collection[str] | None, restoring: Collection[str]
     ) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
         """
-        busy = None if leased is None else frozenset(leased)
+        known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
         for layout in plan.layouts:
@@ -113,7 +114,7 @@ class MigLayouts:
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, busy, self.force, last))
+                tasks.append(LayoutTask(layout, gpu, known, layout in self.forced, last))
         return tuple(tasks)
 
     def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
@@ -131,7 +132,7 @@ class MigLayouts:
             if is_final and not result.reasons[layout.gpu_uuid]:
                 self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
         self._gpus.note_layouts(result.reasons)
-        self.force = self.force and any(self._gpus.layout_reasons.values())
+        self.forced = {one for one in self.forced if self._gpus.layout_reasons.get(one.gpu_uuid)}
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
         """Record that another program has changed what we had brought into effect."""
@@ -248,7 +249,10 @@ class _LayoutWork:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
             return Reason(what, reasons.MIG_IN_USE)
         if self._uuid in task.busy and not task.force:
-            return Reason("MIG mode is switched on once the leases of the GPU have ended", reasons.MIG_IN_USE)
+            return Reason(
+                "MIG mode is switched on once leases and MPS servers of the GPU have ended",
+                reasons.MIG_IN_USE,
+            )
         return NO_REASON
 
     # -- the instances
@@ -289,7 +293,7 @@ class _LayoutWork:
         return busy is None or instance.uuid in busy
 
     def _pids(self, instance: MigInstance) -> set[int]:
-        return self._mig.processes(instance.uuid) if instance.uuid else set()
+        return self._mig.processes(self._uuid, instance.id)
 
     def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
         for instance in instances:
@@ -301,7 +305,7 @@ class _LayoutWork:
             if not self._is_ours(instance) and not self._task.force:
                 what = f"{name}, which another program created, is in the way of its MIG layout"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
-        what = f"its MIG layout waits for the leases of {describe(instances)} to end"
+        what = f"its MIG layout waits for leases and MPS servers of {describe(instances)} to end"
         return Reason(what, reasons.MIG_IN_USE)
 
     # -- steps, each recorded
@@ -345,8 +349,13 @@ def _pids(pids: Iterable[int]) -> str:
     return f"PID {', '.join(map(str, sorted(pids)))}"
 
 
-def restore(layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired; forget what was recorded."""
+def restore(
+    layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store, leased: Iterable[str]
+) -> LayoutResult:
+    """Restore the layouts from before our first change, where that is desired; forget what was recorded.
+
+    Where something uses an instance that would have to go, or it is `leased` (UUIDs), nothing changes.
+    """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     tasks = []
     for layout in layouts:
@@ -355,9 +364,11 @@ def restore(layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: 
             profiles = {profile.name: profile for profile in gpu.mig_profiles}
             before = tuple(profiles[name] for name in record.before if name in profiles)
             former = MigLayout(layout.gpu_uuid, record.enabled_before, before)
-            tasks.append(LayoutTask(former, gpu, frozenset()))
+            tasks.append(LayoutTask(former, gpu, frozenset(leased)))
     result = carry_out(tasks, mig, store)
     for uuid, why in result.reasons.items():
         if not why or why.code == reasons.MIG_RESET_REQUIRED:
             store.forget_mig(uuid)
+        if why:
+            log.warning("GPU %s: the layout from before is not restored yet: %s", by_uuid[uuid].address, why)
     return result

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
+from yunion_mps.enums import MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import Store
@@ -252,12 +253,18 @@ def leased_without_mps(store: Store) -> dict[str, str]:
 
     This is found without the modules that restore leases, which take longer to import than the start has.
     """
-    rows = store.read(
-        """SELECT value FROM lease WHERE value LIKE '%"sharing":%' AND value NOT LIKE '%"sharing":"mps"%'"""
-    )
+    without = """WHERE value LIKE '%"sharing":%' AND value NOT LIKE '%"sharing":"mps"%'"""
+    return leased_gpus(store, without)
+
+
+def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
+    """Return how the GPUs (UUIDs) with recorded leases are shared."""
+    rows = store.read(f"SELECT value FROM lease {where}")
     with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
         leases = [json.loads(row[0]) for row in rows]
-        return {device["gpu_uuid"]: device["sharing"] for lease in leases for device in lease["devices"]}
+        return {
+            device["gpu_uuid"]: device.get("sharing", MPS) for lease in leases for device in lease["devices"]
+        }
     return {}
 
 

@@ -68,3 +68,8 @@ PROFILES = "write the profiles of instances, for example [3g.40gb, 1g.10gb, 1g.1
 )  # fmt: skip
 def test_a_wrong_layout_is_refused(files: Files, text: str, message: str) -> None:
     assert files.write(devices=f"{MPS}  {text}\n").messages() == [f"{DEVICES}:{message}"]
+
+
+def test_a_key_that_is_wrong_for_two_reasons_is_reported_once(files: Files) -> None:
+    (message,) = files.write(devices=f"{MPS}  mig: all-balanced\n  time_slice: short\n").messages()
+    assert message.startswith(f"{DEVICES}:5: unknown key time_slice in an NVIDIA_MPS entry: remove it")

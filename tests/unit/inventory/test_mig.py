@@ -67,7 +67,7 @@ def test_processes_and_memory_of_an_instance_are_its_own(open_host: OpenHost) ->
     host.sim.gpus[0].add_process(4321, 100, on=(number, 0))
     device = str(host.gpus()[1].uuid)
     assert host.nvml.processes() == {device: {4321: 100}, str(host.gpus()[2].uuid): {}}
-    assert mig.processes(device) == {4321}
+    assert mig.processes(device) == mig.processes(str(gpu.uuid), number) == {4321}
     assert host.nvml.load([], 0.0).gpus[device].memory_used_mib == 100
 
 

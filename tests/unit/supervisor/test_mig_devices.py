@@ -28,9 +28,11 @@ def configured(host: SimHost, *entries: str) -> None:
     (host.root / "etc/yunion/host_container_device.yml").write_text("\n".join(lines) + "\n")
 
 
-def apply_layouts(made: Supervised, leased: set[str] | None = None) -> None:
-    """As the monitor does in each poll."""
+def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool | None = None) -> None:
+    """As the monitor does in each poll, or with `now` a reload, after it has been accepted."""
     made.rescan()
+    if now is not None:
+        made.supervisor.force_layouts(now=now)
     made.set_modes()
     tasks = made.supervisor.layout_tasks(leased or set())
     if tasks:
@@ -204,6 +206,46 @@ def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> Non
     assert made.available == 7
 
 
+def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-1g.10gb")
+    by_start = sorted(made.snapshot.inventory.gpus[0].mig_instances, key=lambda one: one.start)
+    configured(host, "type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
+    made.accept()
+    (offered,) = devices(made)
+    leased = by_start[5].uuid  # a 3g.40gb fits beside it, in the place of what is offered
+    (task,) = made.supervisor.layout_tasks({leased})
+    made.supervisor.apply_layouts([task])
+    assert {offered.gpu_uuid, leased} <= {one.uuid for one in host.gpus[0].mig_devices()}
+    apply_layouts(made, {offered.gpu_uuid})
+    assert sorted(one.profile for one in host.gpus[0].mig_devices()) == ["1g.10gb", "3g.40gb"]
+
+
+def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: Begun) -> None:
+    """Nor about the layouts of other GPUs, though one waits for its reset for days."""
+    host, made = begun(MIG, MIG, description=[{"kind": "a100"}, {"kind": "h100"}])
+    made.accept()
+    apply_layouts(made, now=True)
+    leased = {made.snapshot.inventory.gpus[1].mig_instances[0].uuid}
+    for now, profiles in ((False, 4), (True, 7)):
+        configured(host, MIG, "type: NVIDIA_MPS; mig: all-1g.10gb")
+        made.accept()
+        apply_layouts(made, leased, now=now)
+        assert len(host.gpus[1].mig_devices()) == profiles
+        assert made.snapshot.inventory.gpus[0].reason.code == reasons.MIG_RESET_REQUIRED
+
+
+def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun) -> None:
+    host, made = begun(MIG, "type: NVIDIA_MPS; virtual_number: 2", description=[{"kind": "h100", "count": 2}])
+    before = host.gpus[0].mig_devices()
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        f"devices:\n- path: {host.gpus[1].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
+    )
+    (change,) = [change for change in made.reload() if change.kind == "MIG layout"]
+    assert (change.after, change.effect) == ("as it is", "at once")
+    apply_layouts(made)
+    assert host.gpus[0].mig_devices() == before
+
+
 def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb; virtual_number: 2")
@@ -248,6 +290,16 @@ def test_an_impossible_layout_is_refused_before_anything_changes(
     with pytest.raises(ConfigError, match=r"host_container_device.yml:4: .* has no MIG profile 1g.5gb"):
         supervise(host)
     assert host.gpus[0].mig is False
+
+
+@pytest.mark.parametrize("text", ["all-balance", "3", "[]", "[all-balanced]"])
+def test_a_value_that_is_no_layout_is_refused_like_any_other(
+    make_host: MakeHost, supervise: Supervise, text: str
+) -> None:
+    host = make_host(H100)
+    configured(host, f"type: NVIDIA_MPS; mig: {text}")
+    with pytest.raises(ConfigError, match=r"host_container_device.yml:4: mig is .*, (not a MIG|an empty)"):
+        supervise(host)
 
 
 def test_more_devices_than_mps_has_clients_are_refused_for_an_instance_too(

@@ -1,0 +1,76 @@
+"""A host whose first GPU gets MIG layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import Scanner
+from yunion_mps.mig import DISABLED, MigLayout
+from yunion_mps.models import Gpu
+from yunion_mps.paths import Paths
+from yunion_mps.planning.mig import describe, resolve
+from yunion_mps.reasons import Reason
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out
+
+from simhost import Description, SimHost
+
+NOTHING_BUSY: frozenset[str] = frozenset()
+
+
+class MigHost(NamedTuple):
+    """A host whose first GPU gets layouts."""
+
+    sim: SimHost
+    mig: Mig
+    nvml: Nvml
+    store: Store
+
+    @property
+    def gpu(self) -> Gpu:
+        return Scanner(Paths(str(self.sim.root))).scan(self.nvml).gpus[0]
+
+    @property
+    def has(self) -> str:
+        """What nvidia-smi would list."""
+        return describe(self.gpu.mig_instances)
+
+    @property
+    def ours(self) -> list[int]:
+        return [one.id for one in MigRecord.read(self.store, str(self.gpu.uuid)).created]
+
+    def layout(self, *names: str, **given: Any) -> MigLayout:
+        gpu = self.gpu
+        return MigLayout(str(gpu.uuid), names[0] != DISABLED, resolve(names, gpu), **given)
+
+    def apply(self, *names: str, busy: frozenset[str] | None = NOTHING_BUSY, force: bool = False) -> Reason:
+        return self.result(LayoutTask(self.layout(*names), self.gpu, busy, force)).reasons[str(self.gpu.uuid)]
+
+    def result(self, task: LayoutTask) -> LayoutResult:
+        return carry_out([task], self.mig, self.store)
+
+    def process(self, instance: int, pid: int = 4321) -> None:
+        self.sim.gpus[0].add_process(pid, 100, on=(instance, 0))
+
+
+MakeMigHost = Callable[..., MigHost]
+
+
+@pytest.fixture
+def mig_host() -> Iterator[MakeMigHost]:
+    with ExitStack() as stack:
+
+        def make(description: Description | None = None) -> MigHost:
+            sim = stack.enter_context(SimHost.create(description or [{"kind": "h100"}]))
+            stack.enter_context(sim.pynvml())
+            nvml = stack.enter_context(Nvml())
+            store = Store(Paths(str(sim.root)))
+            stack.callback(store.close)
+            return MigHost(sim, Mig(nvml), nvml, store)
+
+        yield make
