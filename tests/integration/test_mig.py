@@ -196,6 +196,40 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     assert not daemon.host.gpus[0].mig
 
 
+def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
+    assert daemon.run("--restore") == 1, daemon.log
+    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
+    assert f"PID {os.getpid()}" in daemon.log
+    daemon.host.gpus[0].remove_process(os.getpid())
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
+    assert "everything is restored" in daemon.log
+
+
+def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.kill()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert profiles(daemon) == BALANCED
+
+
+def test_restore_names_a_layout_whose_entry_cannot_be_read(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    daemon.host.divide(f"{MIG}\n  mig_restore: 7")
+    assert daemon.run("--restore") == 1, daemon.log
+    assert "is to be restored, because the configuration has errors" in daemon.log
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
+
+
 def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman: MakePodman) -> None:
     daemon.start().wait_ready()
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]

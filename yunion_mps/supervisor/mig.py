@@ -16,6 +16,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import change, describe
@@ -345,13 +346,25 @@ def _pids(pids: Iterable[int]) -> str:
     return f"PID {', '.join(map(str, sorted(pids)))}"
 
 
-def restore(layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired; forget what was recorded."""
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+def restore(
+    layouts: Iterable[MigLayout],
+    gpus: Collection[Gpu],
+    nvml: Nvml | None,
+    store: Store,
+    used: Collection[str],
+) -> LayoutResult:
+    """Restore the layouts from before our first change, where that is desired; forget what was recorded.
+
+    Those of GPUs stay of which a control daemon that is left running uses an instance (UUIDs in `used`).
+    """
+    if nvml is None:
+        return LayoutResult({}, {})
+    mig, by_uuid = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}
+    busy = {gpu.parent for gpu in gpus if gpu.uuid in used}
     tasks = []
     for layout in layouts:
         gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
-        if layout.restore and gpu and record.before is not None:
+        if layout.restore and gpu and record.before is not None and layout.gpu_uuid not in busy:
             profiles = {profile.name: profile for profile in gpu.mig_profiles}
             before = tuple(profiles[name] for name in record.before if name in profiles)
             former = MigLayout(layout.gpu_uuid, record.enabled_before, before)

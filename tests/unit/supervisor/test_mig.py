@@ -279,9 +279,9 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
         host.sim.create_mig_devices(0, *before)
     had = (host.gpu.mig_enabled, host.has)
     host.apply("all-2g.20gb", force=True)
-    restore([host.layout("all-2g.20gb")], [host.gpu], host.mig, host.store)
+    restore([host.layout("all-2g.20gb")], [host.gpu], host.nvml, host.store, ())
     assert host.has.endswith("3 x 2g.20gb")
-    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.mig, host.store)
+    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.nvml, host.store, ())
     assert (host.gpu.mig_enabled, host.has) == had
     assert host.ours == []
 
