@@ -23,7 +23,16 @@ from yunion_mps.service.holdings import (
 )
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status, StatusProblem
+    from yunion_mps.answers import (
+        ClientList,
+        Device,
+        Gpu,
+        LeaseRecord,
+        MpsClient,
+        QueuedRequest,
+        Status,
+        StatusProblem,
+    )
 
 
 _COMMAND_LENGTH = 200
@@ -42,7 +51,10 @@ class HostAnswers(NamedTuple):
 
 
 class HostOverview(NamedTuple):
-    """The answers, and who has what according to them; the MiB that processes use are by GPU address."""
+    """The answers, and who has what according to them; the MiB that processes use are by GPU address.
+
+    What they use of a MIG instance counts for its GPU, too, so only GPUs without `parent` can be added up.
+    """
 
     answers: HostAnswers
     holdings: list[Holding]
@@ -53,7 +65,17 @@ class HostOverview(NamedTuple):
     def of(cls, answers: HostAnswers) -> HostOverview:
         clients = answers.clients["clients"]
         held = holdings(answers.devices, answers.leases, clients)
-        return cls(answers, held, problems_of(answers.status), memory_by_gpu(clients))
+        return cls(answers, held, problems_of(answers.status), _memory(answers.gpus, clients))
+
+
+def _memory(gpus: Sequence[Gpu], clients: Sequence[MpsClient]) -> dict[str, int]:
+    used = memory_by_gpu(clients)
+    addresses = {gpu["uuid"]: gpu["addr"] for gpu in gpus}
+    for gpu in gpus:
+        if gpu["parent"] in addresses and gpu["addr"] in used:
+            whole = addresses[gpu["parent"]]
+            used[whole] = used.get(whole, 0) + used[gpu["addr"]]
+    return used
 
 
 def page(host: HostOverview) -> dict[str, object]:
@@ -93,8 +115,8 @@ def page(host: HostOverview) -> dict[str, object]:
 
 def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
     names = (
-        "addr", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for", "budget_enforced",
-        "sharing", "utilization", "temperature_c", "power_w", "power_limit_w",
+        "addr", "parent", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for",
+        "budget_enforced", "sharing", "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
     name = (gpu["name"] or "").removeprefix("NVIDIA ")

@@ -243,6 +243,19 @@ def test_a_pools_bar_shows_leased_and_free_memory(make_host: MakeHost, browser: 
         assert widths[1] == pytest.approx(3 * widths[0], rel=0.02)
 
 
+def test_memory_of_mig_instances_is_not_counted_twice(
+    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+) -> None:
+    host = make_host([{"kind": "h100"}])
+    host.divide("mig: [3g.40gb, 3g.40gb]")
+    daemon = make_daemon(host).start().wait_ready()
+    with Served(daemon.host) as served:
+        page = browser.page(served.url)
+        page.wait_text("2 idle MIG instances, 2 devices free", "#idle")
+        page.wait_text("of 79.6 GiB", "#figures")
+        assert page.errors() == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_enough_contrast_in_light_and_dark_mode(scene: Scene, browser: Chromium, dark: bool) -> None:
     """WCAG 2.2, 1.4.3: a contrast of 4.5 to 1."""

@@ -39,7 +39,7 @@ def end_job(slurm: Slurm, job: str, end: str) -> None:
     if end == "scancel":
         slurm.ask("scancel", job)
     else:
-        slurm.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
+        slurm.end_by_time_limit(job)
     slurm.wait_job(job, "CANCELLED", "TIMEOUT")
 
 

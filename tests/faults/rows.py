@@ -51,8 +51,9 @@ JOBS = "Jobs, servers, and changes by other programs"
 OURSELVES = "The daemon itself"
 PLACES = "Files and disks"
 GPUS = "GPUs and the driver"
+SHARING = "MIG and time-slicing"
 CONNECTIONS = "Connections and descriptors"
-TOPICS = (CONTROL_DAEMON, JOBS, OURSELVES, PLACES, GPUS, CONNECTIONS)
+TOPICS = (CONTROL_DAEMON, JOBS, OURSELVES, PLACES, GPUS, SHARING, CONNECTIONS)
 
 #: All faults; those of one topic in the order of the table.
 FAULTS: list[Fault] = []

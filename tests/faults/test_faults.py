@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from faults import control_daemon, crowds, gpus, jobs, own_death, places
+from faults import control_daemon, crowds, gpus, jobs, own_death, places, sharing
 from faults import rows as table
 from faults.rows import FAULTS, Fault, Row
 
 #: Each has registered its faults when it was imported.
-SCENARIOS = (control_daemon, jobs, own_death, places, gpus, crowds)
+SCENARIOS = (control_daemon, jobs, own_death, places, gpus, sharing, crowds)
 
 #: Those that take no time of their own first, while the others wait.
 _PLAYED = sorted(FAULTS, key=lambda fault: fault.takes_s)

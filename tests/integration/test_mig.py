@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import signal
 import stat
 from collections.abc import Iterator
@@ -84,12 +86,48 @@ def test_a_lease_of_an_instance_is_shown_by_every_command(daemon: Daemon) -> Non
         assert "not enforced" not in shown
 
 
-def test_our_list_and_nvidia_smi_agree(daemon: Daemon) -> None:
+def shown_by_nvidia_smi(daemon: Daemon) -> tuple[set[str], set[tuple[str, str]]]:
+    """The UUIDs of GPUs and MIG devices, and the id and profile of each GPU instance of the first GPU."""
+    listed = daemon.host.run(["nvidia-smi", "-L"], check=True).stdout
+    table = daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-lgi"]).stdout
+    rows = [line.split() for line in table.splitlines() if " MIG " in line]
+    return set(re.findall(r"UUID: ([^)]*)", listed)), {(row[-3], row[3]) for row in rows}
+
+
+def shown_by_us(daemon: Daemon) -> tuple[set[str], set[tuple[str, str]]]:
+    rows = json.loads(daemon.host.run(["yunion-mps", "gpus", "-o", "json"], check=True).stdout)["gpus"]
+    profiles = {row["addr"]: row["mig_profile"] for row in rows if row["parent"]}
+    told = daemon.host.run(["yunion-mps", "list", "-o", "csv"], check=True).stdout
+    addresses = {row["addr"] for row in csv.DictReader(told.splitlines())}
+    assert addresses == (set(profiles) or {"00:06.0-0", "00:06.0-1"})
+    return {row["uuid"] for row in rows}, {(addr.rpartition("-g")[2], of) for addr, of in profiles.items()}
+
+
+#: How the first GPU is divided, one after the other, and its number of instances.
+STEPS = [
+    ("virtual_number: 2", 0),
+    (MIG, 4),
+    ("mig: [4g.40gb, 3g.40gb]", 2),
+    ("mig: all-disabled\n  virtual_number: 2", 0),
+]
+
+
+def test_nvidia_smi_shows_what_we_show_after_each_change_of_a_layout(daemon: Daemon) -> None:
+    daemon.host.divide(2)
     daemon.start().wait_ready()
-    shown = daemon.host.run(["nvidia-smi", "-L"], check=True).stdout
+    for entry, number in STEPS:
+        daemon.host.divide(entry)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        expected = number, number or 2
+        eventually(lambda: (len(instances(daemon)), free(daemon)) == expected, entry)  # noqa: B023
+        shown = shown_by_us(daemon)
+        assert shown == shown_by_nvidia_smi(daemon)
+        assert len(shown[1]) == number
+
+
+def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
     listed = daemon.get("/v1/gpus")[1]["gpus"]
-    assert [row["uuid"] for row in listed if row["uuid"] in shown] == [row["uuid"] for row in listed]
-    assert shown.count("UUID: MIG-") == sum(row["parent"] is not None for row in listed) == 4
     assert [(row["addr"], row["sharing"]) for row in listed if row["parent"] is None] == [
         ("00:06.0", "mig"),
         ("00:07.0", "time-slicing"),
@@ -210,6 +248,40 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
+    assert not daemon.host.gpus[0].mig
+
+
+def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
+    assert daemon.run("--restore") == 1, daemon.log
+    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
+    assert f"PID {os.getpid()}" in daemon.log
+    daemon.host.gpus[0].remove_process(os.getpid())
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
+    assert "everything is restored" in daemon.log
+
+
+def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.kill()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert profiles(daemon) == BALANCED
+
+
+def test_restore_names_a_layout_whose_entry_cannot_be_read(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    daemon.host.divide(f"{MIG}\n  mig_restore: 7")
+    assert daemon.run("--restore") == 1, daemon.log
+    assert "is to be restored, because the configuration has errors" in daemon.log
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig
 
 

@@ -95,3 +95,12 @@ def test_a_daemon_killed_while_a_mode_changes_leaves_nothing_half_applied(mixed:
         assert modes(mixed) == ["exclusive_process", "default"]
     assert mixed.stop() == 0
     assert modes(mixed) == ["default", "default"]
+
+
+def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
+    daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
+    daemon.start().wait_ready()
+    assert daemon.host.gpus[1].time_slice == "short"
+    daemon.kill()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert daemon.host.gpus[1].time_slice == "default"

@@ -88,7 +88,7 @@ _GPU_FIELDS = (
     "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "sharing", "state",
     "reason", "reason_code", "reserved_for", "compute_mode", "compute_capability", "mig_enabled",
     "vendor_device_id", "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib",
-    "temperature_c", "power_w", "power_limit_w",
+    "temperature_c", "power_w", "power_limit_w", "parent", "mig_profile",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),

@@ -133,10 +133,13 @@ def _gpu_table(host: HostOverview) -> str:
             host.memory_by_gpu.get(gpu["addr"], 0),
             0 if is_memory_unknown(gpu) else gpu["memory_mib"] or 0,
         )
+        noun = "instances" if gpu["parent"] else "GPUs"
         key_fields = (gpu["addr"], gpu["name"] or "", gpu["state"])
-        key = key_fields if len(gpus) <= _MAX_ROWS else key_fields[1:]
+        key = key_fields if len(gpus) <= _MAX_ROWS else (noun, *key_fields[1:])
         rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
-    shown = [(*(key if len(key) == 3 else (f"{row[0]} GPUs", *key)), *row[1:]) for key, row in rows.items()]
+    if len(gpus) > _MAX_ROWS:
+        rows = {(f"{row[0]} {noun}", *key): row for (noun, *key), row in rows.items()}
+    shown = [(*key, *row[1:]) for key, row in rows.items()]
     return table(_GPU_COLUMNS, shown)
 
 

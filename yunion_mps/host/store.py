@@ -184,6 +184,10 @@ class Store:
                 return json.loads(row[0])
         return None
 
+    def gpus_with_mig(self) -> list[str]:
+        """Return the UUIDs of the GPUs with a record."""
+        return [row[0] for row in self.read("SELECT gpu_uuid FROM mig")]
+
     def forget_mig(self, gpu_uuid: str) -> None:
         self.write("DELETE FROM mig WHERE gpu_uuid = ?", [(gpu_uuid,)])
 

@@ -191,10 +191,12 @@ CATALOGUE = (
           "Unix time at which the driver last listed the processes on the GPUs.",
           lambda facts: facts.use and facts.use.taken_s),
 
-    _gpu("yunion_mps_gpu_info", "A GPU of the host; the value is always 1.",
+    _gpu("yunion_mps_gpu_info",
+         "A GPU of the host, or a MIG instance, whose parent is the UUID of its GPU; the value is always 1.",
          # Hyphens as in the node label nvidia.com/gpu.product.
          lambda _, gpu: {"name": (gpu["name"] or "").replace(" ", "-"),
-                         "compute_mode": gpu["compute_mode"] or "", "sharing": gpu["sharing"] or ""}, INFO),
+                         "compute_mode": gpu["compute_mode"] or "", "sharing": gpu["sharing"] or "",
+                         "parent": gpu["parent"] or "", "mig_profile": gpu["mig_profile"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
            (AVAILABLE, UNAVAILABLE, NOT_USED),

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from yunion_mps.config import load
 from yunion_mps.enums import STOPPED, TIME_SLICES
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
@@ -35,7 +35,9 @@ from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
-from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
+from yunion_mps.supervisor.mig import MigRecord
+from yunion_mps.supervisor.mig import restore as restore_layouts
+from yunion_mps.supervisor.preflight import Preflight, gpus_of, leased_gpus, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -58,8 +60,8 @@ def check(paths: Paths) -> int:
 def restore(paths: Paths) -> int:
     """Clean up after a daemon that was killed, whatever is configured; returns 0 if nothing is left.
 
-    It stops our control daemons and restores the compute modes. The caller holds the daemon's lock. Raises
-    HostError if the state file cannot be read.
+    It stops our control daemons, and restores compute modes, time slices, and MIG layouts with `mig_restore`.
+    The caller holds the daemon's lock. Raises HostError if the state file cannot be read.
     """
     with contextlib.suppress(OSError):
         os.unlink(paths.socket)  # the daemon that listened there has ended
@@ -82,6 +84,7 @@ def _restore(paths: Paths, store: Store) -> int:
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     processes = left_running(store)
     gpus = load_served(paths).gpus
+    layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
     errors = restore_unused(COMPUTE_MODE, store, None, gpus_of(processes), gpus).not_restored
     restore_unused(TIME_SLICE, store, None, (), gpus)
     for process in processes:
@@ -97,12 +100,48 @@ def _restore(paths: Paths, store: Store) -> int:
     for uuid, value in slices.items():
         how = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
         log.error("the time slice of %s differs from the original; restore it: %s", name_of(uuid, gpus), how)
-    if processes or modes or slices:
+    if processes or modes or slices or not layouts_restored:
         return 1
     log.info(
         "everything is restored: no control daemon is running, and the GPUs have their original compute modes"
     )
     return 0
+
+
+def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
+    """Restore the MIG layouts whose entries have `mig_restore`; return whether nothing is left to restore.
+
+    Instances that a lease, or a control daemon left running, uses (UUIDs in `used`) stay. If the files cannot
+    be read completely, what cannot be decided is reported.
+    """
+    if not _changed_layouts(store):
+        return True
+    try:
+        preflight = run_preflight(paths)
+    except YunionError as error:
+        log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
+        return False
+    gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
+    try:
+        restore_layouts(layouts, gpus, preflight.nvml, store, {*used, *leased_gpus(store)})
+    finally:
+        preflight.close()
+    changed, to_restore = _changed_layouts(store), {one.gpu_uuid for one in layouts if one.restore}
+    cause = preflight.driver_error and preflight.driver_error.message
+    if preflight.problems:
+        cause = "the configuration has errors; see: yunion-mps config check"
+    is_sure = all(problem.file == paths.host_conf for problem in preflight.problems)
+    known = {one.gpu_uuid for one in layouts} if is_sure else to_restore
+    unknown = changed - known if cause else set()
+    for uuid in unknown:
+        what = f"whether the MIG layout of {name_of(uuid, gpus)} is to be restored"
+        log.error("it is not known %s, because %s", what, cause)
+    return not unknown and not (changed & to_restore)
+
+
+def _changed_layouts(store: Store) -> set[str]:
+    """Return the UUIDs of the GPUs whose original layouts are recorded."""
+    return {uuid for uuid in store.gpus_with_mig() if MigRecord.read(store, uuid).before is not None}
 
 
 class _Cleanup:

@@ -265,9 +265,12 @@ class UsageSampler:
             by_device = usage_by_device(of_jobs, devices, known.budgets, load.processes)
         gpus = self._supervisor.snapshot().inventory.gpus
         used = {name: (usage.mib, usage.sm) for name, usage in by_device.items()}
+        used_mib: Counter[str | None] = Counter()
         for gpu in gpus:
             mib = sum(mib or 0 for mib in of_jobs.get(gpu.uuid or "", {}).values())
-            used[gpu.address] = mib, load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
+            used_mib.update({gpu.uuid: mib, gpu.parent: mib})
+        for gpu in gpus:
+            used[gpu.address] = used_mib[gpu.uuid], load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
         self._history.latest = LatestPoll(load, by_device)
         self._history.record(now_s, used)
         self._peaks.note({name: usage.mib for name, usage in by_device.items()})

@@ -145,23 +145,14 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
-        self._restore_layouts(gpus_of(left))
+        layouts, gpus = self.desired.plan.layouts, self._gpus.inventory.gpus
+        restored = restore(layouts, gpus, self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
+        self._layouts.note(restored, self.desired.plan)
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
-
-    def _restore_layouts(self, used: Collection[str]) -> None:
-        """Restore the layouts of GPUs with `mig_restore`, unless a control daemon left running uses one."""
-        layouts = [layout for layout in self.desired.plan.layouts if layout.restore]
-        if not layouts or self.nvml is None or self._store is None:
-            return
-        used_gpus = {gpu.parent for gpu in self._gpus.inventory.gpus if gpu.uuid in used}
-        layouts = [layout for layout in layouts if layout.gpu_uuid not in used_gpus]
-        gpus, leased = self._gpus.inventory.gpus, leased_gpus(self._store)
-        result = restore(layouts, gpus, Mig(self.nvml), self._store, leased)
-        self._layouts.note(result, self.desired.plan)
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""

@@ -16,6 +16,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import change, describe
@@ -350,13 +351,19 @@ def _pids(pids: Iterable[int]) -> str:
 
 
 def restore(
-    layouts: Iterable[MigLayout], gpus: Iterable[Gpu], mig: Mig, store: Store, leased: Iterable[str]
+    layouts: Iterable[MigLayout],
+    gpus: Collection[Gpu],
+    nvml: Nvml | None,
+    store: Store,
+    used: Iterable[str],
 ) -> LayoutResult:
     """Restore the layouts from before our first change, where that is desired; forget what was recorded.
 
-    Where something uses an instance that would have to go, or it is `leased` (UUIDs), nothing changes.
+    Where a GPU or instance that would have to go is `used` (UUIDs) or has processes, nothing changes.
     """
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    if nvml is None:
+        return LayoutResult({}, {})
+    mig, by_uuid, busy = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}, frozenset(used)
     tasks = []
     for layout in layouts:
         gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
@@ -364,11 +371,11 @@ def restore(
             profiles = {profile.name: profile for profile in gpu.mig_profiles}
             before = tuple(profiles[name] for name in record.before if name in profiles)
             former = MigLayout(layout.gpu_uuid, record.enabled_before, before)
-            tasks.append(LayoutTask(former, gpu, frozenset(leased)))
+            tasks.append(LayoutTask(former, gpu, busy))
     result = carry_out(tasks, mig, store)
     for uuid, why in result.reasons.items():
         if not why or why.code == reasons.MIG_RESET_REQUIRED:
             store.forget_mig(uuid)
         if why:
-            log.warning("GPU %s: the layout from before is not restored yet: %s", by_uuid[uuid].address, why)
+            log.error("the MIG layout of GPU %s is not restored: %s", by_uuid[uuid].address, why)
     return result

@@ -167,6 +167,14 @@ def test_devices_of_a_pool_are_shown_while_they_are_leased() -> None:
     assert [row.user for row in found.gpus] == ["2 of 6"]
 
 
+def test_mig_instances_are_not_counted_as_gpus() -> None:
+    lines = lines_of(scene(poll(snapshots.mig())), 120, 40)
+    assert lines[1].startswith("2 GPUs with 2 MIG instances; 6 devices: 0 used, 6 free")
+    rows = {line.split()[0]: line for line in lines if line.startswith("81:00.0")}
+    assert "NVIDIA" not in rows["81:00.0"]
+    assert rows["81:00.0"].rstrip().endswith("H100, mig")
+
+
 def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu_mib": [n]} for n in range(3)]
     found = scene(poll(snapshots.reference(), clients=clients(*more)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from yunion_mps.enums import FAILED, READY
+from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import (
@@ -45,6 +46,11 @@ IN_MIG_MODE = H100._replace(
 
 #: An entry that lets only pods lease the memory of P40, in units.
 RESERVED_POOL = builders.entry("00:06.0", 0)._replace(memory_unit_mib=1024, reserved_for="kubernetes")
+#: Entries that divide P40 by 4, and IN_MIG_MODE into instances.
+MIG_ENTRIES = (
+    builders.entry("00:06.0", 4),
+    builders.entry("81:00.0", 0)._replace(mig=("all-3g.40gb",)),
+)
 
 
 def snapshot(
@@ -77,6 +83,27 @@ def troubled() -> Snapshot:
         P40, H100, SILENT, IN_MIG_MODE, replicas=3, state=FAILED,
         reason="nvidia-cuda-mps-control is missing", code=PROGRAM_MISSING,
     )  # fmt: skip
+
+
+def mig() -> Snapshot:
+    """A GPU that is divided into two MIG instances, and one that is not."""
+    profile = MigProfile(9, "3g.40gb", 3, 40448, 60, 2, 4, (0, 4))
+    uuids = [f"MIG-{number:08x}-2222-3333-4444-555555555555" for number in (1, 2)]
+    instances = tuple(MigInstance(n, "3g.40gb", 4 * n - 4, 4, uuid) for n, uuid in enumerate(uuids, 1))
+    whole = IN_MIG_MODE._replace(mig_profiles=(profile,), mig_instances=instances)
+    parts = [
+        Gpu(
+            f"{whole.pci_address}-g{one.id}",
+            one.uuid,
+            f"{whole.name} MIG 3g.40gb",
+            memory_mib=40448,
+            compute_capability=(9, 0),
+            parent=str(whole.uuid),
+            identity=f"{whole.uuid}/3g.40gb@{one.start}",
+        )
+        for one in instances
+    ]
+    return snapshot(P40, whole, *parts, entries=MIG_ENTRIES)
 
 
 def disabled() -> Snapshot:

@@ -192,6 +192,26 @@ def test_budget_metrics_exist_only_for_gpus_with_devices() -> None:
     assert value(given, "yunion_mps_gpu_state", **unavailable) == 1
 
 
+def test_memory_of_mig_instances_can_be_left_out_of_sums() -> None:
+    given = facts(snapshots.mig())
+    read = values(given)
+    infos = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]
+    assert [(one["gpu"], one["parent"], one["mig_profile"], one["sharing"]) for one in infos] == [
+        ("00:06.0", "", "", "mps"),
+        ("81:00.0", "", "", "mig"),
+        ("81:00.0-g1", IN_MIG_MODE.uuid, "3g.40gb", "none"),
+        ("81:00.0-g2", IN_MIG_MODE.uuid, "3g.40gb", "none"),
+    ]
+    memory = {
+        dict(labels)["gpu"]: number
+        for (name, labels), number in read.items()
+        if name == "yunion_mps_gpu_memory_bytes" and dict(labels)["gpu_uuid"].startswith("GPU-")
+    }
+    assert memory == {"00:06.0": 23040 * 2**20, "81:00.0": 81559 * 2**20}
+    devices = [number for (name, _), number in read.items() if name == "yunion_mps_gpu_devices"]
+    assert sorted(devices) == [0, 1, 1, 4]
+
+
 def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(ALL, "yunion_mps_leases", binding="process") == 2
     assert value(ALL, "yunion_mps_queued_requests") == 3
@@ -270,6 +290,8 @@ def test_both_parsers_read_the_same_metrics_of_any_host(given: Facts) -> None:
             "name": (gpu["name"] or "").replace(" ", "-"),
             "compute_mode": gpu["compute_mode"] or "",
             "sharing": gpu["sharing"] or "",
+            "parent": gpu["parent"] or "",
+            "mig_profile": gpu["mig_profile"] or "",
         }
         about = {key: printable(text) for key, text in about.items()}
         shown = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]

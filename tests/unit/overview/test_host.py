@@ -16,7 +16,7 @@ from yunion_mps.service.queries import Queries
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http import by_hand
 from unit.http.by_hand import CLIENT, LEASE, status_of
-from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot
+from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, RESERVED_POOL, mig, snapshot
 
 Json = Any
 
@@ -126,3 +126,14 @@ def test_3072_free_devices_take_less_than_300_kib() -> None:
     shown = page_of(*gpus, replicas=48, scope="gpu")
     assert len(shown["parts"]) == 3072
     assert len(json.dumps(shown, separators=(",", ":"))) < 300 << 10
+
+
+def test_memory_used_on_a_mig_instance_is_also_that_of_its_gpu() -> None:
+    address = "81:00.0-g2"
+    client = {**CLIENT, "gpus": [address], "device": address, "memory_by_gpu_mib": [512]}
+    shown = page_of(*mig().inventory.gpus, entries=MIG_ENTRIES, clients=(client,))
+    used = {one["addr"]: (one["parent"], one["memory_used_mib"]) for one in shown["gpus"]}
+    uuid = IN_MIG_MODE.uuid
+    assert used == {
+        "00:06.0": (None, 0), "81:00.0": (None, 512), "81:00.0-g1": (uuid, 0), address: (uuid, 512),
+    }  # fmt: skip

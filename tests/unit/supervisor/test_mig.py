@@ -225,9 +225,9 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
         host.sim.create_mig_devices(0, *before)
     had = (host.gpu.mig_enabled, host.has)
     host.apply("all-2g.20gb", force=True)
-    restore([host.layout("all-2g.20gb")], [host.gpu], host.mig, host.store, ())
+    restore([host.layout("all-2g.20gb")], [host.gpu], host.nvml, host.store, ())
     assert host.has.endswith("3 x 2g.20gb")
-    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.mig, host.store, ())
+    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.nvml, host.store, ())
     assert (host.gpu.mig_enabled, host.has) == had
     assert host.ours == []
 
@@ -239,8 +239,8 @@ def test_leased_instances_are_not_taken_away_by_a_restoration(
     host.apply("all-3g.40gb")
     leased = {host.gpu.mig_instances[0].uuid}
     former = [host.layout("all-3g.40gb", restore=True)]
-    restore(former, [host.gpu], host.mig, host.store, leased)
+    restore(former, [host.gpu], host.nvml, host.store, leased)
     assert host.has == "2 x 3g.40gb"
     assert "its MIG layout waits for leases and MPS servers of 1 x 3g.40gb to end" in caplog.text
-    restore(former, [host.gpu], host.mig, host.store, ())
+    restore(former, [host.gpu], host.nvml, host.store, ())
     assert host.gpu.mig_enabled is False

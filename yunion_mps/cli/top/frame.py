@@ -149,8 +149,10 @@ def _counts(scene: Scene) -> Line:
         for gpu in answers.gpus
         if gpu["memory_free_mib"] is not None
     ]
+    instances = sum(gpu["parent"] is not None for gpu in answers.gpus)
     parts = [
-        count(len(scene.gpus), "GPU"),
+        count(len(scene.gpus) - instances, "GPU")
+        + (f" with {count(instances, 'MIG instance')}" if instances else ""),
         f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
         + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
         *([f"{_gib(sum(pools))} GiB free in pools"] if pools else []),

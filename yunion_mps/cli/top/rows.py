@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, MPS, RESERVED, UNAVAILABLE
+from yunion_mps.enums import FREE, MIG, MPS, RESERVED, UNAVAILABLE
 from yunion_mps.overview import HostAnswers, HostOverview, ShownProblem, fold_problems
 from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
@@ -110,8 +110,8 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             address,
             None if is_memory_unknown(gpu) else host.memory_by_gpu.get(address, 0),
             gpu["memory_mib"],
-            f"{in_use[address]} of {devices[address]}",
-            processes[address],
+            "" if gpu["sharing"] == MIG else f"{in_use[address]} of {devices[address]}",
+            None if gpu["sharing"] == MIG else processes[address],
             gpu["reason"] or _model(gpu),
             in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),

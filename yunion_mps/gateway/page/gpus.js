@@ -47,7 +47,10 @@ export class Gpus {
     const devices = sum(({ parts }) => parts.length);
     const pools = sum(({ gpu }) => gpu.memory_free_mib ?? 0);
     const free = [devices ? `${count(devices, "device")} free` : "", pools ? `${memory(pools)} free in pools` : ""];
-    text(this.summary, [count(idle.length, "idle GPU"), ...free].filter(Boolean).join(", "));
+    const instances = idle.filter(([, { gpu }]) => gpu.parent).length;
+    const whole = idle.length - instances;
+    const numbers = [whole ? count(whole, "idle GPU") : "", instances ? count(instances, "idle MIG instance") : ""];
+    text(this.summary, [...numbers, ...free].filter(Boolean).join(", "));
   }
 
   showUsage(usage) {
@@ -145,6 +148,7 @@ function counts(gpu, parts) {
   if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} ${poolState(gpu)}`);
   if (gpu.state === "not used") words.push("not used");
   if (gpu.sharing === "time-slicing") words.push("time-slicing");
+  if (gpu.sharing === "mig") words.push("MIG mode");
   if (!gpu.budget_enforced && parts.length) words.push("not enforced");
   return words.join(", ");
 }

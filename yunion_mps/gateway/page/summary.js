@@ -15,6 +15,7 @@ export class Summary {
     });
     this.waiting = new Keyed(byId("waiting"), makeWaiting, (kept, one) => text(kept.age, `, waiting for ${ago(one.since)}`));
     this.chart = new Chart();
+    this.whole = new Set();
     byId("use-chart").append(this.chart.element);
   }
 
@@ -45,9 +46,11 @@ export class Summary {
     text(byId("about"), [...words, `up ${ago(started)}`].join(" · "));
   }
 
-  showFigures({ devices, gpus, leases, clients, queued }) {
+  showFigures({ devices, gpus: all, leases, clients, queued }) {
+    const gpus = all.filter((gpu) => !gpu.parent); // what is used of MIG instances counts for their GPUs
+    this.whole = new Set(gpus.map((gpu) => gpu.addr));
     const sum = (field, some = gpus) => some.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
-    const pool = sum("memory_free_mib", gpus.filter((gpu) => !gpu.reserved_for));
+    const pool = sum("memory_free_mib", all.filter((gpu) => !gpu.reserved_for));
     const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in pools` : ""];
     for (const state of ["reserved", "unavailable"]) if (devices[state]) free.push(`${devices[state]} ${state}`);
     this.total = sum("memory_mib");
@@ -64,7 +67,8 @@ export class Summary {
   }
 
   showUsage(usage) {
-    this.chart.show(new Series(usage, ...usage.gpus.map((one) => one.memory_used_mib)), this.total);
+    const gpus = usage.gpus.filter((one) => this.whole.has(one.addr));
+    this.chart.show(new Series(usage, ...gpus.map((one) => one.memory_used_mib)), this.total);
     text(byId("use-top"), memory(this.total));
   }
 }
