@@ -318,7 +318,7 @@ class Slurm(Closes):
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def end_by_time_limit(self, job: str) -> None:
-        """Repeated: slurmctld rejects a time that has passed, and sets the end again when the Prolog has ended."""
+        """Repeated: slurmctld rejects a time that has passed, and sets the end again after the Prolog."""
 
         def has_ended() -> bool:
             self.peek("scontrol", "update", f"JobId={job}", "EndTime=now")
