@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import stat
+import subprocess
+
 import pytest
 from yunion_mps.enums import DEVICE_VARIABLES
 
@@ -132,3 +135,15 @@ def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> No
     assert slurm.run("sh", "-c", f"cat {path}", user=1).returncode != 0
     assert slurm.run("rm", "-f", path).returncode != 0
     assert path.parent.stat().st_uid == 0
+
+
+def test_the_device_nodes_are_created_again_at_each_boot(slurm: Slurm) -> None:
+    nodes = sorted((slurm.host.root / "dev/yunion-mps").iterdir())
+    numbers = [node.stat().st_rdev for node in nodes]
+    assert len(numbers) == len(ADDRESSES)
+    for node in nodes:
+        node.unlink()
+    command = ["systemd-tmpfiles", "--boot", "--create", f"--root={slurm.host.root}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert [node.stat().st_rdev for node in nodes] == numbers
+    assert all(stat.S_ISCHR(node.stat().st_mode) for node in nodes)
