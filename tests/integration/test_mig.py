@@ -304,3 +304,18 @@ def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman:
     assert "nvidia0" in told
     assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in told
     assert not [word for word in told if word.startswith("CUDA_MPS_")]
+
+
+def test_a_container_with_a_time_sliced_device_gets_its_budget_and_no_mps(
+    daemon: Daemon, make_podman: MakePodman
+) -> None:
+    daemon.start().wait_ready()
+    eventually(lambda: daemon.polls() and "00:07.0-0" in json.dumps(spec_of(daemon.host)), "its device")
+    podman = make_podman(daemon.host, "runc")
+    command = ["sh", "-c", "env; cat /proc/self/mountinfo"]
+    told = podman.good("run", "--rm", *podman.needs, *mps("00:07.0-0"), IMAGE, *command)
+    lines = told.splitlines()
+    assert f"CUDA_VISIBLE_DEVICES={daemon.host.gpus[1].uuid}" in lines
+    assert {"YUNION_MPS_DEVICE=00:07.0-0", "YUNION_MPS_MEMORY_MIB=40779"} <= set(lines)
+    assert not [line for line in lines if line.startswith("CUDA_MPS_")]
+    assert daemon.host.root.name not in told, "nothing of the host is mounted"

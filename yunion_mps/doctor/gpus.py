@@ -245,13 +245,20 @@ def vgpu(host: Host) -> Findings:
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
-    for gpu in host.mps_gpus():
-        if not gpu.reason and not enforces_budgets(gpu):
-            what = (
-                f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
-                "whole GPU"
-            )
-            yield warning(what, "run only jobs that stay within their budgets by themselves")
+    findings = [
+        warning(
+            f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
+            "whole GPU",
+            "run only jobs that stay within their budgets by themselves",
+        )
+        for gpu in host.mps_gpus()
+        if not gpu.reason and not enforces_budgets(gpu)
+    ]
+    sharing = host.plan()[0].sharing
+    sliced = [gpu.address for gpu in host.our_gpus() if sharing.get(gpu.pci_address) == TIME_SLICING]
+    if findings or not sliced:
+        return findings
+    return [ok(f"enforced on every divided GPU except the time-sliced: {', '.join(sliced)}")]
 
 
 @check("job budgets", PROCESS_MEMORY_UNKNOWN)

@@ -5,14 +5,17 @@ The daemon and the control daemon are real; jobs and their MPS server are stand-
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 from contextlib import ExitStack
+from urllib.request import urlopen
 
 import pytest
 
+from browser.scene import Served
 from integration.daemon_host import eventually, is_running
 from integration.doctor_host import CONTROL, PATIENT, SLEEP, STRANGER, Scene
 
@@ -27,6 +30,28 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     assert len(seen.checks) == 26
     assert seen.one("outside MPS", "ok")["what"] == "1 program on the GPUs, none outside MPS"
     assert seen.one("client limit", "ok")["what"] == "at most 1 of 48 clients on a GPU"
+
+
+def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: ExitStack) -> None:
+    scene = Scene(stack, {"kind": "h100", "count": 3})
+    scene.host.divide(2, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2", "mig: [4g.40gb, 3g.40gb]")
+    scene.daemon.configure(cuda_mps_scope="gpu")
+    seen = scene.start().look()
+    assert (seen.code, seen.bad()) == (0, {})
+    assert seen.one("daemon", "ok")["what"] == "running; 6 of 6 devices available"
+    assert seen.one("budgets", "ok")["what"].endswith("GPU except the time-sliced: 00:07.0")
+    with Served(scene.host) as served, urlopen(f"{served.url}overview.json") as answer:
+        page = json.loads(answer.read())
+    instances = [f"00:08.0-g{one.gpu_instance}" for one in scene.host.gpus[2].mig_devices()]
+    assert [(gpu["addr"], gpu["sharing"], gpu["budget_enforced"]) for gpu in page["gpus"]] == [
+        ("00:06.0", "mps", True),
+        ("00:07.0", "time-slicing", False),
+        ("00:08.0", "mig", True),
+        *((address, "none", True) for address in instances),
+    ]
+    devices = [device for part in page["parts"] for device in part["devices"]]
+    assert devices == ["00:06.0-0", "00:06.0-1", "00:07.0-0", "00:07.0-1", *instances]
+    assert (page["state"], page["problems"], page["wrong"], page["errors"]) == ("ready", [], 0, [])
 
 
 def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:

@@ -32,7 +32,7 @@ def named(layout: str, kind: str) -> str:
 
 
 # -- the tables of FPT (H100 SXM, H200 SXM, A100 80 GB), without its misprints of profiles, and
-# of mig-parted's deployments/systemd/config-default.yaml (the others)
+# of mig-parted's deployments/systemd/config-default.yaml (the others, and all-7g of the A100 80 GB)
 
 TABLES = {
     "h100": {
@@ -59,6 +59,7 @@ TABLES = {
         "all-2g.20gb": "3 x 2g.20gb",
         "all-3g.40gb": "2 x 3g.40gb",
         "all-4g.40gb": "1 x 4g.40gb",
+        "all-7g.80gb": "1 x 7g.80gb",
         "all-balanced": "2 x 1g.10gb + 1 x 2g.20gb + 1 x 3g.40gb",
     },
     "a30": {
@@ -108,6 +109,16 @@ def test_a_named_layout_has_the_instances_of_the_tables(kind: str, layout: str, 
     assert named(layout, kind) == means
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, layout) for kind, table in TABLES.items() for layout in table]
+)
+def test_an_instance_has_at_most_the_memory_of_its_name(kind: str, layout: str) -> None:
+    """And at most an eighth less: the 16 GiB of an H200's 1g.18gb are the least."""
+    for one in resolve([layout], with_mig(kind)):
+        gigabytes = int(one.name.partition(".")[2].partition("gb")[0])
+        assert gigabytes * 1024 * 7 / 8 <= one.memory_mib <= gigabytes * 1024
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_every_layout_that_is_named_as_possible_is(kind: str) -> None:
     names = layouts(with_mig(kind))
@@ -115,8 +126,9 @@ def test_every_layout_that_is_named_as_possible_is(kind: str) -> None:
     assert all(resolve([name], with_mig(kind)) for name in names if name != "all-disabled")
 
 
-def test_all_disabled_has_no_instances() -> None:
-    assert resolve(["all-disabled"], with_mig("h100")) == ()
+@pytest.mark.parametrize("kind", TABLES)
+def test_all_disabled_has_no_instances(kind: str) -> None:
+    assert resolve(["all-disabled"], with_mig(kind)) == ()
 
 
 @pytest.mark.parametrize(
