@@ -304,3 +304,17 @@ def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman:
     assert "nvidia0" in told
     assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in told
     assert not [word for word in told if word.startswith("CUDA_MPS_")]
+
+
+def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    addresses = set(devices(daemon))
+    found = daemon.get("/v1/devices?limit=0&addr=00:06.0")[1]["isolated_devices"]
+    assert {row["addr"] for row in found} == addresses
+    for name in ("00:06.0", daemon.host.gpus[0].uuid):
+        listed = daemon.host.run(["yunion-mps", "list", "--gpu", name, "--output", "json"], check=True).stdout
+        assert {row["addr"] for row in json.loads(listed)["isolated_devices"]} == addresses
+        device = daemon.host.run(
+            ["yunion-mps", "run", "--gpu", name, "printenv", "YUNION_MPS_DEVICE"], check=True
+        ).stdout
+        assert device.strip() in addresses
