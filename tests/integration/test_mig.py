@@ -318,3 +318,22 @@ def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
             ["yunion-mps", "run", "--gpu", name, "printenv", "YUNION_MPS_DEVICE"], check=True
         ).stdout
         assert device.strip() in addresses
+
+
+def test_status_and_plan_say_what_a_layout_waits_for() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host:
+        host.divide(MIG)
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+            why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
+            status = daemon.get("/v1/status")[1]
+            assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
+            plan = daemon.get("/v1/plan")[1]
+            assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
+            shown = host.run(["yunion-mps", "plan"], check=True).stdout
+            assert " ".join(shown.split()) == f"A reload would change nothing. Pending: {why}"
+            shown = host.run(["yunion-mps", "status"]).stdout
+            assert why in " ".join(shown.split())
+            assert "no GPU on this host" not in shown
