@@ -42,6 +42,11 @@ def gpu_of(address: str) -> str:
     return address if slot.startswith("g") else gpu
 
 
+def is_part(address: str, gpu: str) -> bool:
+    """Whether `address` is that of `gpu`, or of a device of it or of its MIG instances."""
+    return address == gpu or address.startswith(f"{gpu}-")
+
+
 def _uuid(data: bytes, version: int) -> str:
     digest = bytearray(data[:16])
     digest[6] = digest[6] & 0x0F | version << 4

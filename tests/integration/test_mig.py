@@ -319,3 +319,36 @@ def test_a_container_with_a_time_sliced_device_gets_its_budget_and_no_mps(
     assert {"YUNION_MPS_DEVICE=00:07.0-0", "YUNION_MPS_MEMORY_MIB=40779"} <= set(lines)
     assert not [line for line in lines if line.startswith("CUDA_MPS_")]
     assert daemon.host.root.name not in told, "nothing of the host is mounted"
+
+
+def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    addresses = set(devices(daemon))
+    found = daemon.get("/v1/devices?limit=0&addr=00:06.0")[1]["isolated_devices"]
+    assert {row["addr"] for row in found} == addresses
+    for name in ("00:06.0", daemon.host.gpus[0].uuid):
+        listed = daemon.host.run(["yunion-mps", "list", "--gpu", name, "--output", "json"], check=True).stdout
+        assert {row["addr"] for row in json.loads(listed)["isolated_devices"]} == addresses
+        device = daemon.host.run(
+            ["yunion-mps", "run", "--gpu", name, "printenv", "YUNION_MPS_DEVICE"], check=True
+        ).stdout
+        assert device.strip() in addresses
+
+
+def test_status_and_plan_say_what_a_layout_waits_for() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host:
+        host.divide(MIG)
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+            why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
+            status = daemon.get("/v1/status")[1]
+            assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
+            plan = daemon.get("/v1/plan")[1]
+            assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
+            shown = host.run(["yunion-mps", "plan"], check=True).stdout
+            assert " ".join(shown.split()) == f"A reload would change nothing. Pending: {why}"
+            shown = host.run(["yunion-mps", "status"]).stdout
+            assert why in " ".join(shown.split())
+            assert "no GPU on this host" not in shown

@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.enums import FREE, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
-from yunion_mps.identity import gpu_of
+from yunion_mps.identity import gpu_of, is_part
 from yunion_mps.service.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
@@ -142,12 +142,12 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     if gpu is not None:
         from yunion_mps.leases.request import index_of_gpu  # not needed by a plain list
 
-        gpus = [gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]]
-    shown = {record["addr"] for record in gpus}
+        chosen = gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]["addr"]
+        gpus = [record for record in gpus if is_part(record["addr"], chosen)]
     devices = [
         record
         for record in listed_devices()
-        if (record["state"] == FREE or not free) and (gpu is None or gpu_of(record["addr"]) in shown)
+        if (record["state"] == FREE or not free) and (gpu is None or is_part(record["addr"], chosen))
     ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     units = pools(gpus)

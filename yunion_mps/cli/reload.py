@@ -84,7 +84,8 @@ def _text(title: str, answer: ChangeList) -> str:
         (f"{change['kind']} {change['subject']}", f"takes effect {change['effect']}") for change in late
     )
     pending = "".join(
-        wrapped(f"Pending:  {entry['domain']}: {entry['pending']}", 10) for entry in answer["pending"]
+        wrapped("Pending:  " + ": ".join(filter(None, (entry["domain"], entry["pending"]))), 10)
+        for entry in answer["pending"]
     )
     return f"{title}\n{text}{pending}"
 

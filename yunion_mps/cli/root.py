@@ -154,8 +154,8 @@ class LazyGroup(SuggestingGroup):
 def cli() -> None:
     """Share NVIDIA GPUs between jobs, with enforced limits.
 
-    NVIDIA MPS divides each GPU into devices. A device has a budget: an amount of memory and a percentage of
-    the GPU's SM threads. A job leases a device, and MPS holds it to that budget.
+    Each GPU is divided into devices through MPS, MIG or time-slicing, and jobs lease them. A device has a
+    budget of memory and of SM threads, which MPS and MIG enforce and time-slicing does not.
 
     \b
     Examples:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from yunion_mps.enums import BINPACK, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
+from yunion_mps.identity import is_part
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device
 from yunion_mps.planning.environment import (
@@ -30,8 +31,9 @@ class LeaseRequest(NamedTuple):
     """A request for `number` devices on one GPU or on different GPUs (`across`), or for `memory_mib` each.
 
     `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
-    it is not empty. Without `allow_unlimited`, only GPUs that enforce budgets are used. Devices that are
-    reserved are used only if that is for `reserved_for`. A `thread_percentage` of 0 leaves it to the GPU.
+    it is not empty; a GPU includes its MIG instances. Without `allow_unlimited`, only GPUs that enforce
+    budgets are used. Devices that are reserved are used only if that is for `reserved_for`. A
+    `thread_percentage` of 0 leaves it to the GPU.
     """
 
     number: int = 1
@@ -52,7 +54,7 @@ class LeaseRequest(NamedTuple):
             return False
         if self.devices and not {ALL, device.id, device.addr}.intersection(self.devices):
             return False
-        return not self.gpu or self.gpu in (device.gpu_uuid, device.gpu_address)
+        return not self.gpu or self.gpu == device.gpu_uuid or is_part(device.addr, self.gpu)
 
     def __str__(self) -> str:
         if self.devices:

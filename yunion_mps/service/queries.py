@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps import __version__
 from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
-from yunion_mps.identity import gpu_of
+from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import shorten
@@ -50,8 +50,8 @@ class Filters(NamedTuple):
     unused: bool = False
 
     def matches(self, device: answers.Device) -> bool:
-        """Whether the device matches; an address may be the device's own or its GPU's."""
-        if self.addr is not None and self.addr not in (device["addr"], gpu_of(device["addr"])):
+        """Whether the device matches; an address may be the device's own, its MIG instance's or its GPU's."""
+        if self.addr is not None and not is_part(device["addr"], self.addr):
             return False
         if self.unused and device["state"] != FREE:
             return False

@@ -18,6 +18,7 @@ from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
+from yunion_mps.supervisor.changes import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import count, decode_line
 
@@ -189,6 +190,10 @@ class Reloader:
         pending += [
             {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
             for uuid, why in snapshot.plan.pending.items()
+        ]
+        pending += [
+            {"domain": "", "pending": layout_pending(address, why), "leases": []}
+            for address, why in self._supervisor.pending_layouts.items()
         ]
         rows: list[answers.Change] = [
             {

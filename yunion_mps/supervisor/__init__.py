@@ -189,13 +189,24 @@ class Supervisor:
             self._snapshot = Snapshot(
                 self._version,
                 self.config.enable_cuda_mps,
-                notice(self.config, self.desired.plan, self._paths.host_conf, self._leftovers_notice),
+                self._notice(),
                 self.desired.in_effect(),
                 self._gpus.inventory,
                 statuses(self.domains, self.fleet.blocked, self._gpus.inventory.gpus),
                 (*self.desired.warnings, *warnings),
             )
         return self._snapshot
+
+    def _notice(self) -> Reason:
+        plan, host_conf = self.desired.plan, self._paths.host_conf
+        return notice(self.config, plan, host_conf, self._leftovers_notice, self.pending_layouts)
+
+    @property
+    def pending_layouts(self) -> dict[str, Reason]:
+        """Why MIG layouts are not in effect, by the GPU's address."""
+        uuids = {layout.gpu_uuid for layout in self.desired.plan.layouts}
+        why = {uuid: reason for uuid, reason in self._gpus.layout_reasons.items() if uuid in uuids}
+        return {gpu.address: why[gpu.uuid] for gpu in self._gpus.inventory.gpus if gpu.uuid in why}
 
     def set_warning(self, about: str, reason: Reason) -> None:
         """Add a warning to the status; an empty reason removes it."""

@@ -307,18 +307,35 @@ def statuses(
     return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
 
 
-def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Reason:
-    """Return why the host offers no devices, if so, and the notice about `leftovers`."""
+def notice(
+    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Mapping[str, Reason]
+) -> Reason:
+    """Return why the host offers no devices, if so, and the notice about `leftovers`.
+
+    `layouts` says why MIG layouts are not in effect, by the GPU's address.
+    """
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
     elif not desired.domains and not desired.direct:
-        each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
-        why = f"no GPU on this host can serve MPS devices ({each or 'no GPU was found'})"
-        code = reasons.NO_USABLE_GPU
+        waits = [layout_pending(address, reason) for address, reason in layouts.items()]
+        others = [
+            f"{address}: {reason}"
+            for address, reason in desired.unavailable.items()
+            if reason not in layouts.values()
+        ]
+        if waits:
+            why, code = "; ".join([*waits, *others]), next(iter(layouts.values())).code
+        else:
+            each = "; ".join(others) or "no GPU was found"
+            why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
     text = "; ".join(part for part in (why, leftovers) if part)
     return Reason(text, code if text else "")
+
+
+def layout_pending(address: str, reason: Reason) -> str:
+    return f"the MIG layout of GPU {address} is pending: {reason}"
 
 
 def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
