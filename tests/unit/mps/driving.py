@@ -24,7 +24,7 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import client_variables, control_environment
 
-from integration.daemon_host import eventually
+from integration.daemon_host import eventually, state_of
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
@@ -286,6 +286,8 @@ class Bench:
             front_end.kill()
             front_end.communicate()
             eventually(lambda: not serves_front_end(self.plan) or peer_of(place) is None)
+            # It logs that before it accepts another one: then it waits, and so sleeps.
+            eventually(lambda: (peer := peer_of(place)) is None or state_of(peer.pid) in "SX")
 
         once = self.stack.enter_context(ExitStack())
         once.callback(leave)
