@@ -30,17 +30,19 @@ def kill_all_of(folder: Path) -> None:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """All processes, except this one, with the engine's folder in their environment or a file of it open.
+    """All other processes that have the folder in their environment, or a file or socket of it open.
 
-    Some, such as slurmstepd, write their title over their environment.
+    Some, such as slurmstepd, write their title over their environment, and may have only a socket there.
     """
-    found = []
+    found, sockets = [], _sockets_in(folder)
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             proc = Path("/proc", entry)
             files = {os.readlink(link) for link in (proc / "fd").iterdir()}
             is_ours = bytes(folder) in (proc / "environ").read_bytes()
-            if int(entry) != os.getpid() and (is_ours or any(file.startswith(str(folder)) for file in files)):
+            if int(entry) != os.getpid() and (
+                is_ours or sockets & files or any(file.startswith(str(folder)) for file in files)
+            ):
                 found.append(int(entry))
     return found
 
@@ -48,3 +50,9 @@ def processes_of(folder: Path) -> list[int]:
 def children_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in children.split()]
+
+
+def _sockets_in(folder: Path) -> set[str]:
+    """The Unix sockets that are bound in the folder, as the links in /proc/PID/fd name them."""
+    rows = map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {f"socket:[{row[6]}]" for row in rows if row[-1].startswith(str(folder))}
