@@ -24,6 +24,7 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
 from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.resources import ExtendedResource
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually, state_of
@@ -236,7 +237,8 @@ class KubeletPlugin(Closes):
 
     @property
     def socket(self) -> Path:
-        return self._host.root / "var/lib/kubelet/device-plugins/yunion-mps.sock"
+        directory = self._host.root / "var/lib/kubelet/device-plugins"
+        return directory / ExtendedResource(RESOURCE, "devices").endpoint
 
     def close(self) -> None:
         if self.process.poll() is None:
