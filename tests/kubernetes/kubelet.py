@@ -33,6 +33,7 @@ from simhost import SimHost
 from simhost.host import Closes
 
 RESOURCE, MEMORY = "yunion.io/mps", "yunion.io/mps-memory"
+TIME_SLICED, INSTANCES = "yunion.io/gpu.shared", "yunion.io/gpu"
 
 
 class Pod(NamedTuple):
@@ -132,6 +133,11 @@ class Kubelet(Closes):
         ).encode()
 
     # -- what it does with the plugin of `resource`
+
+    def request(self, resource: str) -> Kubelet:
+        """Itself, whose pods request this resource from now on."""
+        self.resource = resource
+        return self
 
     @property
     def channel(self) -> grpc.Channel:
