@@ -23,8 +23,13 @@ TYPES = {"mps": MPS, "time-sliced": TIME_SLICED, "1g.10gb": INSTANCES}
 
 
 @pytest.fixture
-def host(host: SimHost) -> SimHost:
-    host.divide(*DIVISIONS)
+def divisions() -> list[object]:
+    return DIVISIONS
+
+
+@pytest.fixture
+def host(host: SimHost, divisions: list[object]) -> SimHost:
+    host.divide(*divisions)
     return host
 
 
@@ -120,3 +125,26 @@ def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> 
     assert leases_of(daemon) == []
     slurm.check_health_a_minute_later()
     assert slurm.state() == "drained"
+
+
+@pytest.mark.parametrize("mapping", ["shard"])
+@pytest.mark.parametrize("divisions", [[SLICED.replace("3", "2"), SLICED, DIVISIONS[2]]])
+def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, daemon: Daemon) -> None:
+    script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    requests = ["shard:2", "shard:2", "shard:1", "gpu:1g.10gb:1", "gpu:1g.10gb:1"]
+    jobs = [slurm.submit(script, f"--gres={request}") for request in requests]
+    slurm.wait(lambda: all("YUNION_MPS_DEVICE" in slurm.output(job) for job in jobs), "their output")
+    found = [environment(slurm.output(job)) for job in jobs]
+    of_shards = sorted(one["YUNION_MPS_DEVICE"] for one in found[:3])
+    assert of_shards in (
+        ["00:06.0-0,00:06.0-1", "00:07.0-0,00:07.0-1", "00:07.0-2"],
+        ["00:06.0-0,00:06.0-1", "00:07.0-0", "00:07.0-1,00:07.0-2"],
+    )
+    assert {one["YUNION_MPS_MEMORY_MIB"] for one in found[:3]} == {"16384", "10922", "5461"}
+    assert sorted(one["YUNION_MPS_DEVICE"] for one in found[3:]) == INSTANCES
+    assert not [name for one in found for name in one if name.startswith("CUDA_MPS_")]
+    (slurm.folder / "go").touch()
+    wait_unused(slurm, daemon)
+    whole = environment(slurm.srun("--gres=gpu:time-sliced:1", "env").stdout)
+    assert whole["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
+    assert "different types" in slurm.srun("--gres=gpu:3", "true").stdout
