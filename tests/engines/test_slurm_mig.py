@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 
 import pytest
 
@@ -125,6 +127,33 @@ def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> 
     assert leases_of(daemon) == []
     slurm.check_health_a_minute_later()
     assert slurm.state() == "drained"
+
+
+@pytest.mark.parametrize("kind", ["time-sliced", "1g.10gb"])
+def test_the_epilog_ends_leftover_processes_without_mps(slurm: Slurm, daemon: Daemon, kind: str) -> None:
+    slurm.hold("epilog")
+    slurm.submit("true", f"--gres=gpu:{kind}:1")
+    slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
+    (lease,) = leases_of(daemon)
+    instance = next((one.gpu_instance, 0) for one in daemon.host.gpus[2].mig_devices())
+    with subprocess.Popen(["sleep", "600"], env={**daemon.env, **lease["environment"]}) as leftover:
+        gpu = daemon.host.gpus[1 if kind == "time-sliced" else 2]
+        gpu.add_process(leftover.pid, 100, **({} if kind == "time-sliced" else {"on": instance}))
+        slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
+        slurm.check_health()
+        slurm.release("epilog")
+        wait_unused(slurm, daemon)
+        assert leftover.wait() == -signal.SIGTERM
+    (event,) = daemon.get("/v1/events?kind=client")[1]["events"]
+    assert event["what"].endswith(": ended by SIGTERM")
+    assert slurm.reason() == "none"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_job_passes_its_device_on_to_run_inherit(slurm: Slurm, daemon: Daemon, kind: str) -> None:
+    inherit = ["yunion-mps", "run", "--inherit", "--safe-stop", "printenv", "YUNION_MPS_DEVICE"]
+    done = slurm.srun(f"--gres=gpu:{kind}:1", *inherit)
+    assert done.stdout == f"{TYPES[kind][0]}\n", f"{done}{slurm.logs()}"
 
 
 @pytest.mark.parametrize("mapping", ["shard"])

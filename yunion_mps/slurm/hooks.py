@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.enums import DEVICE_VARIABLES, UNAVAILABLE
+from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
@@ -82,6 +82,8 @@ class Hooks:
         except YunionError as error:
             return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]
         inherited = [name for name in DEVICE_VARIABLES if name not in environment]
+        if MEMORY_VARIABLE in inherited and MEMORY_VARIABLE in self._environment:
+            inherited.append(JAX_VARIABLE)  # it is that of the other job, too
         return 0, [
             *(f"unset {name}" for name in inherited if name in self._environment),
             *(f"export {name}={value}" for name, value in environment.items()),
@@ -147,7 +149,8 @@ class Hooks:
             # Slurm is asked for its jobs last, and once.
             files, jobs = self._files_by_job(), lru_cache(node.jobs)
             found = leases.reconcile(jobs)
-            ending = [(lease, since_s) for lease in found.live if (since_s := jobs()[job_of(lease)])]
+            through_mps = [lease for lease in found.live if lease["sharing"] == MPS]
+            ending = [(lease, since_s) for lease in through_mps if (since_s := jobs()[job_of(lease)])]
             self._disconnect(ending, leases, node)
             _require_numbers(record, node)
             devices = leases.devices()

@@ -19,7 +19,7 @@ from yunion_mps.slurm.devices import (
     read_record,
     record_of,
 )
-from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
+from yunion_mps.slurm.hooks import Hooks, JobFile, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of, is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
 from yunion_mps.slurm.node import NodeState, SlurmNode, counts_of, drain_reason, parse_jobs, parse_state
@@ -55,6 +55,12 @@ MIXED = [
 def lease(name: str | None, devices: tuple[str, ...] = ("00:06.0-0",), **fields: Any) -> Any:
     default = {"binding": "name", "expires": None, "user": "root", "pid": None, "id": "7c1f0e7a"}
     return {"name": name, "devices": list(devices), **default, **fields}
+
+
+def record(paths: Paths, content: Record) -> None:
+    place = Path(paths.slurm_devices)
+    place.parent.mkdir(parents=True)
+    place.write_text(json.dumps(content._asdict()))
 
 
 def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
@@ -114,12 +120,11 @@ def test_a_node_without_a_record_has_no_devices_for_slurm(tmp_path: Path) -> Non
 def test_a_record_keeps_the_types_and_without_types_all_were_mps(tmp_path: Path) -> None:
     """As gres.conf of the version that recorded none says."""
     paths = Paths(str(tmp_path))
-    place = Path(paths.slurm_devices)
-    place.parent.mkdir(parents=True)
-    record = record_of(MIXED, shards=False)
-    place.write_text(json.dumps(record._asdict()))
-    assert read_record(paths) == record
-    place.write_text('{"shards": false, "devices": [["00:06.0-0", 4096], ["00:07.0-0", 4096]]}')
+    record(paths, record_of(MIXED, shards=False))
+    assert read_record(paths) == record_of(MIXED, shards=False)
+    Path(paths.slurm_devices).write_text(
+        '{"shards": false, "devices": [["00:06.0-0", 4096], ["00:07.0-0", 4096]]}'
+    )
     former = read_record(paths)
     assert former
     assert former.addresses((0,), MIXED) == {0: ["00:06.0-0"]}
@@ -304,6 +309,17 @@ def test_the_last_check_before_the_kill_is_10_s_after_sigterm_or_later(
 ) -> None:
     when = [age_s for age_s in range(100) if is_about_to_be_killed(age_s, kill_wait_s, interval_s)]
     assert when == ([] if first_s is None else list(range(first_s, kill_wait_s)))
+
+
+def test_a_task_inherits_no_budget_of_the_job_that_submitted_it(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    record(paths, RECORD)
+    job = {"SLURM_JOB_ID": "17"}
+    inherited = {"YUNION_MPS_MEMORY_MIB": "4096", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.25"}
+    lines = Hooks(paths, {**job, **inherited}, print).task_prolog()[1]
+    assert lines == [f"unset {name}" for name in inherited]
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}  # set by its user
+    assert Hooks(paths, {**job, **own}, print).task_prolog() == (0, [])
 
 
 def test_a_step_has_the_budget_of_its_devices() -> None:
