@@ -34,7 +34,9 @@ def slurm_group() -> None:
 @click.option(
     "--install", "installs", is_flag=True, help="Also create and record the device nodes (root only)."
 )
-@click.option("--shards", is_flag=True, help="Offer the devices as gres/shard, and whole GPUs as gpu.")
+@click.option(
+    "--shards", is_flag=True, help="Offer the devices of shared GPUs as gres/shard, and whole GPUs as gpu."
+)
 def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
     """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu, or as shards.
 
@@ -67,7 +69,7 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
         click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.budget})" for device in some))
     for line in gres_lines(record, name, paths):
         click.echo(line)
-    click.echo("# for slurm.conf:")
+    click.echo("# for slurm.conf; keep the order of the types:")
     for line in node_lines(record, name):
         click.echo(f"# {line}")
 
