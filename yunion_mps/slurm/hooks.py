@@ -295,9 +295,9 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         raise YunionError(message, "\n".join(hints))
     devices = content["devices"]
     step = [str(index) for index in job.step_indices]
-    if not step or not devices or set(step) == set(devices):
-        return content["environment"]
-    if len(step) == 1 and step[0] in devices:
+    if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
+        return content["environment"]  # others are inherited: see Job
+    if len(step) == 1:
         return devices[step[0]]
     what = (
         f"the step has {len(step)} of the job's {len(devices)} devices: only one or all of them have a budget"

@@ -68,7 +68,9 @@ def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
     job = Job.of(environment)
     assert job == Job("17", 1000, (0, 2))
     assert job.lease_name == "slurm:17"
-    assert Job.of({"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}) == Job("17", 0, (), (1,))
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}
+    assert Job.of(step) == Job.of({**step, "CUDA_VISIBLE_DEVICES": "0"}) == Job("17", 0, (), (1,))
+    assert Job.of({**step, "CUDA_VISIBLE_DEVICES": "1,2"}) == Job("17")  # those of the submitting step
 
 
 @pytest.mark.parametrize("kind", ["HET", "PACK"])
@@ -331,6 +333,7 @@ def test_a_step_has_the_budget_of_its_devices() -> None:
     assert environment_of_task(Job("1"), content) == {"A": "all"}
     assert environment_of_task(Job("1", step_indices=(2, 1, 0)), content) == {"A": "all"}
     assert environment_of_task(Job("1", step_indices=(1,)), content) == {"A": "1"}
+    assert environment_of_task(Job("1", step_indices=(3,)), content) == {"A": "all"}
     with pytest.raises(InfeasibleError, match="2 of the job's 3 devices"):
         environment_of_task(Job("1", step_indices=(0, 1)), content)
     with pytest.raises(YunionError, match="cannot be combined") as caught:
