@@ -60,11 +60,13 @@ def test_jobs_of_each_type_have_the_environment_of_their_device(slurm: Slurm, da
 
 
 def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Daemon) -> None:
-    step = "srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 sh -c 'echo $CUDA_VISIBLE_DEVICES; sleep 1' &"
+    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 sh -c 'echo $CUDA_VISIBLE_DEVICES; {wait}' &"
     job = slurm.submit(f"{step}\n{step}\nwait", "--gres=gpu:1g.10gb:2", "-n2")
-    slurm.wait_job(job, "COMPLETED")
     instances = sorted(one.uuid for one in daemon.host.gpus[2].mig_devices())
     slurm.wait(lambda: sorted(slurm.output(job).split()) == instances, "the output of both steps")
+    (slurm.folder / "go").touch()
+    slurm.wait_job(job, "COMPLETED")
 
 
 @pytest.mark.parametrize(
@@ -137,13 +139,18 @@ def test_the_epilog_ends_leftover_processes_without_mps(slurm: Slurm, daemon: Da
     (lease,) = leases_of(daemon)
     instance = next((one.gpu_instance, 0) for one in daemon.host.gpus[2].mig_devices())
     with subprocess.Popen(["sleep", "600"], env={**daemon.env, **lease["environment"]}) as leftover:
-        gpu = daemon.host.gpus[1 if kind == "time-sliced" else 2]
-        gpu.add_process(leftover.pid, 100, **({} if kind == "time-sliced" else {"on": instance}))
-        slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
-        slurm.check_health()
-        slurm.release("epilog")
-        wait_unused(slurm, daemon)
-        assert leftover.wait() == -signal.SIGTERM
+        try:
+            if kind == "time-sliced":
+                daemon.host.gpus[1].add_process(leftover.pid, 100)
+            else:
+                daemon.host.gpus[2].add_process(leftover.pid, 100, on=instance)
+            slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
+            slurm.check_health()
+            slurm.release("epilog")
+            wait_unused(slurm, daemon)
+            assert leftover.wait() == -signal.SIGTERM
+        finally:
+            leftover.kill()
     (event,) = daemon.get("/v1/events?kind=client")[1]["events"]
     assert event["what"].endswith(": ended by SIGTERM")
     assert slurm.reason() == "none"
