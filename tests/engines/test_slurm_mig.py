@@ -59,6 +59,14 @@ def test_jobs_of_each_type_have_the_environment_of_their_device(slurm: Slurm, da
     assert slurm.reason() == "none"
 
 
+def test_each_job_of_an_array_may_get_another_type(slurm: Slurm) -> None:
+    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    array = slurm.submit(f"echo $YUNION_MPS_DEVICE; {wait}", "--gres=gpu:1", "--array=1-9")
+    every = sorted([*MPS, *TIME_SLICED, *INSTANCES])
+    slurm.wait(lambda: sorted(slurm.output(array).split()) == every, "the output of all jobs")
+    (slurm.folder / "go").touch()
+
+
 def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Daemon) -> None:
     wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
     step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 sh -c 'echo $CUDA_VISIBLE_DEVICES; {wait}' &"
@@ -153,6 +161,22 @@ def test_the_epilog_ends_leftover_processes_without_mps(slurm: Slurm, daemon: Da
             leftover.kill()
     (event,) = daemon.get("/v1/events?kind=client")[1]["events"]
     assert event["what"].endswith(": ended by SIGTERM")
+    assert slurm.reason() == "none"
+
+
+def test_nothing_acts_on_a_cancelled_job_without_mps_before_slurm_kills_it(
+    slurm: Slurm, daemon: Daemon
+) -> None:
+    """It ignores SIGTERM until KillWait is over."""
+    slurm.set(KillWait=21, HealthCheckInterval=1)
+    job = slurm.submit("trap '' TERM; echo $$; while :; do sleep 0.1; done", "--gres=gpu:time-sliced:1")
+    slurm.wait(lambda: slurm.output(job), "its output")
+    daemon.host.gpus[1].add_process(int(slurm.output(job)), 100)
+    slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
+    slurm.ask("scancel", "--full", job)
+    slurm.wait_job(job, "CANCELLED")
+    wait_unused(slurm, daemon)
+    assert daemon.get("/v1/events?kind=client")[1]["events"] == []
     assert slurm.reason() == "none"
 
 
