@@ -215,8 +215,8 @@ NOTHING_FREE = _code("nothing_free", "No suitable device is free now.",
 RESERVED = _code("reserved", "The devices are reserved by `reserved_for` in host_container_device.yml.",
     "use other devices, or remove reserved_for from the entry of their GPU")
 SLURM_DEVICES_CHANGED = _code("slurm_devices_changed",
-    "The host's devices have changed since Slurm's gres.conf was written.",
-    "write it again: yunion-mps slurm gres-conf --install; then restart slurmctld and slurmd")
+    "The host's devices have changed since Slurm's gres.conf was written, or slurm.conf lists other types.",
+    "copy the lines of yunion-mps slurm gres-conf --install; then restart slurmctld and slurmd")
 SLURM_DEVICE_HELD = _code("slurm_device_held",
     "A device that Slurm assigns to jobs is leased outside Slurm.",
     "see who holds it: yunion-mps who; set reserved_for: slurm in host_container_device.yml")

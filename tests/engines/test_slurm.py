@@ -86,6 +86,17 @@ def test_a_job_inherits_no_device_of_the_job_that_submits_it(slurm: Slurm, submi
     slurm.wait_job(job, "COMPLETED")
 
 
+def test_a_job_that_a_step_submits_has_all_of_its_devices(slurm: Slurm) -> None:
+    """Its script inherits the indices of the step."""
+    show = slurm.folder / "out/show"
+    write = f"echo '#!/bin/sh\necho $SLURM_STEP_GPUS $YUNION_MPS_DEVICE' > {show}"
+    submit = f"srun --quiet sbatch -W --gres=gpu:mps:2 --output={show}.txt {show}"
+    job = slurm.submit(f"{write}; {submit}; echo end", SHARE)
+    slurm.wait(lambda: "end" in slurm.output(job), "the output")
+    assert show.with_suffix(".txt").read_text().split()[-1] == "00:06.0-1,00:06.0-2"
+    slurm.wait_job(job, "COMPLETED")
+
+
 def test_a_job_that_cannot_have_its_devices_fails_with_the_reason(slurm: Slurm, daemon: Daemon) -> None:
     done = slurm.srun("--gres=gpu:mps:3", "true")
     assert done.returncode != 0

@@ -1,45 +1,210 @@
-"""Slurm's jobs get MIG instances and time-sliced devices, like other devices."""
+"""A node with MPS, time-slicing and MIG: jobs get the type that they request, and an index keeps its type."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+
 import pytest
 
-from engines.slurm import VERSIONS, Slurm, environment
+from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
 from simhost import SimHost
 
-pytestmark = [
-    pytest.mark.gpus({"kind": "h100"}),
-    pytest.mark.parametrize("version", VERSIONS[-1:]),
-]
+pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2}, {"kind": "h100", "count": 2})
+
+SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
+DIVISIONS = [2, SLICED, "mig: [1g.10gb, 1g.10gb]", "mig: 3g.40gb\n  virtual_number: 2"]
+#: The addresses by type.
+MPS = ["00:06.0-0", "00:06.0-1", "00:09.0-g1-0", "00:09.0-g1-1"]
+TIME_SLICED = ["00:07.0-0", "00:07.0-1", "00:07.0-2"]
+INSTANCES = ["00:08.0-g7", "00:08.0-g8"]
+TYPES = {"mps": MPS, "time-sliced": TIME_SLICED, "1g.10gb": INSTANCES}
 
 
 @pytest.fixture
-def host(host: SimHost, entry: str) -> SimHost:
-    host.divide(entry)
+def divisions() -> list[object]:
+    return DIVISIONS
+
+
+@pytest.fixture
+def host(host: SimHost, divisions: list[object]) -> SimHost:
+    host.divide(*divisions)
     return host
 
 
-def environment_of_job(slurm: Slurm, daemon: Daemon) -> dict[str, str]:
-    done = slurm.srun("--gres=gpu:mps:1", "env")
-    assert done.returncode == 0, f"{done.stderr}{slurm.logs()}"
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
-    found = environment(done.stdout)
-    assert not [name for name in found if name.startswith("CUDA_MPS_")]
-    return found
+def wait_unused(slurm: Slurm, daemon: Daemon) -> None:
+    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
 
 
-@pytest.mark.parametrize("entry", ["mig: 3g.40gb"])
-def test_a_job_gets_a_mig_instance(slurm: Slurm, daemon: Daemon) -> None:
-    found = environment_of_job(slurm, daemon)
-    (instance,) = daemon.host.gpus[0].mig_devices()
-    assert found["YUNION_MPS_DEVICE"] == f"00:06.0-g{instance.gpu_instance}"
-    assert found["CUDA_VISIBLE_DEVICES"] == instance.uuid
+def test_jobs_of_each_type_have_the_environment_of_their_device(slurm: Slurm, daemon: Daemon) -> None:
+    script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    jobs = [slurm.submit(script, f"--gres=gpu:{kind}:1") for kind in TYPES for _ in TYPES[kind]]
+    slurm.wait(lambda: all("YUNION_MPS_DEVICE" in slurm.output(job) for job in jobs), "their output")
+    assert {lease["name"] for lease in leases_of(daemon)} == {f"slurm:{job}" for job in jobs}
+    gpus = daemon.host.gpus
+    instances = [one.uuid for gpu in gpus for one in gpu.mig_devices()]
+    visible = [*[gpus[0].uuid] * 2, *[instances[2]] * 2, *[gpus[1].uuid] * 3, *instances[:2]]
+    for job, addr, uuid in zip(jobs, [*MPS, *TIME_SLICED, *INSTANCES], visible):
+        found = environment(slurm.output(job))
+        assert (found["YUNION_MPS_DEVICE"], found["CUDA_VISIBLE_DEVICES"]) == (addr, uuid)
+        assert ("CUDA_MPS_PIPE_DIRECTORY" in found) == (addr in MPS)
+        assert any(name.startswith("CUDA_MPS_") for name in found) == (addr in MPS)
+        assert found.get("YUNION_MPS_MEMORY_MIB") == ("5461" if addr in TIME_SLICED else None)
+    assert slurm.job_state(slurm.submit("true", "--gres=gpu:1g.10gb:1")) == "PENDING"
+    (slurm.folder / "go").touch()
+    wait_unused(slurm, daemon)
+    assert slurm.reason() == "none"
 
 
-@pytest.mark.parametrize("entry", ["type: NVIDIA_GPU_SHARE\n  virtual_number: 2"])
-def test_a_job_gets_a_time_sliced_device(slurm: Slurm, daemon: Daemon) -> None:
-    found = environment_of_job(slurm, daemon)
-    assert (found["YUNION_MPS_DEVICE"], found["YUNION_MPS_MEMORY_MIB"]) == ("00:06.0-0", "40779")
-    assert found["CUDA_VISIBLE_DEVICES"] == daemon.host.gpus[0].uuid
+def test_each_job_of_an_array_may_get_another_type(slurm: Slurm) -> None:
+    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    array = slurm.submit(f"echo $YUNION_MPS_DEVICE; {wait}", "--gres=gpu:1", "--array=1-9")
+    every = sorted([*MPS, *TIME_SLICED, *INSTANCES])
+    slurm.wait(lambda: sorted(slurm.output(array).split()) == every, "the output of all jobs")
+    (slurm.folder / "go").touch()
+
+
+def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Daemon) -> None:
+    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 sh -c 'echo $CUDA_VISIBLE_DEVICES; {wait}' &"
+    job = slurm.submit(f"{step}\n{step}\nwait", "--gres=gpu:1g.10gb:2", "-n2")
+    instances = sorted(one.uuid for one in daemon.host.gpus[2].mig_devices())
+    slurm.wait(lambda: sorted(slurm.output(job).split()) == instances, "the output of both steps")
+    (slurm.folder / "go").touch()
+    slurm.wait_job(job, "COMPLETED")
+
+
+@pytest.mark.parametrize(
+    "words", [["--gres=gpu:5"], ["--gres=gpu:mps:1,gpu:time-sliced:1"], ["--exclusive", "--gpus=1"]]
+)
+def test_a_job_with_devices_of_different_types_fails_with_the_reason(
+    slurm: Slurm, daemon: Daemon, words: list[str]
+) -> None:
+    done = slurm.srun(*words, "true")
+    assert done.returncode != 0
+    assert "different types, but a process can use only one" in done.stdout, f"{done}{slurm.logs()}"
+    assert "request one type (mps, time-sliced, 1g.10gb) without --exclusive" in done.stdout
+    wait_unused(slurm, daemon)
+    slurm.wait(lambda: slurm.state() == "idle", "the node")
+    assert slurm.reason() == "none"
+
+
+def is_shared(daemon: Daemon, sharing: str) -> bool:
+    device = daemon.get(f"/v1/devices/{MPS[0]}")[1]
+    return bool((device["sharing"], device["state"]) == (sharing, "free"))
+
+
+@pytest.mark.parametrize("is_former", [False, True], ids=["types", "no types"])
+def test_a_changed_type_drains_the_node_and_leases_nothing(
+    slurm: Slurm, daemon: Daemon, is_former: bool
+) -> None:
+    """Also if the record is of a version that recorded no types, because all were mps."""
+    if is_former:
+        place = slurm.host.root / "etc/yunion/slurm-devices.json"
+        record = json.loads(place.read_text())
+        place.write_text(json.dumps({**record, "devices": [one[:2] for one in record["devices"]][:2]}))
+    daemon.host.divide("type: NVIDIA_GPU_SHARE\n  virtual_number: 2", *DIVISIONS[1:])
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: is_shared(daemon, "time-slicing"), "the change")
+    job = slurm.submit("true", "--gres=gpu:mps:1")
+    slurm.wait(lambda: "yunion-mps: slurm_devices_changed: " in slurm.reason(), "the drain")
+    assert "was mps with 8192 MiB, but is now time-sliced with 8192 MiB" in slurm.reason()
+    slurm.wait_job(job, "PENDING")
+    assert leases_of(daemon) == []
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: is_shared(daemon, "mps"), "the change")
+    slurm.check_health_a_minute_later()
+    slurm.start_again(job)
+    slurm.wait_job(job, "COMPLETED")
+
+
+def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:
+    """Slurm would count the devices in the order of slurm.conf."""
+    place = slurm.folder / "slurm.conf"
+    text = place.read_text()
+    place.write_text(text.replace("Gres=gpu:mps:4,gpu:time-sliced:3", "Gres=gpu:time-sliced:3,gpu:mps:4"))
+    slurm.kill("slurmd")
+    slurm.kill("slurmctld")
+    slurm.start_controller()
+    slurm.start_node()
+    job = slurm.submit("true", "--gres=gpu:mps:1")
+    slurm.wait(lambda: "slurm_devices_changed: slurm.conf: " in slurm.reason(), "the drain")
+    slurm.wait_job(job, "PENDING")
+    assert leases_of(daemon) == []
+    slurm.check_health_a_minute_later()
+    assert slurm.state() == "drained"
+
+
+@pytest.mark.parametrize("kind", ["time-sliced", "1g.10gb"])
+def test_the_epilog_ends_leftover_processes_without_mps(slurm: Slurm, daemon: Daemon, kind: str) -> None:
+    slurm.hold("epilog")
+    slurm.submit("true", f"--gres=gpu:{kind}:1")
+    slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
+    (lease,) = leases_of(daemon)
+    instance = next((one.gpu_instance, 0) for one in daemon.host.gpus[2].mig_devices())
+    with subprocess.Popen(["sleep", "600"], env={**daemon.env, **lease["environment"]}) as leftover:
+        try:
+            if kind == "time-sliced":
+                daemon.host.gpus[1].add_process(leftover.pid, 100)
+            else:
+                daemon.host.gpus[2].add_process(leftover.pid, 100, on=instance)
+            slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
+            slurm.check_health()
+            slurm.release("epilog")
+            wait_unused(slurm, daemon)
+            assert leftover.wait() == -signal.SIGTERM
+        finally:
+            leftover.kill()
+    (event,) = daemon.get("/v1/events?kind=client")[1]["events"]
+    assert event["what"].endswith(": ended by SIGTERM")
+    assert slurm.reason() == "none"
+
+
+def test_nothing_acts_on_a_cancelled_job_without_mps_before_slurm_kills_it(
+    slurm: Slurm, daemon: Daemon
+) -> None:
+    """It ignores SIGTERM until KillWait is over."""
+    slurm.set(KillWait=21, HealthCheckInterval=1)
+    job = slurm.submit("trap '' TERM; echo $$; while :; do sleep 0.1; done", "--gres=gpu:time-sliced:1")
+    slurm.wait(lambda: slurm.output(job), "its output")
+    daemon.host.gpus[1].add_process(int(slurm.output(job)), 100)
+    slurm.wait(lambda: leases_of(daemon)[0]["state"] == "in use", "its use of the device")
+    slurm.ask("scancel", "--full", job)
+    slurm.wait_job(job, "CANCELLED")
+    wait_unused(slurm, daemon)
+    assert daemon.get("/v1/events?kind=client")[1]["events"] == []
+    assert slurm.reason() == "none"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_job_passes_its_device_on_to_run_inherit(slurm: Slurm, daemon: Daemon, kind: str) -> None:
+    inherit = ["yunion-mps", "run", "--inherit", "--safe-stop", "printenv", "YUNION_MPS_DEVICE"]
+    done = slurm.srun(f"--gres=gpu:{kind}:1", *inherit)
+    assert done.stdout == f"{TYPES[kind][0]}\n", f"{done}{slurm.logs()}"
+
+
+@pytest.mark.parametrize("mapping", ["shard"])
+@pytest.mark.parametrize("divisions", [[SLICED.replace("3", "2"), SLICED, DIVISIONS[2]]])
+def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, daemon: Daemon) -> None:
+    script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    requests = ["shard:2", "shard:2", "shard:1", "gpu:1g.10gb:1", "gpu:1g.10gb:1"]
+    jobs = [slurm.submit(script, f"--gres={request}") for request in requests]
+    slurm.wait(lambda: all("YUNION_MPS_DEVICE" in slurm.output(job) for job in jobs), "their output")
+    found = [environment(slurm.output(job)) for job in jobs]
+    of_shards = sorted(one["YUNION_MPS_DEVICE"] for one in found[:3])
+    assert of_shards in (
+        ["00:06.0-0,00:06.0-1", "00:07.0-0,00:07.0-1", "00:07.0-2"],
+        ["00:06.0-0,00:06.0-1", "00:07.0-0", "00:07.0-1,00:07.0-2"],
+    )
+    assert {one["YUNION_MPS_MEMORY_MIB"] for one in found[:3]} == {"16384", "10922", "5461"}
+    assert sorted(one["YUNION_MPS_DEVICE"] for one in found[3:]) == INSTANCES
+    assert not [name for one in found for name in one if name.startswith("CUDA_MPS_")]
+    (slurm.folder / "go").touch()
+    wait_unused(slurm, daemon)
+    whole = environment(slurm.srun("--gres=gpu:time-sliced:1", "env").stdout)
+    assert whole["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
+    assert "different types" in slurm.srun("--gres=gpu:3", "true").stdout

@@ -34,12 +34,15 @@ def slurm_group() -> None:
 @click.option(
     "--install", "installs", is_flag=True, help="Also create and record the device nodes (root only)."
 )
-@click.option("--shards", is_flag=True, help="Offer the devices as gres/shard, and whole GPUs as gpu.")
+@click.option(
+    "--shards", is_flag=True, help="Offer the devices of shared GPUs as gres/shard, and whole GPUs as gpu."
+)
 def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
-    """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu:mps, or as shards.
+    """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu, or as shards.
 
     They offer the devices that are reserved for Slurm (reserved_for: slurm) or, if there are none, all that
-    are not reserved. The comments say which device has which index in Slurm.
+    are not reserved: as gpu:mps, gpu:time-sliced or, for a MIG instance that is one device, as its profile,
+    such as gpu:1g.10gb. The comments say which device has which index in Slurm.
 
     With --install, the command also creates the device nodes that the lines name, now and at each boot (with
     tmpfiles.d), and records which device has which index. If the devices change, the node is drained until
@@ -63,10 +66,10 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
         install(record, paths)
         print_notice(f"recorded {len(devices)} devices; if they changed, restart slurmctld and slurmd")
     for index, some in enumerate(record.entries):
-        click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.memory_mib} MiB)" for device in some))
+        click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.budget})" for device in some))
     for line in gres_lines(record, name, paths):
         click.echo(line)
-    click.echo("# for slurm.conf:")
+    click.echo("# for slurm.conf; keep the order of the types:")
     for line in node_lines(record, name):
         click.echo(f"# {line}")
 

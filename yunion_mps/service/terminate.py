@@ -157,6 +157,8 @@ class Terminator:
             how, ended = await self._disconnect_and_signal(process, client, signals)
         finally:
             process.close()
+        if not how:
+            return _termination(client, "it is not an MPS client", ended=False)
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = cause or _requested_by(uid)
         log.warning("%s (%s)", what, cause)
@@ -167,7 +169,10 @@ class Terminator:
     async def _disconnect_and_signal(
         self, process: Process, client: AnyClient, signals: SignalSequence
     ) -> tuple[str, bool]:
-        """Return the steps that were taken, as text, and whether it has ended."""
+        """Return the steps that were taken, as text, and whether it has ended.
+
+        No step is taken if the process is outside MPS and gets no signal.
+        """
         steps = []
         server = None if "since" in client else client["server"]  # a process that waits has none yet
         if server:
@@ -188,7 +193,7 @@ class Terminator:
             return "; ".join([*steps, "it has ended"]), True
         if signals:
             steps.append(f"it is still running after {_GRACE_S:g} s")
-        return "; ".join(steps) or "it is not an MPS client", False
+        return "; ".join(steps), False
 
     async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
         """Have the server disconnect the client; returns False if it has none, and raises YunionError."""

@@ -1,8 +1,8 @@
 """What each index of gres.conf stands for: the lines of the configuration, and the record of the devices.
 
-An index is a device or, with gres/shard, a GPU. `gres-conf --install` records the devices, so that the hooks
-notice if the host's devices no longer match: an index never stands for a different device than when gres.conf
-was written.
+An index is a device or, with gres/shard, a GPU; the way in which a device is shared is its type. `gres-conf
+--install` records the devices, so that the hooks notice if the host's devices no longer match: an index never
+stands for a different device, or type, than when gres.conf was written.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import SHARING, SLURM
+from yunion_mps.enums import MPS, SLURM, TIME_SLICING
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.identity import gpu_of
@@ -28,24 +29,44 @@ if TYPE_CHECKING:
 #: Slurm only looks at the type of the nodes.
 _MAJOR = 60
 _DIRECTORY = "/dev/yunion-mps"
+#: The types of shares in gres.conf, by the way of sharing.
+_TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
 
 
 class RecordedDevice(NamedTuple):
-    """A device as it was when gres.conf was written."""
+    """A device as it was when gres.conf was written.
+
+    Its type is `mps`, `time-sliced` or, for a MIG instance that is one device, the profile. Former versions
+    recorded none: for them, all were `mps`.
+    """
 
     addr: str
     memory_mib: int
+    type: str = _TYPES[MPS]
+
+    @classmethod
+    def of(cls, device: Device) -> RecordedDevice:
+        profile = (device["mig_profile"] or "").replace("+", ".")
+        return cls(device["addr"], device["memory_mib"], _TYPES.get(device["sharing"], profile))
 
     @property
     def gpu(self) -> str:
         return gpu_of(self.addr)
 
+    @property
+    def budget(self) -> str:
+        return f"{self.type} with {self.memory_mib} MiB"
+
+    @property
+    def is_share(self) -> bool:
+        return self.type in _TYPES.values()
+
     def current_address(self, devices: Sequence[Device]) -> str:
         """Its address; raises NotFoundError unless the device is as it was."""
-        now = next((device["memory_mib"] for device in devices if device["addr"] == self.addr), None)
-        if now == self.memory_mib:
+        now = next((self.of(device) for device in devices if device["addr"] == self.addr), None)
+        if now == self:
             return self.addr
-        change = "no longer exists" if now is None else f"had {self.memory_mib} MiB, but now has {now} MiB"
+        change = f"was {self.budget}, but is now {now.budget}" if now else "no longer exists"
         what = f"gres.conf: device {self.addr} {change}"
         raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
 
@@ -57,11 +78,26 @@ class Record(NamedTuple):
     devices: Sequence[RecordedDevice]
 
     @property
+    def numbers(self) -> dict[str, int]:
+        """How many indices each type has, in order: Slurm counts type by type, as slurm.conf lists them."""
+        return Counter(devices[0].type for devices in self.entries)
+
+    @property
+    def is_mixed(self) -> bool:
+        return len(self.numbers) > 1
+
+    @property
     def entries(self) -> list[list[RecordedDevice]]:
         """The devices of each index."""
         if not self.shards:
             return [[device] for device in self.devices]
         return [list(some) for _, some in groupby(self.devices, lambda device: device.gpu)]
+
+    def require_numbers(self, numbers: Mapping[str, int]) -> None:
+        """Raise NotFoundError unless slurm.conf has these numbers of each type in the recorded order."""
+        if [*numbers.items()] != [*self.numbers.items()]:
+            what = f"slurm.conf: the node has {_gres(numbers)}, but needs {_gres(self.numbers)} in this order"
+            raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
 
     def addresses(self, indices: Sequence[int], devices: Sequence[Device]) -> dict[int, list[str]]:
         """The addresses of the devices of each index; raises NotFoundError unless they are as recorded."""
@@ -73,50 +109,64 @@ class Record(NamedTuple):
 
 
 def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
-    """The devices that are reserved for Slurm or, if there are none, those that are not reserved.
-
-    They are of one kind, because those of a job cannot be shared in different ways: those of MPS if there are
-    any.
-    """
+    """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
     reserved = [device for device in devices if device["reserved_for"] == SLURM]
-    suitable = reserved or [device for device in devices if device["reserved_for"] is None]
-    sharing = min((device["sharing"] for device in suitable), key=SHARING.index, default="")
-    return [device for device in suitable if device["sharing"] == sharing]
+    return reserved or [device for device in devices if device["reserved_for"] is None]
 
 
 def record_of(devices: Sequence[Device], *, shards: bool) -> Record:
-    return Record(shards, [RecordedDevice(device["addr"], device["memory_mib"]) for device in devices])
+    """Record the devices; raises HostError if not all shards would be shared in the same way.
+
+    A job cannot choose the type of its shards: Slurm 24.11 does not start a node with types of shards.
+    """
+    found = [RecordedDevice.of(device) for device in devices]
+    types = [*dict.fromkeys(device.type for device in found)]
+    record = Record(shards, sorted(found, key=lambda device: types.index(device.type)))
+    ways = [way for way in types if way in _TYPES.values()]
+    if shards and len(ways) != 1:
+        listed = " and ".join(ways) or "none"
+        what = f"--shards: the devices of all shared GPUs must be of one type, but there are {listed}"
+        raise HostError(what, f"omit --shards, so that jobs name the type: --gres=gpu:{types[0]}:1")
+    return record
 
 
 def gres_lines(record: Record, node: str, paths: Paths) -> list[str]:
     """The lines of gres.conf: at least one for each GPU, because Slurm prefers devices of one line."""
-    files, lines, first = paths.under(f"{_DIRECTORY}/"), [], 0
-    for gpu, (_, some) in enumerate(groupby(record.devices, lambda device: device.gpu)):
+    beginning, files = f"NodeName={node} Name=", paths.under(f"{_DIRECTORY}/")
+    if record.shards:
+        lines = []
+        for index, devices in enumerate(record.entries):
+            file = f"File={files}gpu{index}"
+            lines.append(f"{beginning}gpu Type={devices[0].type} {file}")
+            if devices[0].is_share:
+                lines.append(f"{beginning}shard Count={len(devices)} {file}")
+        return lines
+    lines, first = [], 0
+    for (_, type_), some in groupby(record.devices, lambda one: (one.addr.rpartition("-")[0], one.type)):
         number = len(list(some))
-        if record.shards:
-            file = f"File={files}gpu{gpu}"
-            lines += [f"NodeName={node} Name=gpu {file}", f"NodeName={node} Name=shard Count={number} {file}"]
-        else:
-            numbers = f"{first}" if number == 1 else f"[{first}-{first + number - 1}]"
-            lines.append(f"NodeName={node} Name=gpu Type=mps File={files}mps{numbers}")
+        numbers = f"{first}" if number == 1 else f"[{first}-{first + number - 1}]"
+        lines.append(f"{beginning}gpu Type={type_} File={files}{type_}{numbers}")
         first += number
     return lines
 
 
 def node_lines(record: Record, node: str) -> list[str]:
     """The lines of slurm.conf; the node's line has to be merged with the existing one."""
-    number = len(record.devices)
-    if record.shards:
-        gres = f"gpu:{len(record.entries)},shard:{number}"
-        return ["GresTypes=gpu,shard", f"NodeName={node} Gres={gres}"]
-    return ["GresTypes=gpu", f"NodeName={node} Gres=gpu:mps:{number}"]
+    gres = _gres(record.numbers)
+    if not record.shards:
+        return ["GresTypes=gpu", f"NodeName={node} Gres={gres}"]
+    shards = sum(device.is_share for device in record.devices)
+    return ["GresTypes=gpu,shard", f"NodeName={node} Gres={gres},shard:{shards}"]
+
+
+def _gres(numbers: Mapping[str, int]) -> str:
+    return ",".join(f"gpu:{type_}:{number}" for type_, number in numbers.items()) or "no gpu"
 
 
 def install(record: Record, paths: Paths) -> None:
     """Create the device nodes, now and at each boot, and record the devices; raises HostError."""
-    names = [
-        f"{_DIRECTORY}/{'gpu' if record.shards else 'mps'}{index}" for index in range(len(record.entries))
-    ]
+    kinds = ["gpu" if record.shards else devices[0].type for devices in record.entries]
+    names = [f"{_DIRECTORY}/{kind}{index}" for index, kind in enumerate(kinds)]
     lines = [f"d {_DIRECTORY} 0755 root root -"]
     lines += [f"c {name} 0600 root root - {_MAJOR}:{minor}" for minor, name in enumerate(names)]
     heading = "# Written by yunion-mps slurm gres-conf: gres.conf names these nodes. Nothing opens them.\n"
@@ -152,7 +202,10 @@ def read_record(paths: Paths) -> Record | None:
     try:
         with open(paths.slurm_devices, encoding="utf-8") as file:
             found = json.load(file)
-        devices = [RecordedDevice(str(addr), int(memory_mib)) for addr, memory_mib in found["devices"]]
+        devices = [
+            RecordedDevice(str(addr), int(memory_mib), *map(str, type_))
+            for addr, memory_mib, *type_ in found["devices"]
+        ]
         return Record(bool(found["shards"]), devices)
     except FileNotFoundError:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.enums import DEVICE_VARIABLES, UNAVAILABLE
+from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
@@ -26,7 +26,7 @@ from yunion_mps.reasons import INFEASIBLE, Reason
 from yunion_mps.slurm.devices import Record, read_record
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
-from yunion_mps.slurm.node import SlurmError, SlurmNode, shards_of
+from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class Hooks:
         except YunionError as error:
             return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]
         inherited = [name for name in DEVICE_VARIABLES if name not in environment]
+        if MEMORY_VARIABLE in inherited and MEMORY_VARIABLE in self._environment:
+            inherited.append(JAX_VARIABLE)  # it is that of the other job, too
         return 0, [
             *(f"unset {name}" for name in inherited if name in self._environment),
             *(f"export {name}={value}" for name, value in environment.items()),
@@ -118,10 +120,12 @@ class Hooks:
 
     def _prepare(self, job: Job, record: Record) -> JobFile:
         leases, node = self._leases(), SlurmNode()
+        _require_numbers(record, node)
         addresses = record.addresses(job.indices, leases.devices())
         everything = [addr for some in addresses.values() for addr in some]
         try:
-            number = number_of_shards(job, node.gres(job.id)) if record.shards else 0
+            asks = record.is_mixed or record.shards
+            number = number_of_shards(job, node.gres(job.id), [*record.numbers]) if asks else 0
             lease = leases.take(job, Assignment(everything, number), node.jobs)
         except InfeasibleError as error:
             if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
@@ -145,8 +149,10 @@ class Hooks:
             # Slurm is asked for its jobs last, and once.
             files, jobs = self._files_by_job(), lru_cache(node.jobs)
             found = leases.reconcile(jobs)
-            ending = [(lease, since_s) for lease in found.live if (since_s := jobs()[job_of(lease)])]
+            through_mps = [lease for lease in found.live if lease["sharing"] == MPS]
+            ending = [(lease, since_s) for lease in through_mps if (since_s := jobs()[job_of(lease)])]
             self._disconnect(ending, leases, node)
+            _require_numbers(record, node)
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
             for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
@@ -247,14 +253,21 @@ class Hooks:
         return content
 
 
-def number_of_shards(job: Job, gres: Collection[str]) -> int:
-    """How many of a GPU's devices the job has, according to Slurm; 0 if it has whole GPUs.
+def _require_numbers(record: Record, node: SlurmNode) -> None:
+    """Raise NotFoundError if Slurm counts the types of the devices in another order than the record."""
+    if record.is_mixed:
+        record.require_numbers(counts_of(node.state().gres, "gpu"))
 
-    Raises InfeasibleError if the job is ending, its shards are of several GPUs, or Slurm's answers differ.
+
+def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> int:
+    """How many of a GPU's devices the job has, according to Slurm; 0 if it has devices of one of the `types`.
+
+    Raises InfeasibleError if the job is ending, its shards are of several GPUs, its devices are of different
+    types, or Slurm's answers differ. Prolog's environment has only the devices of one of the job's types.
     """
     if not gres:
         raise InfeasibleError("the job ended while its Prolog was running", "submit it again")
-    number, *others = {shards_of(one) for one in gres}
+    number, *others = {sum(counts_of(one, "shard").values()) for one in gres}
     if others:
         what = (
             f"Slurm gives contradictory answers to what the job has on this node: {', '.join(sorted(gres))}"
@@ -263,6 +276,12 @@ def number_of_shards(job: Job, gres: Collection[str]) -> int:
     if number and len(job.indices) > 1:
         what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
         raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
+    counts = [counts_of(one, "gpu") for one in gres]
+    if not number and [len(job.indices)] not in [[*one.values()] for one in counts]:
+        found = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
+        what = f"Slurm has given the job devices of different types, but a process can use only one: {found}"
+        hint = f"request one type ({', '.join(types)}) without --exclusive: --gres=gpu:{types[0]}:1"
+        raise InfeasibleError(what, hint)
     return number
 
 
@@ -276,11 +295,11 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         raise YunionError(message, "\n".join(hints))
     devices = content["devices"]
     step = [str(index) for index in job.step_indices]
-    if not step or not devices or set(step) == set(devices):
-        return content["environment"]
-    if len(step) == 1 and step[0] in devices:
+    if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
+        return content["environment"]  # others are inherited: see Job
+    if len(step) == 1:
         return devices[step[0]]
     what = (
         f"the step has {len(step)} of the job's {len(devices)} devices: only one or all of them have a budget"
     )
-    raise InfeasibleError(what, "start the step with one device or with all: srun --exact --gres=gpu:mps:1")
+    raise InfeasibleError(what, "start the step with one device or with all: srun --exact --gres=gpu:TYPE:1")

@@ -28,6 +28,9 @@ _GRACE_S = 10
 class Job(NamedTuple):
     """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step.
 
+    A batch script is no step, but inherits the indices of a step that has submitted it. Slurm sets
+    CUDA_VISIBLE_DEVICES for both, so they are not its own if that has another number of devices.
+
     `components` are the ids of the jobs that form a heterogeneous job. No two of them share a node, and the
     tasks of all of them have the id of the first.
     """
@@ -51,6 +54,9 @@ class Job(NamedTuple):
             hint = "set this hook in slurm.conf, so that Slurm runs it"
             raise HostError(what, hint, INVALID_REQUEST)
         job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        if visible and visible.count(",") + 1 != len(step):
+            step = ()
         components = [value for name, value in environment.items() if _COMPONENT.fullmatch(name)]
         if job_id not in components or not all(re.fullmatch(JOB_ID, one) for one in components):
             components = []  # inherited from another job

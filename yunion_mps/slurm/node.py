@@ -36,25 +36,27 @@ def drain_reason(reason: Reason) -> str:
     return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
 
 
-#: The lines of a job's allocation, and its shards: `GRES=shard:2(IDX:0)` (22.05) or `GRES=shard:2(2/4,0/4)`.
+#: The lines of a job's allocation, and the name, type and number in a gres: `shard:2(IDX:0)` (22.05),
+#: `shard:2(2/4,0/4)` (24.11), or `gpu:mps:2(IDX:0-1),gpu:time-sliced:0(IDX:)`.
 _ALLOCATION = re.compile(r"^ *Nodes=(\S+) .*GRES=(\S*)$", re.MULTILINE)
-_SHARDS = re.compile(r"(?:^|,)shard:(?:[^:,()]+:)?([0-9]+)")
+_GRES = re.compile(r"(?:^|,)(\w+):(?:([^:,()]+):)?([0-9]+)(?=[(,]|$)")
 
 
-def shards_of(gres: str) -> int:
-    """The number of shards in a job's gres such as `shard:2(IDX:0)`; 0 if it has none."""
-    found = _SHARDS.search(gres)
-    return int(found[1]) if found else 0
+def counts_of(gres: str, name: str) -> dict[str, int]:
+    """The numbers by type in a gres of this name; those without a type have an empty one."""
+    counts = {type_: int(number) for found, type_, number in _GRES.findall(gres) if found == name}
+    return {type_: number for type_, number in counts.items() if number}
 
 
 class NodeState(NamedTuple):
     """`reason` is why the node is drained or down; other states may have one, too.
 
-    A node that is down does not count as drained.
+    A node that is down does not count as drained. `gres` is that of slurm.conf.
     """
 
     is_drained: bool
     reason: str
+    gres: str = ""
     #: Resuming the node would cancel the reboot that the administrator has requested.
     awaits_reboot: bool = False
 
@@ -64,11 +66,11 @@ class NodeState(NamedTuple):
 
 
 def parse_state(text: str) -> NodeState | None:
-    """Parse a line of `sinfo --format=%T|%E`, for example `drained*|yunion-mps: gpu_lost: …`."""
+    """Parse a line of `sinfo --format=%T|%G|%E`: `drained*|gpu:mps:4|yunion-mps: gpu_lost: …`."""
     for line in text.splitlines():
-        state, separator, reason = line.partition("|")
-        if separator:
-            return NodeState(state.startswith("drain"), reason.strip(), "@" in state)
+        state, *others = line.split("|", 2)
+        if len(others) == 2:
+            return NodeState(state.startswith("drain"), others[1].strip(), others[0], "@" in state)
     return None
 
 
@@ -93,7 +95,7 @@ class SlurmNode:
         self.name = name or os.environ.get("SLURMD_NODENAME") or node_name()
 
     def state(self) -> NodeState:
-        text = _answer("sinfo", "--noheader", f"--nodes={self.name}", "--format=%T|%E")
+        text = _answer("sinfo", "--noheader", f"--nodes={self.name}", "--format=%T|%G|%E")
         found = parse_state(text)
         if found is None:
             raise HostError(f"node {self.name}: not known to Slurm", "list the nodes: scontrol show node")

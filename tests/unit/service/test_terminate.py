@@ -107,6 +107,13 @@ def test_a_reused_pid_is_not_signalled(bench: Bench) -> None:
     assert bench.job.poll() is None
 
 
+def test_a_process_outside_mps_that_gets_no_signal_causes_no_event(bench: Bench) -> None:
+    bench.listed["clients"][0]["server"] = None
+    one = bench.end(signals=())
+    assert (one["ended"], one["how"], bench.events) == (False, "it is not an MPS client", [])
+    assert bench.job.poll() is None
+
+
 def test_a_client_that_is_not_disconnected_is_signalled_only_to_kill_it(bench: Bench) -> None:
     def refuse() -> bool:
         raise ControlError("the MPS server refused to disconnect it", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,37 @@ from yunion_mps.slurm.devices import (
     read_record,
     record_of,
 )
-from yunion_mps.slurm.hooks import JobFile, environment_of_task, number_of_shards
+from yunion_mps.slurm.hooks import Hooks, JobFile, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of, is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
-from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state, shards_of
+from yunion_mps.slurm.node import NodeState, SlurmNode, counts_of, drain_reason, parse_jobs, parse_state
 
+TYPES = ["mps", "time-sliced"]
 RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)])
 
 
-def device(addr: str, memory_mib: int = 4096, reserved_for: str | None = None) -> Any:
-    gpu = addr.rpartition("-")[0]
-    return {
-        "addr": addr,
-        "memory_mib": memory_mib,
-        "reserved_for": reserved_for,
-        "gpu_uuid": gpu,
-        "sharing": "mps",
-    }
+def device(addr: str, memory_mib: int = 4096, **fields: str) -> Any:
+    default = {"reserved_for": None, "sharing": "mps", "mig_profile": None}
+    return {"addr": addr, "memory_mib": memory_mib, **default, **fields}
+
+
+def instance(addr: str, profile: str = "1g.10gb") -> Any:
+    return device(addr, 9984, sharing="none", mig_profile=profile)
+
+
+def sliced(addr: str) -> Any:
+    return device(addr, sharing="time-slicing")
+
+
+#: A GPU of each kind.
+MIXED = [
+    device("00:06.0-0"),
+    device("00:06.0-1"),
+    sliced("00:07.0-0"),
+    *[instance(f"00:08.0-g{number}") for number in (9, 10)],
+    instance("00:08.0-g11", "1g.10gb+me"),
+    device("00:09.0-g1-0", mig_profile="3g.40gb"),
+]
 
 
 def lease(name: str | None, devices: tuple[str, ...] = ("00:06.0-0",), **fields: Any) -> Any:
@@ -42,12 +57,20 @@ def lease(name: str | None, devices: tuple[str, ...] = ("00:06.0-0",), **fields:
     return {"name": name, "devices": list(devices), **default, **fields}
 
 
+def record(paths: Paths, content: Record) -> None:
+    place = Path(paths.slurm_devices)
+    place.parent.mkdir(parents=True)
+    place.write_text(json.dumps(content._asdict()))
+
+
 def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
     environment = {"SLURM_JOB_ID": "17", "SLURM_JOB_UID": "1000", "SLURM_JOB_GPUS": "0,2"}
     job = Job.of(environment)
     assert job == Job("17", 1000, (0, 2))
     assert job.lease_name == "slurm:17"
-    assert Job.of({"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}) == Job("17", 0, (), (1,))
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "1"}
+    assert Job.of(step) == Job.of({**step, "CUDA_VISIBLE_DEVICES": "0"}) == Job("17", 0, (), (1,))
+    assert Job.of({**step, "CUDA_VISIBLE_DEVICES": "1,2"}) == Job("17")  # those of the submitting step
 
 
 @pytest.mark.parametrize("kind", ["HET", "PACK"])
@@ -77,7 +100,8 @@ def test_indices_are_read_from_lists_and_ranges() -> None:
 def test_an_index_never_stands_for_another_device_than_the_recorded_one() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1")]
     assert RECORD.addresses((1,), devices) == {1: ["00:06.0-1"]}
-    for index, now in ((2, devices), (1, devices[:1]), (0, [device("00:06.0-0", 2048), devices[1]])):
+    changed = [[device("00:06.0-0", 2048)], [sliced("00:06.0-0")], [instance("00:06.0-0")]]
+    for index, now in ((2, devices), (1, devices[:1]), *((0, other) for other in changed)):
         with pytest.raises(NotFoundError) as caught:
             RECORD.addresses((index,), now)
         assert caught.value.code == SLURM_DEVICES_CHANGED
@@ -95,6 +119,45 @@ def test_a_node_without_a_record_has_no_devices_for_slurm(tmp_path: Path) -> Non
         assert caught.value.code == SLURM_DEVICES_CHANGED
 
 
+def test_a_record_keeps_the_types_and_without_types_all_were_mps(tmp_path: Path) -> None:
+    """As gres.conf of the version that recorded none says."""
+    paths = Paths(str(tmp_path))
+    record(paths, record_of(MIXED, shards=False))
+    assert read_record(paths) == record_of(MIXED, shards=False)
+    Path(paths.slurm_devices).write_text(
+        '{"shards": false, "devices": [["00:06.0-0", 4096], ["00:07.0-0", 4096]]}'
+    )
+    former = read_record(paths)
+    assert former
+    assert former.addresses((0,), MIXED) == {0: ["00:06.0-0"]}
+    with pytest.raises(NotFoundError, match="was mps with 4096 MiB, but is now time-sliced") as caught:
+        former.addresses((1,), MIXED)
+    assert caught.value.code == SLURM_DEVICES_CHANGED
+
+
+def test_each_way_of_sharing_and_each_mig_profile_is_a_type() -> None:
+    record = record_of(MIXED, shards=False)
+    assert gres_lines(record, "n1", Paths()) == [
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps[0-1]",
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps2",
+        "NodeName=n1 Name=gpu Type=time-sliced File=/dev/yunion-mps/time-sliced3",
+        "NodeName=n1 Name=gpu Type=1g.10gb File=/dev/yunion-mps/1g.10gb[4-5]",
+        "NodeName=n1 Name=gpu Type=1g.10gb.me File=/dev/yunion-mps/1g.10gb.me6",
+    ]
+    gres = "gpu:mps:3,gpu:time-sliced:1,gpu:1g.10gb:2,gpu:1g.10gb.me:1"
+    assert node_lines(record, "n1") == ["GresTypes=gpu", f"NodeName=n1 Gres={gres}"]
+    record.require_numbers(counts_of(gres, "gpu"))
+
+
+@pytest.mark.parametrize("gres", ["gpu:time-sliced:1,gpu:mps:3", "gpu:mps:3", "gpu:4", "(null)"])
+def test_slurm_conf_must_list_the_types_in_the_recorded_order(gres: str) -> None:
+    """Slurm counts the devices type by type, in the order of the node's line."""
+    record = record_of([*MIXED[:3], MIXED[-1]], shards=False)
+    with pytest.raises(NotFoundError, match="but needs gpu:mps:3,gpu:time-sliced:1 in this order") as caught:
+        record.require_numbers(counts_of(gres, "gpu"))
+    assert caught.value.code == SLURM_DEVICES_CHANGED
+
+
 def test_the_lines_name_a_range_for_each_gpu() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
     record = record_of(devices, shards=False)
@@ -109,23 +172,45 @@ def test_with_shards_an_index_is_a_gpu_with_all_of_its_devices() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
     record = record_of(devices, shards=True)
     assert gres_lines(record, "n1", Paths()) == [
-        "NodeName=n1 Name=gpu File=/dev/yunion-mps/gpu0",
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/gpu0",
         "NodeName=n1 Name=shard Count=2 File=/dev/yunion-mps/gpu0",
-        "NodeName=n1 Name=gpu File=/dev/yunion-mps/gpu1",
+        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/gpu1",
         "NodeName=n1 Name=shard Count=1 File=/dev/yunion-mps/gpu1",
     ]
-    assert node_lines(record, "n1") == ["GresTypes=gpu,shard", "NodeName=n1 Gres=gpu:2,shard:3"]
+    assert node_lines(record, "n1") == ["GresTypes=gpu,shard", "NodeName=n1 Gres=gpu:mps:2,shard:3"]
     assert record.addresses((0, 1), devices) == {0: ["00:06.0-0", "00:06.0-1"], 1: ["00:07.0-0"]}
     with pytest.raises(NotFoundError, match="index 2 is not among the 2"):
         record.addresses((2,), devices)
 
 
-def test_the_number_of_shards_is_read_from_the_jobs_gres() -> None:
-    counts = {"shard:2(IDX:0)": 2, "shard:12(2/4,0/4)": 12, "shard:v100:3(3/4)": 3, "gpu:1(IDX:0)": 0, "": 0}
-    assert {gres: shards_of(gres) for gres in counts} == counts
-    assert shards_of("license:2,shard:1(IDX:0)") == 1
-    assert number_of_shards(Job("17", 0, (0,)), {"shard:2(2/4,0/4)", "shard:2(0/4,2/4)"}) == 2
-    assert number_of_shards(Job("17", 0, (0, 1)), {"gpu:2(IDX:0-1)"}) == 0
+def test_a_mig_instance_that_is_one_device_has_no_shards() -> None:
+    record = record_of([sliced("00:07.0-0"), sliced("00:07.0-1"), instance("00:08.0-g9")], shards=True)
+    assert gres_lines(record, "n1", Paths())[2:] == [
+        "NodeName=n1 Name=gpu Type=1g.10gb File=/dev/yunion-mps/gpu1"
+    ]
+    assert node_lines(record, "n1")[1] == "NodeName=n1 Gres=gpu:time-sliced:1,gpu:1g.10gb:1,shard:2"
+
+
+def test_all_shards_have_to_be_shared_in_the_same_way() -> None:
+    for devices, found in ((MIXED, "mps and time-sliced"), ([instance("00:08.0-g9")], "none")):
+        with pytest.raises(HostError, match=f"there are {found}") as caught:
+            record_of(devices, shards=True)
+        assert "omit --shards" in caught.value.hint
+
+
+def test_numbers_and_types_are_read_from_the_jobs_gres() -> None:
+    shards = {"shard:2(IDX:0)": {"": 2}, "shard:12(2/4,0/4)": {"": 12}, "license:2,shard:1(IDX:0,3)": {"": 1}}
+    assert {gres: counts_of(gres, "shard") for gres in shards} == shards
+    mixed = "gpu:time-sliced:3(IDX:0-2),gpu:1g.10gb:1(IDX:5),gpu:mps:0(IDX:)"
+    assert counts_of(mixed, "gpu") == {"time-sliced": 3, "1g.10gb": 1}
+    assert counts_of(mixed, "shard") == counts_of("", "gpu") == {}
+
+
+def test_a_job_has_shards_or_devices_of_one_type() -> None:
+    assert number_of_shards(Job("17", 0, (0,)), {"shard:2(2/4,0/4)", "shard:2(0/4,2/4)"}, TYPES) == 2
+    assert number_of_shards(Job("17", 0, (0, 1)), {"gpu:mps:2(IDX:0-1),gpu:time-sliced:0(IDX:)"}, TYPES) == 0
+    array = {"gpu:mps:1(IDX:0)", "gpu:time-sliced:1(IDX:4)"}  # Slurm shows all jobs of an array
+    assert number_of_shards(Job("17", 0, (4,)), array, TYPES) == 0
 
 
 @pytest.mark.parametrize(
@@ -135,13 +220,15 @@ def test_the_number_of_shards_is_read_from_the_jobs_gres() -> None:
         ((0,), ("shard:1(IDX:0)", "shard:4(IDX:0)"), "contradictory answers"),
         ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "contradictory answers"),
         ((0, 1), ("shard:2(1/4,1/4)",), "shards of 2 GPUs"),
+        ((0, 3), ("gpu:mps:1(IDX:0),gpu:time-sliced:1(IDX:3)",), "1 of mps, 1 of time-sliced"),
+        ((3,), ("gpu:mps:1(IDX:0),gpu:time-sliced:1(IDX:3)",), "different types"),  # as 24.11 tells Prolog
     ],
 )
-def test_a_job_whose_shards_are_unclear_is_refused(
+def test_a_job_whose_devices_are_unclear_is_refused(
     indices: tuple[int, ...], gres: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(InfeasibleError, match=why):
-        number_of_shards(Job("17", 0, indices), gres)
+        number_of_shards(Job("17", 0, indices), gres, TYPES)
 
 
 def test_some_devices_of_a_gpu_are_requested_by_count() -> None:
@@ -154,16 +241,13 @@ def test_some_devices_of_a_gpu_are_requested_by_count() -> None:
 
 
 def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
-    free, pods, ours = device("a-0"), device("b-0", 1, "kubernetes"), device("c-0", 1, "slurm")
+    free, pods, ours = (
+        device("a-0"),
+        device("b-0", reserved_for="kubernetes"),
+        device("c-0", reserved_for="slurm"),
+    )
     assert devices_for_slurm([free, pods, ours]) == [ours]
     assert devices_for_slurm([free, pods]) == [free]
-
-
-def test_slurm_gets_devices_of_one_kind_those_of_mps_if_there_are_any() -> None:
-    limited: Any = device("00:06.0-0")
-    sliced: Any = {**device("00:07.0-0"), "sharing": "time-slicing"}
-    assert devices_for_slurm([sliced, limited]) == [limited]
-    assert devices_for_slurm([sliced]) == [sliced]
 
 
 def test_only_a_lease_without_expiry_that_is_named_after_a_job_is_slurms() -> None:
@@ -184,13 +268,13 @@ def test_a_device_leased_outside_slurm_is_named_with_its_holder() -> None:
 def test_only_drains_with_our_prefix_are_ours() -> None:
     reason = drain_reason(Reason('GPU "0" is lost', GPU_LOST))
     assert reason == "yunion-mps: gpu_lost: GPU '0' is lost"
-    assert parse_state(f"drained*|{reason}") == NodeState(is_drained=True, reason=reason)
+    assert parse_state(f"drained*|gpu:mps:4|{reason}") == NodeState(True, reason, "gpu:mps:4")
     assert NodeState(is_drained=True, reason=reason).is_ours
     assert not NodeState(is_drained=False, reason=reason).is_ours
     assert not NodeState(is_drained=True, reason="see yunion-mps: gpu_lost: x").is_ours
-    assert parse_state("warning: x\nidle|none") == NodeState(is_drained=False, reason="none")
+    assert parse_state("warning: x\nidle|(null)|none") == NodeState(False, "none", "(null)")
     assert parse_state("") is None
-    awaits_reboot = parse_state(f"draining@|{reason}")
+    awaits_reboot = parse_state(f"draining@|gpu:mps:4|{reason}")
     assert awaits_reboot
     assert awaits_reboot.is_drained
     assert not awaits_reboot.is_ours
@@ -229,6 +313,17 @@ def test_the_last_check_before_the_kill_is_10_s_after_sigterm_or_later(
     assert when == ([] if first_s is None else list(range(first_s, kill_wait_s)))
 
 
+def test_a_task_inherits_no_budget_of_the_job_that_submitted_it(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    record(paths, RECORD)
+    job = {"SLURM_JOB_ID": "17"}
+    inherited = {"YUNION_MPS_MEMORY_MIB": "4096", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.25"}
+    lines = Hooks(paths, {**job, **inherited}, print).task_prolog()[1]
+    assert lines == [f"unset {name}" for name in inherited]
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}  # set by its user
+    assert Hooks(paths, {**job, **own}, print).task_prolog() == (0, [])
+
+
 def test_a_step_has_the_budget_of_its_devices() -> None:
     content: JobFile = {
         "environment": {"A": "all"},
@@ -238,6 +333,7 @@ def test_a_step_has_the_budget_of_its_devices() -> None:
     assert environment_of_task(Job("1"), content) == {"A": "all"}
     assert environment_of_task(Job("1", step_indices=(2, 1, 0)), content) == {"A": "all"}
     assert environment_of_task(Job("1", step_indices=(1,)), content) == {"A": "1"}
+    assert environment_of_task(Job("1", step_indices=(3,)), content) == {"A": "all"}
     with pytest.raises(InfeasibleError, match="2 of the job's 3 devices"):
         environment_of_task(Job("1", step_indices=(0, 1)), content)
     with pytest.raises(YunionError, match="cannot be combined") as caught:
