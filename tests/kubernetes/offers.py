@@ -38,7 +38,12 @@ def share(gpu: int, slot: int, **changed: object) -> answers.Device:
 
 def instance(gpu: int, number: int, profile: str, **changed: object) -> answers.Device:
     """A MIG instance of a GPU, which is one device unless a slot and a way of sharing are given."""
-    made = {"addr": f"{gpu:02x}:00.0-g{number}", "model": f"{H100} MIG {profile}", "sharing": "none", **changed}
+    made = {
+        "addr": f"{gpu:02x}:00.0-g{number}",
+        "model": f"{H100} MIG {profile}",
+        "sharing": "none",
+        **changed,
+    }
     return share(gpu, 0, gpu_uuid=mig_uuid_of(gpu, number), **made)
 
 
