@@ -105,3 +105,21 @@ def test_a_pod_sees_why_its_claim_cannot_mix_mps_and_another_kind(node: Node) ->
     node.create(node.create_claim("trainer", "mps.yunion.io", "mig.yunion.io"))
     node.wait_pending("trainer", "a process uses MPS on all of its GPUs or on none")
     assert not leases_of(node.daemon)
+
+
+def test_claims_of_each_kind_have_their_device_after_a_reboot(node: Node) -> None:
+    node.start_plugin(dra=True)
+    node.wait_published(8)
+    pods = [node.create_example(name) for name in CLAIMS]
+    for one in pods:
+        one["spec"]["restartPolicy"] = "Always"
+    before = [node.run(one) for one in pods]
+    old = instance_of(node, before[2])
+    node.cut_power()
+    node.daemon.host.reboot()  # which ends all instances
+    node.boot()
+    mps, sliced, instance = (node.wait_restarted(*each) for each in zip(CLAIMS, before))
+    new = instance_of(node, instance)
+    print(old, new)
+    assert new.profile == old.profile
+    print(node.daemon.host.run(["yunion-mps", "list"], check=True).stdout)
