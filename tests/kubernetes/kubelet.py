@@ -24,6 +24,7 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
 from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.resources import ExtendedResource
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually, state_of
@@ -32,6 +33,7 @@ from simhost import SimHost
 from simhost.host import Closes
 
 RESOURCE, MEMORY = "yunion.io/mps", "yunion.io/mps-memory"
+TIME_SLICED, INSTANCES = "yunion.io/gpu.shared", "yunion.io/gpu"
 
 
 class Pod(NamedTuple):
@@ -131,6 +133,11 @@ class Kubelet(Closes):
         ).encode()
 
     # -- what it does with the plugin of `resource`
+
+    def request(self, resource: str) -> Kubelet:
+        """Itself, whose pods request this resource from now on."""
+        self.resource = resource
+        return self
 
     @property
     def channel(self) -> grpc.Channel:
@@ -236,7 +243,8 @@ class KubeletPlugin(Closes):
 
     @property
     def socket(self) -> Path:
-        return self._host.root / "var/lib/kubelet/device-plugins/yunion-mps.sock"
+        directory = self._host.root / "var/lib/kubelet/device-plugins"
+        return directory / ExtendedResource(RESOURCE, "devices").endpoint
 
     def close(self) -> None:
         if self.process.poll() is None:

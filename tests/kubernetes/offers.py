@@ -31,6 +31,7 @@ def share(gpu: int, slot: int, **changed: object) -> answers.Device:
         "lease": None,
         "holder": None,
         "sharing": "mps",
+        "mig_profile": None,
         **changed,
     }
     return cast("answers.Device", made)

@@ -24,13 +24,13 @@ from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import Counts
-from yunion_mps.kubernetes.mig import ProfileResources
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
+from yunion_mps.kubernetes.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
+from yunion_mps.kubernetes.plugin import DevicePlugin
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import DeviceResource, MemoryResource
+from yunion_mps.kubernetes.resources import DeviceResource
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
@@ -75,12 +75,11 @@ def now_s() -> float:
 
 async def unhealthy_share_s(paths: Paths) -> float:
     """When the device plugin, whose daemon does not answer, has told the kubelet that nothing is healthy."""
-    daemon, options = AsyncDaemonClient(paths), read_options(paths)
-    devices, memory = DeviceResource(options), MemoryResource(options)
-    devices.update([share(0, 0)], [])
+    daemon, resources = AsyncDaemonClient(paths), NodeResources(read_options(paths))
+    resources.update([share(0, 0)], [], [])
+    (devices,) = resources.all
     changed = devices.changed
-    profiles = ProfileResources(options, [])
-    watch = OfferWatch(daemon, devices, memory, profiles, ContainerLeases(daemon, paths), Counts())
+    watch = OfferWatch(daemon, resources, ContainerLeases(daemon, paths), Counts())
     await first_of(watch.run(), changed.wait())
     assert all(offer.cause for offer in devices.offers.values())
     return now_s()
@@ -104,7 +103,7 @@ def test_the_plugin_registers_as_soon_as_the_kubelet_starts(short_path: Path) ->
     paths = Paths(str(short_path))
     folder = Path(paths.device_plugins)
     folder.mkdir(parents=True)
-    resource = DeviceResource(read_options(paths))
+    resource = DeviceResource("yunion.io/mps", read_options(paths))
 
     def restart_kubelet(registration: Registration) -> None:
         eventually(lambda: "cannot register" in registration.status, "the first attempt")

@@ -11,11 +11,8 @@ from yunion_mps.kubernetes.grpc import RpcError
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
-from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin, Reconciler
+from kubernetes.kubelet import MEMORY, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin, Reconciler
 from simhost.host import IN_UNITS
-
-SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
-FILE = "etc/features.d/yunion-mps"
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
@@ -46,26 +43,12 @@ def test_the_answer_has_all_that_the_container_needs(configured: Daemon) -> None
         assert pod.answer.cdi_devices == ()
 
 
-@pytest.mark.gpus({"kind": "v100", "count": 2})
-@pytest.mark.parametrize("first", ["4", SHARED])
-def test_a_time_sliced_device_needs_nothing_of_mps(configured: Daemon, first: str) -> None:
-    """Beside a GPU with MPS, whose limits pods may rely on, it is not offered."""
-    configured.host.divide(first, SHARED)
-    (configured.host.root / "etc/yunion/kubelet-plugin.yml").write_text(
-        f"deviceListStrategy: environment\nfeatureFile: /{FILE}\n"
-    )
+def test_a_time_sliced_device_needs_nothing_of_mps(configured: Daemon) -> None:
+    configured.host.divide("type: NVIDIA_GPU_SHARE\n  virtual_number: 3")
     host = configured.start().wait_ready().host
-    with Kubelet(host) as kubelet, KubeletPlugin(host):
-        kubelet.wait_healthy(4 if first == "4" else 6)
-        eventually((host.root / FILE).exists, "the labels")
-        labels = (host.root / FILE).read_text().splitlines()
+    with Kubelet(host, TIME_SLICED, RESOURCE) as kubelet, KubeletPlugin(host):
+        kubelet.wait_healthy(3)
         pod = kubelet.run_pod("trainer", 1)
-        if first == "4":
-            assert "nvidia.com/gpu.sharing-strategy=mps" in labels
-            assert "CUDA_MPS_PIPE_DIRECTORY" in pod.answer.envs
-            return
-        assert {"nvidia.com/gpu.sharing-strategy=time-slicing", "nvidia.com/gpu.replicas=3"} <= {*labels}
-        assert "nvidia.com/mps.capable=false" in labels
         assert pod.answer.mounts == ()
         assert not [name for name in pod.answer.envs if name.startswith("CUDA_MPS_")]
         assert pod.answer.envs["YUNION_MPS_MEMORY_MIB"] == "5461"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from yunion_mps.kubernetes.features import labels_of
+from yunion_mps.kubernetes.features import GpuKind, labels_of
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.kubelet import KubeletPlugin
@@ -27,6 +27,7 @@ def test_the_labels_follow_the_division_until_the_plugin_stops(daemon: Daemon) -
         assert sorted(labels) == [
             "nvidia.com/gpu.replicas=4",
             "nvidia.com/gpu.sharing-strategy=mps",
+            "nvidia.com/mig.strategy=single",
             "nvidia.com/mps.capable=true",
             "yunion.io/mps.devices=4",
             "yunion.io/mps.gpus=2",
@@ -41,9 +42,53 @@ def test_the_labels_follow_the_division_until_the_plugin_stops(daemon: Daemon) -
 
 
 def test_replicas_are_a_label_only_if_all_gpus_have_the_same_number() -> None:
-    assert labels_of("aabb", set())["nvidia.com/gpu.replicas"] == "2"
-    assert "nvidia.com/gpu.replicas" not in labels_of("aab", {"c"})
-    assert labels_of((), set()) == {}
+    a, b = GpuKind("a", "mps"), GpuKind("b", "mps")
+    assert labels_of({a: 2, b: 2}, ())["nvidia.com/gpu.replicas"] == "2"
+    assert "nvidia.com/gpu.replicas" not in labels_of({a: 2, b: 1}, {"c"})
+    assert labels_of({}, ()) == {}
+
+
+#: A node with MPS beside time-slicing beside MIG instances, some of which are shared.
+MANY = {
+    GpuKind("a", "mps"): 4,
+    GpuKind("b", "time-slicing"): 4,
+    GpuKind("c", "none", "1g.10gb"): 1,
+    GpuKind("d", "none", "1g.10gb"): 1,
+    GpuKind("e", "mps", "3g.40gb"): 2,
+}
+COMMON = {"yunion.io/mps.gpus": "5", "yunion.io/mps.devices": "12", "nvidia.com/mps.capable": "true"}
+
+
+def test_with_mixed_gpus_and_profiles_have_labels_of_their_own() -> None:
+    """Those that are not true of all of them are missing."""
+    assert labels_of(MANY, (), mig_strategy="mixed") == {
+        **COMMON,
+        "nvidia.com/mig.strategy": "mixed",
+        "nvidia.com/gpu.replicas": "4",
+        "nvidia.com/mig-1g.10gb.count": "2",
+        "nvidia.com/mig-1g.10gb.replicas": "1",
+        "nvidia.com/mig-1g.10gb.sharing-strategy": "none",
+        "nvidia.com/mig-3g.40gb.count": "1",
+        "nvidia.com/mig-3g.40gb.replicas": "2",
+        "nvidia.com/mig-3g.40gb.sharing-strategy": "mps",
+    }
+
+
+def test_with_single_instances_count_as_gpus() -> None:
+    assert labels_of(MANY, (), mig_strategy="single") == {**COMMON, "nvidia.com/mig.strategy": "single"}
+    instances = {GpuKind("c", "none", "1g.10gb"): 1, GpuKind("d", "none", "1g.10gb"): 1}
+    labels = labels_of(instances, (), mig_strategy="single")
+    assert labels["nvidia.com/gpu.sharing-strategy"] == "none"
+    assert (labels["nvidia.com/gpu.replicas"], labels["nvidia.com/mps.capable"]) == ("1", "false")
+
+
+def test_the_memory_of_a_gpu_is_shared_through_mps() -> None:
+    sliced = {GpuKind("a", "time-slicing"): 3}
+    assert labels_of(sliced, ())["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
+    labels = labels_of(sliced, {"b"}, 16)
+    assert "nvidia.com/gpu.sharing-strategy" not in labels
+    assert (labels["nvidia.com/mps.capable"], labels["nvidia.com/gpu.replicas"]) == ("true", "3")
+    assert labels_of({}, {"b"}, 16)["nvidia.com/gpu.sharing-strategy"] == "mps"
 
 
 @pytest.mark.processes

@@ -188,7 +188,7 @@ def test_every_path_of_the_plugin_is_mounted(built: list[Object]) -> None:
     for path, is_written in (
         (paths.kubelet_plugin, False),
         (paths.socket, False),
-        (f"{paths.device_plugins}/yunion-mps.sock", True),
+        (f"{paths.device_plugins}/yunion-mps-0.sock", True),
         (paths.pod_resources, False),
         ("/var/lib/kubelet/plugins/mps.yunion.io", True),
         ("/var/lib/kubelet/plugins_registry/mps.yunion.io-reg.sock", True),

@@ -1,67 +1,139 @@
-"""MIG instances as extended resources of their own."""
+"""MIG instances as extended resources: by profile, like other devices, or not at all."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import grpc
 import pytest
+from yunion_mps.kubernetes import kubelet_api as api
 
 from integration.daemon_host import Daemon, eventually
-from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
+from integration.lease_host import leases_of
+from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin
 
 BIG, SMALL = "yunion.io/mig-3g.40gb", "yunion.io/mig-1g.10gb"
+SHARED = "mig: [3g.40gb, 1g.10gb]\n  virtual_number: 2"
+SLICED = f"type: NVIDIA_GPU_SHARE\n  {SHARED}"
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 2})]
 
 
 @pytest.fixture
 def daemon_with_mig(daemon: Daemon) -> Daemon:
-    daemon.host.divide("mig: [3g.40gb, 1g.10gb, 1g.10gb]", 2)
+    return divided(daemon, "mig: [3g.40gb, 1g.10gb, 1g.10gb]", 2)
+
+
+def divided(daemon: Daemon, *divisions: object) -> Daemon:
+    daemon.host.divide(*divisions)
     daemon.configure(cuda_mps_scope="gpu")
     return daemon.start().wait_ready()
 
 
-pytestmark = pytest.mark.gpus({"kind": "h100", "count": 2})
-
-
-def healthy(kubelet: Kubelet, resource: str) -> list[str]:
-    kubelet.resource = resource
-    return kubelet.healthy if kubelet.lists else []
-
-
-def options(daemon: Daemon, strategy: str) -> None:
-    (daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text(f"migStrategy: {strategy}\n")
+def write_options(daemon: Daemon, text: str) -> None:
+    (daemon.host.root / "etc/yunion/kubelet-plugin.yml").write_text(f"{text}\n")
 
 
 def test_with_mixed_each_profile_is_a_resource(daemon_with_mig: Daemon) -> None:
-    options(daemon_with_mig, "mixed")
+    write_options(daemon_with_mig, "migStrategy: mixed")
     host = daemon_with_mig.host
     with Kubelet(host, RESOURCE, BIG, SMALL) as kubelet, KubeletPlugin(host):
-        kubelet.wait_registered(3)
-        eventually(lambda: len(healthy(kubelet, RESOURCE)) == 2, "the shares of the other GPU")
-        eventually(lambda: len(healthy(kubelet, SMALL)) == 2, "the small instances")
-        eventually(lambda: len(healthy(kubelet, BIG)) == 1, "the big instance")
+        for resource, number in ((RESOURCE, 2), (SMALL, 2), (BIG, 1)):
+            kubelet.request(resource).wait_healthy(number)
         pod = kubelet.run_pod("trainer", 1)
-        (lease,) = daemon_with_mig.get("/v1/leases")[1]["leases"]
+        (lease,) = leases_of(daemon_with_mig)
         assert lease["devices"] == [*pod.devices]
         (big,) = [one for one in host.gpus[0].mig_devices() if one.profile == "3g.40gb"]
         assert pod.devices == (f"00:06.0-g{big.gpu_instance}",)
         assert lease["environment"]["CUDA_VISIBLE_DEVICES"] == big.uuid
 
 
-@pytest.mark.parametrize(("strategy", "other", "number"), [("single", "mig: all-3g.40gb", 5), ("none", 2, 2)])
-def test_otherwise_instances_are_counted_like_other_devices_or_not(
-    daemon_with_mig: Daemon, strategy: str, other: object, number: int
-) -> None:
-    daemon_with_mig.host.divide("mig: [3g.40gb, 1g.10gb, 1g.10gb]", other)
-    assert daemon_with_mig.ask("POST", "/v1/reload")[0] == 200
-    options(daemon_with_mig, strategy)
+def test_with_mixed_shared_instances_are_counted_by_profile_and_way(daemon: Daemon) -> None:
+    write_options(daemon, "migStrategy: mixed")
+    host = divided(daemon, SHARED, SLICED).host
+    names = [f"{profile}.{way}" for profile in (BIG, SMALL) for way in ("mps", "shared")]
+    with Kubelet(host, RESOURCE, *names) as kubelet, KubeletPlugin(host):
+        for name in names:
+            gpu = "00:06.0" if name.endswith(".mps") else "00:07.0"
+            devices = kubelet.request(name).wait_healthy(2)
+            assert {device.rpartition("-g")[0] for device in devices} == {gpu}
+            pod = kubelet.run_pod(name, 1)
+            assert [lease["devices"] for lease in leases_of(daemon) if lease["devices"] == [*pod.devices]]
+        assert kubelet.request(RESOURCE).health == {}
+
+
+def test_with_single_they_are_counted_as_they_are_shared(daemon: Daemon) -> None:
+    host = divided(daemon, SHARED, "mig: [3g.40gb, 1g.10gb]").host
+    with Kubelet(host, RESOURCE, INSTANCES, TIME_SLICED) as kubelet, KubeletPlugin(host):
+        assert len(kubelet.request(RESOURCE).wait_healthy(4)) == 4
+        assert len(kubelet.request(INSTANCES).wait_healthy(2)) == 2
+        host.divide(SLICED, "mig: [3g.40gb, 1g.10gb]")
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        kubelet.request(TIME_SLICED).wait_healthy(4)
+        kubelet.request(RESOURCE).wait_healthy(0)
+        assert kubelet.health == {}, "it stays, without devices"
+
+
+def test_with_none_instances_are_not_offered(daemon_with_mig: Daemon) -> None:
+    write_options(daemon_with_mig, "migStrategy: none")
     with Kubelet(daemon_with_mig.host) as kubelet, KubeletPlugin(daemon_with_mig.host):
-        assert len(kubelet.wait_healthy(number)) == number
+        assert [one[:7] for one in kubelet.wait_healthy(2)] == ["00:07.0"] * 2
+        assert [one.resource_name for one in kubelet.registrations] == [RESOURCE]
 
 
 def test_a_layout_that_changes_adds_a_resource_and_empties_another(daemon_with_mig: Daemon) -> None:
-    options(daemon_with_mig, "mixed")
+    write_options(daemon_with_mig, "migStrategy: mixed")
     host, more = daemon_with_mig.host, "yunion.io/mig-2g.20gb"
     with Kubelet(host, RESOURCE, BIG, SMALL, more) as kubelet, KubeletPlugin(host):
-        eventually(lambda: len(healthy(kubelet, BIG)) == 1, "the big instance")
+        kubelet.request(BIG).wait_healthy(1)
         host.divide("mig: all-2g.20gb", 2)
         assert daemon_with_mig.ask("POST", "/v1/reload")[0] == 200
-        eventually(lambda: len(healthy(kubelet, more)) == 3, "the new instances")
-        eventually(lambda: not healthy(kubelet, BIG), "the end of the big one")
+        kubelet.request(more).wait_healthy(3)
+        kubelet.request(BIG).wait_healthy(0)
+        assert kubelet.health == {}, "it stays, without devices"
+        kubelet.registrations.clear()
+        kubelet.restart()
+        kubelet.wait_registered(4)
+        assert kubelet.request(BIG).wait_healthy(0) == []
+
+
+@pytest.fixture
+def without_cdi(daemon: Daemon) -> Iterator[Kubelet]:
+    write_options(daemon, "deviceListStrategy: environment")
+    host = divided(daemon, "mig: [3g.40gb, 1g.10gb]").host
+    with Kubelet(host, RESOURCE, INSTANCES) as kubelet, KubeletPlugin(host):
+        kubelet.request(INSTANCES).wait_healthy(2)
+        yield kubelet
+
+
+def test_without_cdi_a_container_gets_the_capabilities_of_its_instance(
+    without_cdi: Kubelet, daemon: Daemon
+) -> None:
+    pod = without_cdi.run_pod("trainer", 1)
+    number = int(pod.devices[0].rpartition("-g")[2])
+    (uuid,) = [one.uuid for one in daemon.host.gpus[0].mig_devices() if one.gpu_instance == number]
+    table = (daemon.host.root / "proc/driver/nvidia-caps/mig-minors").read_text()
+    minor = dict(line.split() for line in table.splitlines())
+    caps = [f"gpu0/gi{number}/access", f"gpu0/gi{number}/ci0/access"]
+    assert [one.host_path for one in pod.answer.devices] == [
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+        "/dev/nvidia0",
+        *(f"/dev/nvidia-caps/nvidia-cap{minor[name]}" for name in caps),
+    ]
+    assert pod.answer.envs["NVIDIA_VISIBLE_DEVICES"] == uuid
+
+
+def test_without_cdi_an_instance_without_capabilities_is_refused(
+    without_cdi: Kubelet, daemon: Daemon
+) -> None:
+    (device, _) = without_cdi.healthy
+    driver = daemon.host.root / "proc/driver/nvidia/capabilities"
+    driver.rename(driver.with_name("hidden"))
+    with pytest.raises(grpc.RpcError) as caught:
+        without_cdi.call(api.ALLOCATE, api.AllocateRequest((api.ContainerAllocateRequest((device,)),)))
+    driver.with_name("hidden").rename(driver)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    told = f"the capabilities of MIG instance 0000:{device} are not below"
+    assert told in str(caught.value.details())
+    eventually(lambda: without_cdi.admit("trainer", (device,)), "a later attempt")

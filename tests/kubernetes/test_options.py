@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from yunion_mps.enums import SHARING
 from yunion_mps.errors import ConfigError
 from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOptions, read_options
 from yunion_mps.kubernetes.resources import lease_name, preferred
@@ -18,7 +19,7 @@ from yunion_mps.paths import Paths
 from kubernetes.conftest import Read
 from kubernetes.kubelet import MEMORY, RESOURCE
 
-DEFAULTS = PluginOptions("yunion.io/mps", False, False, "binpack", "yunion.io/mps-memory", None)
+DEFAULTS = PluginOptions("yunion.io/mps", None, None, False, "binpack", "yunion.io/mps-memory", None)
 GPU_OF = {f"{gpu}-{slot}": gpu for gpu, slots in (("a", 4), ("b", 2), ("c", 3)) for slot in range(slots)}
 
 
@@ -38,7 +39,8 @@ def test_the_page_explains_every_key_with_its_default() -> None:
 
 def test_every_key_is_read(read: Read) -> None:
     options = read(
-        "resource: example.com/gpu-share\nrenameByDefault: true\n"
+        "resource: example.com/gpu-share\ntimeSlicedResource: nvidia.com/gpu.shared\n"
+        "gpuResource: nvidia.com/gpu\n"
         "failRequestsGreaterThanOne: true\npreferred: spread\n"
         "memoryResource: aliyun.com/gpu-mem\nmemoryUnit: 128MiB\n"
         "dra: true\nkubeconfig: /etc/kubernetes/kubelet.conf\nnodeName: gpu-7.example\n"
@@ -47,25 +49,25 @@ def test_every_key_is_read(read: Read) -> None:
         "configs: {a: {preferred: binpack}}\n"
     )
     assert options == PluginOptions(
-        "example.com/gpu-share", True, True, "spread", "aliyun.com/gpu-mem", 128, True,
+        "example.com/gpu-share", "nvidia.com/gpu.shared", "nvidia.com/gpu", True, "spread",
+        "aliyun.com/gpu-mem", 128, True,
         "/etc/kubernetes/kubelet.conf", "gpu-7.example", "127.0.0.1:9436", "/etc/features.d/mps",
         "environment", "mixed", "mps",
         (NamedConfiguration("a", (), options._replace(configs=(), preferred="binpack")),),
     )  # fmt: skip
-    assert options.resource_name == "example.com/gpu-share.shared"
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
     with pytest.raises(ConfigError) as caught:
         read(
-            "resource: mps\nrenameByDefaults: true\npreferred: spraed\nreplicas: 4\n"
+            "resource: mps\ngpuResources: a.b/c\npreferred: spraed\nreplicas: 4\n"
             "failRequestsGreaterThanOne: 1\nfailRequestsGreaterThanOne: true\n"
         )
     told = caught.value.message.replace(f"{tmp_path}/etc/yunion/kubelet-plugin.yml:", "").splitlines()
     valid, name = "; the valid keys are " + ", ".join(KEYS), "failRequestsGreaterThanOne"
     assert told[0].startswith('1: resource is "mps", not the name of an extended resource: write a domain')
     assert told[1:] == [
-        "2: unknown key renameByDefaults (did you mean renameByDefault?)",
+        "2: unknown key gpuResources (did you mean gpuResource?)",
         '3: preferred is "spraed", but must be binpack or spread: did you mean spread?',
         f"4: unknown key replicas: remove it{valid}",
         f"5: {name} is 1, not true or false: write {name}: true or {name}: false",
@@ -101,6 +103,45 @@ def test_an_invalid_value_is_reported_with_its_line(read: Read, text: str) -> No
 def test_what_looks_right_but_is_not_is_explained(read: Read, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "resource: nvidia.com/gpu\n",
+            "resource and gpuResource are both nvidia.com/gpu: set gpuResource to",
+        ),
+        ("resource: x.y/gpu.shared\n", "resource and timeSlicedResource are both x.y/gpu.shared: set timeSl"),
+        ("gpuResource: a.b/c\ntimeSlicedResource: a.b/c\n", "timeSlicedResource and gpuResource are both"),
+        ("memoryResource: yunion.io/gpu\n", "gpuResource and memoryResource are both yunion.io/gpu: set mem"),
+        ("migStrategy: mixed\ngpuResource: yunion.io/mig-1\n", "gpuResource is yunion.io/mig-1, which migS"),
+        ("configs: {a: {gpuResource: yunion.io/mps}}\n", "resource and gpuResource are both yunion.io/mps"),
+    ],
+)
+def test_devices_of_different_kinds_have_resources_of_their_own(read: Read, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "profile", "names"),
+    [
+        ("single", None, ["mps", "gpu.shared", "gpu"]),
+        ("single", "1g.10gb", ["mps", "gpu.shared", "gpu"]),
+        ("mixed", None, ["mps", "gpu.shared", "gpu"]),
+        ("mixed", "1g.10gb", ["mig-1g.10gb.mps", "mig-1g.10gb.shared", "mig-1g.10gb"]),
+        ("mixed", "1g.10gb+me", ["mig-1g.10gb.me.mps", "mig-1g.10gb.me.shared", "mig-1g.10gb.me"]),
+        ("none", None, ["mps", "gpu.shared", "gpu"]),
+        ("none", "1g.10gb", [None, None, None]),
+    ],
+)
+def test_the_way_of_sharing_and_the_profile_choose_the_resource(
+    strategy: str, profile: str | None, names: list[str | None]
+) -> None:
+    options = DEFAULTS._replace(mig_strategy=strategy)
+    expected = [name and f"yunion.io/{name}" for name in names]
+    assert [options.resource_of(sharing, profile) for sharing in SHARING] == expected
 
 
 def test_a_pod_can_serve_its_metrics_to_the_cluster(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,10 +186,10 @@ def test_binpack_is_the_default_and_spread_can_be_chosen(ready_daemon: Daemon) -
             eventually(lambda: not kubelet.lists, "the plugin's end")
 
 
-def test_the_resource_is_renamed_and_limited_to_one_device(ready_daemon: Daemon) -> None:
+def test_a_container_can_be_limited_to_one_device(ready_daemon: Daemon) -> None:
     options = ready_daemon.host.root / "etc/yunion/kubelet-plugin.yml"
-    options.write_text("renameByDefault: true\nfailRequestsGreaterThanOne: true\n")
-    with Kubelet(ready_daemon.host, f"{RESOURCE}.shared") as kubelet, KubeletPlugin(ready_daemon.host):
+    options.write_text("failRequestsGreaterThanOne: true\n")
+    with Kubelet(ready_daemon.host) as kubelet, KubeletPlugin(ready_daemon.host):
         kubelet.wait_healthy(4)
         with pytest.raises(grpc.RpcError) as caught:
             kubelet.admit("trainer", kubelet.preferred(2))

@@ -24,7 +24,7 @@ configs:
     preferred: spread
   large: {resource: example.com/large}
   default: {failRequestsGreaterThanOne: true}
-renameByDefault: true
+gpuResource: example.com/mig
 """
 
 
@@ -46,7 +46,8 @@ def test_name_label_model_and_default_choose_in_this_order(
 def test_a_configuration_has_the_file_s_other_keys(read: Read) -> None:
     options = read(FILE)
     named = {one.name: one.options for one in options.configs}
-    assert named["large"].resource_name == "example.com/large.shared"
+    names = {"resource": "example.com/large", "timeSlicedResource": "example.com/gpu.shared"}
+    assert {**names, "gpuResource": "example.com/mig"}.items() <= named["large"].resources.items()
     assert named["inference"].preferred == "spread"
     assert (options.preferred, options.fail_requests_greater_than_one) == ("binpack", False)
     assert choose(read("preferred: spread\n"), "", {}, []).options == read("preferred: spread\n")

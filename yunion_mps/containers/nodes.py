@@ -29,21 +29,23 @@ def driver_nodes(paths: Paths) -> tuple[DeviceNode, ...]:
 def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[DeviceNode, ...]]:
     """The nodes of each GPU or MIG instance (by UUID) that exist."""
     return {
-        gpu.uuid: _existing(paths, (f"nvidia{gpu.minor}", *_capability_nodes(paths, gpu)))
+        gpu.uuid: _existing(
+            paths, (f"nvidia{gpu.minor}", *capability_nodes(paths, gpu.minor, gpu.pci_address))
+        )
         for gpu in gpus
         if gpu.uuid is not None and gpu.minor is not None
     }
 
 
-def _capability_nodes(paths: Paths, gpu: Gpu) -> list[str]:
+def capability_nodes(paths: Paths, minor: int, pci_address: str) -> list[str]:
     """The nodes of which a process needs read access to use a MIG instance, as NVIDIA's MIG User Guide says.
 
-    They are those of the GPU instance and of its compute instance.
+    They are those of the GPU instance and of its compute instance, below /dev; none for a whole GPU.
     """
-    if not gpu.is_instance:
+    _, is_instance, number = pci_address.rpartition("-g")
+    if not is_instance:
         return []
-    number = gpu.pci_address.rpartition("-g")[2]
-    place = f"{paths.capabilities}/gpu{gpu.minor}/mig/gi{number}"
+    place = f"{paths.capabilities}/gpu{minor}/mig/gi{number}"
     inside: list[str] = []
     with contextlib.suppress(OSError):  # destroyed meanwhile
         inside = os.listdir(place)

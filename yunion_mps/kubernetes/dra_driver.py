@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from yunion_mps.enums import MPS, SHARING
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes import dra_api, grpc
@@ -27,7 +27,7 @@ from yunion_mps.kubernetes.dra_devices import DRIVER, requested_by
 from yunion_mps.kubernetes.dra_host import DraHost
 from yunion_mps.kubernetes.dra_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra_slices import SlicePublisher
-from yunion_mps.kubernetes.features import labels_of
+from yunion_mps.kubernetes.features import GpuKind, labels_of
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
@@ -175,10 +175,8 @@ class DraService:
     def labels(self) -> dict[str, str]:
         """The node's labels for Node Feature Discovery."""
         offered = self._host.offered or ()
-        shares = [one.gpu for one in offered if not one.is_pool]
-        ways = [one.sharing for one in offered]
-        sharing = min(ways, key=SHARING.index, default=MPS)
-        return labels_of(shares, {one.gpu for one in offered if one.is_pool}, sharing=sharing)
+        shares = Counter(GpuKind(one.gpu, one.sharing) for one in offered if not one.is_pool)
+        return labels_of(shares, {one.gpu for one in offered if one.is_pool})
 
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""

@@ -13,11 +13,13 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from yunion_mps.enums import MPS
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.host.log import Failures
+from yunion_mps.kubernetes.options import MIXED, NONE, mig_name
 from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 _RETRY_S = 60.0
 #: The first label of the file, which shows that it is ours.
 _FIRST = "yunion.io/mps.gpus"
+#: GPU Feature Discovery's name for all that has no other resource.
+_GPU = "nvidia.com/gpu"
 
 
 def is_foreign(path: str) -> bool:
@@ -34,28 +38,57 @@ def is_foreign(path: str) -> bool:
     return not read_text(path).startswith(f"{_FIRST}=")
 
 
+class GpuKind(NamedTuple):
+    """A GPU, or a MIG instance of this profile, by its UUID, and one of the ways in which it is shared."""
+
+    gpu: str
+    sharing: str
+    mig_profile: str | None = None
+
+
 def labels_of(
-    devices: Iterable[str], pools: set[str], memory_units: int | None = None, sharing: str = MPS
+    devices: Mapping[GpuKind, int],
+    pools: Collection[str],
+    memory_units: int | None = None,
+    mig_strategy: str = NONE,
 ) -> dict[str, str]:
     """The node's labels, which do not depend on the health of what is offered; none if nothing is.
 
-    `devices` has the GPU of each device, `pools` the GPUs whose memory is offered; `memory_units` is None if
-    memory is not counted in units. The devices' GPUs are shared in the way `sharing`.
+    `devices` has the number of devices of each GPU, `pools` the GPUs whose memory is offered; `memory_units`
+    is None if memory is not counted in units.
     """
-    by_gpu = Counter(devices)
-    if not by_gpu and not pools:
+    if not devices and not pools:
         return {}
     labels = {
-        _FIRST: str(len(by_gpu.keys() | pools)),
-        "nvidia.com/mps.capable": "true" if sharing == MPS else "false",
-        "nvidia.com/gpu.sharing-strategy": sharing,
-        "yunion.io/mps.devices": str(sum(by_gpu.values())),
+        _FIRST: str(len({kind.gpu for kind in devices}.union(pools))),
+        "nvidia.com/mps.capable": str(bool(pools) or any(kind.sharing == MPS for kind in devices)).lower(),
+        "yunion.io/mps.devices": str(sum(devices.values())),
     }
     if memory_units is not None:
         labels["yunion.io/mps.memory-units"] = str(memory_units)
-    if len(set(by_gpu.values())) == 1:  # otherwise, no number is true of all GPUs
-        labels["nvidia.com/gpu.replicas"] = str(next(iter(by_gpu.values())))
+    if mig_strategy != NONE:
+        labels["nvidia.com/mig.strategy"] = mig_strategy
+    numbers: dict[str, Counter[str]] = {}
+    ways: dict[str, set[str]] = {_GPU: {MPS}} if pools else {}
+    for kind, number in devices.items():
+        resource = _GPU
+        if kind.mig_profile is not None and mig_strategy == MIXED:
+            resource = f"nvidia.com/{mig_name(kind.mig_profile)}"
+        numbers.setdefault(resource, Counter())[kind.gpu] += number
+        ways.setdefault(resource, set()).add(kind.sharing)
+    for resource, sharing in ways.items():
+        by_gpu = numbers.get(resource, Counter())
+        if resource != _GPU:
+            labels[f"{resource}.count"] = str(len(by_gpu))
+        labels.update(_common(f"{resource}.sharing-strategy", sharing))
+        labels.update(_common(f"{resource}.replicas", by_gpu.values()))
     return labels
+
+
+def _common(label: str, values: Iterable[object]) -> dict[str, str]:
+    """The label if there is one value, which is true of all GPUs."""
+    different = set(values)
+    return {label: str(different.pop())} if len(different) == 1 else {}
 
 
 class FeatureFile:

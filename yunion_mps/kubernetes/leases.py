@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from yunion_mps.containers.nodes import capability_nodes
 from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import NothingFreeError, YunionError
+from yunion_mps.errors import HostError, NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
@@ -36,6 +37,8 @@ _KUBELET_S = 10.0
 _MISSING_S = 120.0
 #: The driver's device nodes that CUDA needs in addition to the GPUs'.
 _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
+#: How many capabilities a MIG instance has: those of the GPU instance and of its compute instance.
+_INSTANCE_CAPABILITIES = 2
 
 
 class ContainerLeases:
@@ -69,10 +72,23 @@ class ContainerLeases:
         return await self._daemon.call(TAKE_LEASE, None, **_arguments(resource, ids), dry_run=True)
 
     async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
-        """The driver's nodes for these GPUs (UUIDs); raises YunionError."""
-        listed = (await self._daemon.call(GET_GPUS))["gpus"]
-        minors = {gpu["uuid"]: gpu["device_minor"] for gpu in listed}
-        return [*_DRIVER_NODES, *(f"/dev/nvidia{minors[gpu]}" for gpu in gpus if minors.get(gpu) is not None)]
+        """The driver's nodes for these GPUs and MIG instances (UUIDs); raises YunionError.
+
+        They are not looked for, because a plugin in a pod does not see the nodes of the host.
+        """
+        listed = {gpu["uuid"]: gpu for gpu in (await self._daemon.call(GET_GPUS))["gpus"]}
+        nodes = [*_DRIVER_NODES]
+        for gpu in (listed[uuid] for uuid in gpus if uuid in listed):
+            minor, address = gpu["device_minor"], gpu["pci_address"]
+            capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
+            if gpu["parent"] and len(capabilities) < _INSTANCE_CAPABILITIES:
+                what = f"the capabilities of MIG instance {address} are not below {self._paths.capabilities}"
+                raise HostError(
+                    what, "wait until the instance is there again, or use deviceListStrategy: cdi"
+                )
+            if minor is not None:
+                nodes += [f"/dev/{name}" for name in (f"nvidia{minor}", *capabilities)]
+        return list(dict.fromkeys(nodes))
 
     async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
         """Take the container's lease, or return the one that it has; raises YunionError."""

@@ -18,16 +18,11 @@ from yunion_mps.kubernetes import grpc, kubelet_api
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
-from yunion_mps.kubernetes.mig import ProfileResources
+from yunion_mps.kubernetes.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
-from yunion_mps.kubernetes.plugin import DevicePlugin, OfferWatch
+from yunion_mps.kubernetes.plugin import DevicePlugin
 from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import (
-    DeviceResource,
-    ExtendedResource,
-    MemoryResource,
-    ResourceHealth,
-)
+from yunion_mps.kubernetes.resources import ExtendedResource, ResourceHealth
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
@@ -137,35 +132,27 @@ class NodeService:
         await asyncio.Event().wait()
 
     def _device_plugins(self, options: PluginOptions) -> Work:
-        devices, memory = DeviceResource(options), MemoryResource(options)
-        healths = [devices.health, memory.health]
-        profiles = ProfileResources(options, healths)
+        resources = NodeResources(options)
         watch = DirectoryWatch(self._paths.device_plugins)
         services: list[Registration] = []
 
-        def registration(resource: ExtendedResource) -> Registration:
+        async def register(resource: ExtendedResource) -> None:
             plugin = DevicePlugin(resource, self._leases, options, self._counts)
             services.append(Registration(plugin, self._paths, watch, self._registered))
-            return services[-1]
+            await services[-1].run()
 
         def labels() -> dict[str, str]:
-            units = memory.offers.values()
-            offered = (devices, *profiles.by_profile.values())
-            shared = (device.gpu for resource in offered for device in resource.offers.values())
-            return labels_of(shared, {unit.gpu for unit in units}, len(units), devices.sharing)
-
-        def changes() -> list[asyncio.Event]:
-            return [devices.changed, memory.changed, *profiles.changes]
+            units = resources.memory.offers.values()
+            pools = {unit.gpu for unit in units}
+            return labels_of(resources.devices, pools, len(units), options.mig_strategy)
 
         return [
-            OfferWatch(self._daemon, devices, memory, profiles, self._leases, self._counts).run(),
+            OfferWatch(self._daemon, resources, self._leases, self._counts).run(),
             watch.run(),
-            registration(devices).run(),
-            registration(memory).run_once_offered(),
-            profiles.run(lambda resource: registration(resource).run()),
+            resources.run(register),
             self._notify(services),
-            *self._feature_file(options, labels, changes),
-            *self._metrics(options, healths),
+            *self._feature_file(options, labels, lambda: resources.changes),
+            *self._metrics(options, resources.healths),
         ]
 
     def _feature_file(

@@ -30,12 +30,15 @@ from yunion_mps.config.values import (
     one_of,
     text,
 )
-from yunion_mps.enums import BINPACK, PLACEMENTS
+from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, PLACEMENTS, TIME_SLICING
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.paths import Paths
 
-#: Added to the resource's name by `renameByDefault`, as NVIDIA's device plugin does.
-_SHARED = ".shared"
+#: The key of the resource that counts devices, by how they are shared.
+_KEY_OF = {MPS: "resource", TIME_SLICING: "timeSlicedResource", NOT_SHARED: "gpuResource"}
+#: What is added to the name of a MIG profile's resource if its instances are shared. NVIDIA's device plugin
+#: has the same names, except for MPS, which it does not offer on instances.
+_SUFFIXES = {MPS: ".mps", TIME_SLICING: ".shared", NOT_SHARED: ""}
 #: The longest name after the domain in Kubernetes' qualified names, and the longest value of a label.
 _MAX_NAME = 63
 #: The longest domain and the longest name of a node, which are DNS subdomains.
@@ -44,7 +47,7 @@ _MAX_DOMAIN = 253
 CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How containers get their devices: as a CDI device, or as variables, mounts and device nodes.
 CDI, ENVIRONMENT = "cdi", "environment"
-#: Whether MIG instances are not offered, as devices like others, or by profile: NVIDIA's MIG_STRATEGY.
+#: Whether MIG instances are not offered, counted like other devices, or by profile: NVIDIA's MIG_STRATEGY.
 NONE, SINGLE, MIXED = MIG_STRATEGIES = ("none", "single", "mixed")
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
@@ -54,7 +57,9 @@ class PluginOptions(NamedTuple):
     """The values of the file, with the defaults filled in."""
 
     resource: str
-    rename_by_default: bool
+    #: None: NVIDIA's names, in the domain of `resource`.
+    time_sliced_resource: str | None
+    gpu_resource: str | None
     fail_requests_greater_than_one: bool
     preferred: str
     memory_resource: str
@@ -72,9 +77,45 @@ class PluginOptions(NamedTuple):
     configs: tuple[NamedConfiguration, ...] = ()
 
     @property
-    def resource_name(self) -> str:
-        """The extended resource that pods request."""
-        return self.resource + (_SHARED if self.rename_by_default else "")
+    def resources(self) -> dict[str, str]:
+        """The extended resource that each key names."""
+        return {
+            "resource": self.resource,
+            "timeSlicedResource": self.time_sliced_resource or f"{self._domain}/gpu.shared",
+            "gpuResource": self.gpu_resource or f"{self._domain}/gpu",
+            "memoryResource": self.memory_resource,
+        }
+
+    def resource_of(self, sharing: str, mig_profile: str | None) -> str | None:
+        """The extended resource that counts devices that are shared in this way; None: they are not offered.
+
+        `mig_profile` is that of their MIG instance, None if they are on a whole GPU.
+        """
+        if mig_profile is None or self.mig_strategy == SINGLE:
+            return self.resources[_KEY_OF[sharing]]
+        if self.mig_strategy == NONE:
+            return None
+        return f"{self._domain}/{mig_name(mig_profile)}{_SUFFIXES[sharing]}"
+
+    def naming_problem(self) -> tuple[str, str] | None:
+        """Why one resource would count devices of different kinds, and the hint; None if none would."""
+        key_of: dict[str, str] = {}
+        for key, name in self.resources.items():
+            if key_of.setdefault(name, key) != key:
+                return f"{key_of[name]} and {key} are both {name}", f"set {key} to another name"
+            if self.mig_strategy == MIXED and name.startswith(f"{self._domain}/{mig_name('')}"):
+                what = f"{key} is {name}, which migStrategy {MIXED} may use for MIG instances"
+                return what, f"set {key} to another name"
+        return None
+
+    @property
+    def _domain(self) -> str:
+        return self.resource.partition("/")[0]
+
+
+def mig_name(profile: str) -> str:
+    """The name of a MIG profile's resource without its domain: `mig-1g.10gb.me` of 1g.10gb+me."""
+    return f"mig-{profile.replace('+', '.')}"
 
 
 class NamedConfiguration(NamedTuple):
@@ -94,7 +135,7 @@ def _resource(key: str, node: Node) -> str:
         or "kubernetes.io" in domain
         or domain.startswith("requests.")  # the quota's name for another resource
         or len(domain) > _MAX_DOMAIN
-        or len(match["name"] + _SHARED) > _MAX_NAME
+        or len(match["name"]) > _MAX_NAME
     ):
         hint = "write a domain and a name, for example yunion.io/mps"
         raise InvalidValueError(key, node, "not the name of an extended resource", hint)
@@ -158,8 +199,13 @@ def _mapping(key: str, node: Node) -> MappingNode:
 
 #: The keys in the order of `PluginOptions`, with their defaults and their purpose.
 KEYS = {
-    "resource": Key(_resource, "yunion.io/mps", "The extended resource that pods request."),
-    "renameByDefault": Key(boolean, default=False, help=f"Whether to add {_SHARED} to the resource's name."),
+    "resource": Key(
+        _resource, "yunion.io/mps", "The extended resource that counts devices that are shared through MPS."
+    ),
+    "timeSlicedResource": Key(_resource, None, "The extended resource that counts time-sliced devices."),
+    "gpuResource": Key(
+        _resource, None, "The extended resource that counts MIG instances that are one device."
+    ),
     "failRequestsGreaterThanOne": Key(
         boolean, default=False, help="Whether to refuse containers that request several devices."
     ),
@@ -281,10 +327,9 @@ class _OptionsReader:
         return values
 
     def _refuse_equal_names(self, root: Node, values: dict[str, Any]) -> None:
-        options = PluginOptions(*values.values())
-        if options.resource_name == options.memory_resource:
-            what = f"resource and memoryResource are both {options.memory_resource}"
-            self._report(root, what, "give each a name of its own")
+        problem = PluginOptions(*values.values()).naming_problem()
+        if problem:
+            self._report(root, *problem)
 
     def _report(self, node: Node, what: str, hint: str) -> None:
         self.problems.append(Problem(self._path, line_of(node), what, hint))

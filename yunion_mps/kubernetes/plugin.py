@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
-from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes import kubelet_api
-from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import (
     HEALTHY,
@@ -30,15 +28,10 @@ from yunion_mps.kubernetes.kubelet_api import (
 )
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
-from yunion_mps.kubernetes.mig import ProfileResources
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.kubernetes.resources import (
-    DeviceResource,
     ExtendedResource,
-    KnownDevice,
-    MemoryResource,
     Offer,
-    only_reserved,
     preferred,
 )
 from yunion_mps.models import CDI_KIND
@@ -50,44 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-#: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
-_OUTAGE_S = 0.5
 _MAX_NAMED = 4
 #: NVIDIA's container runtime adds the driver's libraries for these GPUs.
 _NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
-
-
-class OfferWatch:
-    """Keeps what is offered current. While the daemon is away, nothing is healthy."""
-
-    def __init__(
-        self,
-        daemon: AsyncDaemonClient,
-        devices: DeviceResource,
-        memory: MemoryResource,
-        profiles: ProfileResources,
-        leases: ContainerLeases,
-        counts: Counts,
-    ) -> None:
-        self._devices, self._memory, self._profiles = devices, memory, profiles
-        self._leases = leases
-        self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
-
-    async def run(self) -> None:
-        """Follow the daemon, without end."""
-        await self._watch.run()
-
-    async def _read(self) -> None:
-        pools = await self._watch.pools()
-        devices = await self._watch.devices(KnownDevice)
-        leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
-        devices, pools = only_reserved(devices, pools)
-        self._devices.update(self._profiles.update(devices, leases), leases)
-        self._memory.update(pools, leases)
-
-    def _lose(self, error: YunionError) -> None:
-        for resource in (self._devices, self._memory, self._profiles):
-            resource.lose(error.message)
 
 
 class DevicePlugin:

@@ -106,12 +106,6 @@ class Registration:
             finally:
                 await self._server.close()
 
-    async def run_once_offered(self) -> None:
-        """Like `run`, once there is anything to offer, so that other nodes do not show the resource."""
-        while not self.resource.offers:
-            await self.resource.changed.wait()
-        await self.run()
-
     async def _wait_for_start(self, kubelet: FileVersion | None, retry_s: float) -> None:
         """Wait until the kubelet has replaced this socket of its own, or the next attempt is due."""
 

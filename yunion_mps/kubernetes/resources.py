@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
-from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, MPS, RESERVED, SHARING
+from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
@@ -140,10 +140,10 @@ class ExtendedResource:
     #: Variables of a lease that are known only once it is taken.
     undecided: tuple[str, ...] = (LEASE_VARIABLE,)
 
-    def __init__(self, name: str, endpoint: str, noun: str) -> None:
+    def __init__(self, name: str, noun: str) -> None:
         self.name = name
-        #: The name of its socket in the kubelet's directory.
-        self.endpoint = endpoint
+        #: The name of its socket in the kubelet's directory; a resource's name may be too long for a path.
+        self.endpoint = f"yunion-mps-{_hash(name)[:_RESOURCE_HASH_LENGTH]}.sock"
         self._noun = noun
         self.offers: dict[str, Offer] = {}
         #: The health in one line; empty until the daemon was asked.
@@ -206,24 +206,16 @@ def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
 
 
 class DeviceResource(ExtendedResource):
-    """Devices, whose ids are their addresses."""
+    """Devices of one kind, whose ids are their addresses."""
 
-    def __init__(self, options: PluginOptions, name: str = "", endpoint: str = "yunion-mps.sock") -> None:
-        super().__init__(name or options.resource_name, endpoint, "devices")
+    def __init__(self, name: str, options: PluginOptions) -> None:
+        super().__init__(name, "devices")
         self._options = options
         #: The GPU, memory in MiB and percentage of SM threads of each device.
         self._budgets: dict[str, tuple[str, int, float]] = {}
-        #: How the offered devices' GPUs are shared.
-        self.sharing = MPS
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
-        """Offer these devices; `leases` are all leases, read after the devices.
-
-        Pods cannot choose how a device is shared, so only devices of one kind are offered: those of MPS if
-        there are any.
-        """
-        self.sharing = min((one["sharing"] for one in devices), key=SHARING.index, default=self.sharing)
-        devices = [one for one in devices if one["sharing"] == self.sharing]
+        """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
         self._budgets = {
             one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"]) for one in devices
@@ -254,7 +246,7 @@ class MemoryResource(ExtendedResource):
     undecided = (LEASE_VARIABLE, DEVICE_VARIABLE)
 
     def __init__(self, options: PluginOptions) -> None:
-        super().__init__(options.memory_resource, "yunion-mps-memory.sock", "units of memory")
+        super().__init__(options.memory_resource, "units of memory")
         self._unit_mib = options.memory_unit_mib
         self._pools: dict[str, Pool] = {}
 

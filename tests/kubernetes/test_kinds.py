@@ -1,0 +1,164 @@
+"""A node with MPS beside time-slicing beside MIG: each kind of device is a resource of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of, take
+from kubernetes.conftest import StartContainer
+from kubernetes.kubelet import INSTANCES, MEMORY, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin, Reconciler
+from kubernetes.test_metrics import address, scrape
+from simhost.host import IN_UNITS
+
+__all__ = ["address"]
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
+
+SHARE = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
+NUMBERS = {RESOURCE: 2, TIME_SLICED: 3, INSTANCES: 2}
+DIVISIONS = (2, SHARE, "mig: [3g.40gb, 1g.10gb]")
+FILE = "etc/features.d/yunion-mps"
+
+
+@pytest.fixture
+def ready_daemon(daemon: Daemon) -> Daemon:
+    daemon.host.divide(*DIVISIONS)
+    daemon.configure(cuda_mps_scope="gpu")
+    return daemon.start().wait_ready()
+
+
+@pytest.fixture
+def kubelet(ready_daemon: Daemon) -> Iterator[Kubelet]:
+    with Kubelet(ready_daemon.host, *NUMBERS, MEMORY) as kubelet:
+        yield kubelet
+
+
+def wait_healthy(kubelet: Kubelet, numbers: dict[str, int]) -> None:
+    for resource, number in numbers.items():
+        kubelet.request(resource).wait_healthy(number)
+
+
+def reload_as(daemon: Daemon, *divisions: object) -> None:
+    daemon.host.divide(*divisions)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+
+
+def test_pods_get_the_kind_of_device_that_they_request(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    has_mps = {}
+    for number, resource in enumerate(NUMBERS):
+        pod = kubelet.request(resource).run_pod(f"pod-{number}", 1)
+        container = start_container(pod)
+        has_mps[resource] = "CUDA_MPS_PIPE_DIRECTORY" in container.environment
+        assert pod.devices[0].startswith(f"00:0{6 + number}.0-")
+        (lease,) = [one for one in leases_of(ready_daemon) if one["pid"] == container.pid]
+        assert lease["devices"] == [*pod.devices]
+    assert has_mps == {RESOURCE: True, TIME_SLICED: False, INSTANCES: False}
+    wait_healthy(kubelet, NUMBERS)
+
+
+def test_a_device_of_another_kind_is_refused(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    (first, *_) = kubelet.request(TIME_SLICED).healthy
+    with pytest.raises(grpc.RpcError) as caught:
+        kubelet.request(RESOURCE).admit("trainer", (first,))
+    assert f"there are no such devices: {first}" in str(caught.value.details())
+
+
+def test_each_resource_has_the_health_of_its_own_devices(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    ready_daemon.host.gpus[1].lose()
+    eventually(lambda: ready_daemon.polls() and not kubelet.request(TIME_SLICED).healthy, "the loss")
+    assert len(kubelet.health) == 3
+    (first, _) = kubelet.request(RESOURCE).wait_healthy(2)
+    take(ready_daemon, f"devices={first}&holder.name=job&holder.ttl_s=600")
+    wait_healthy(kubelet, {RESOURCE: 1, INSTANCES: 2})
+    ready_daemon.kill()
+    wait_healthy(kubelet, dict.fromkeys(NUMBERS, 0))
+    assert [len(kubelet.request(resource).health) for resource in NUMBERS] == [*NUMBERS.values()]
+
+
+def test_all_resources_are_registered_again_and_end_with_the_plugin(
+    kubelet: Kubelet, plugin: KubeletPlugin
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    kubelet.registrations.clear()
+    kubelet.restart()
+    wait_healthy(kubelet, NUMBERS)
+    assert sorted(one.resource_name for one in kubelet.registrations) == sorted(NUMBERS)
+    assert len({one.endpoint for one in kubelet.registrations}) == len(NUMBERS)
+    assert plugin.end(signal.SIGTERM) == 0
+    for resource in NUMBERS:
+        eventually(lambda resource=resource: not kubelet.request(resource).lists, "its end")  # type: ignore[misc]
+
+
+def test_a_resource_begins_with_its_first_device_and_stays(
+    kubelet: Kubelet, ready_daemon: Daemon, address: str
+) -> None:
+    reload_as(ready_daemon, 2, 2)
+    with KubeletPlugin(ready_daemon.host):
+        kubelet.request(RESOURCE).wait_healthy(4)
+        assert [one.resource_name for one in kubelet.registrations] == [RESOURCE]
+        reload_as(ready_daemon, SHARE, IN_UNITS)
+        wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 3, MEMORY: 79})
+        reload_as(ready_daemon, 2, 2, "mig: all-3g.40gb")
+        wait_healthy(kubelet, {RESOURCE: 4, TIME_SLICED: 0, MEMORY: 0, INSTANCES: 2})
+        assert kubelet.request(TIME_SLICED).lists[-1].devices == ()
+        values = scrape(address)
+        healthy = {resource: values["devices", resource, "healthy"] for resource in (*NUMBERS, MEMORY)}
+        assert healthy == {RESOURCE: 4, TIME_SLICED: 0, INSTANCES: 2, MEMORY: 0}
+
+
+def test_a_leased_device_keeps_its_kind_until_its_lease_ends(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    pod = kubelet.request(RESOURCE).run_pod("trainer", 1)
+    container = start_container(pod)
+    ready_daemon.host.divide(SHARE, *DIVISIONS[1:])
+    ready_daemon.ask("POST", "/v1/reload")
+    kubelet.request(RESOURCE).wait_healthy(1)
+    assert kubelet.healthy == [*pod.devices]
+    container.close()
+    wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 6})
+
+
+def test_leases_of_all_resources_are_compared_with_the_pods(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    for resource in NUMBERS:
+        kubelet.request(resource).run_pod(resource, 1)
+    del kubelet.pods[TIME_SLICED]
+    Reconciler(ready_daemon.host).release_missing()
+    kept = {device for pod in kubelet.pods.values() for device in pod.devices}
+    assert {device for lease in leases_of(ready_daemon) for device in lease["devices"]} == kept
+
+
+def test_the_labels_tell_the_profiles_from_the_other_gpus(kubelet: Kubelet, ready_daemon: Daemon) -> None:
+    root = ready_daemon.host.root
+    (root / "etc/yunion/kubelet-plugin.yml").write_text(f"featureFile: /{FILE}\nmigStrategy: mixed\n")
+    with KubeletPlugin(ready_daemon.host):
+        eventually((root / FILE).exists, "the labels")
+        labels = dict(line.split("=") for line in (root / FILE).read_text().splitlines())
+    assert labels == {
+        "yunion.io/mps.gpus": "4",
+        "yunion.io/mps.devices": "7",
+        "yunion.io/mps.memory-units": "0",
+        "nvidia.com/mps.capable": "true",
+        "nvidia.com/mig.strategy": "mixed",
+        **{
+            f"nvidia.com/mig-{profile}.{suffix}": value
+            for profile in ("3g.40gb", "1g.10gb")
+            for suffix, value in (("count", "1"), ("replicas", "1"), ("sharing-strategy", "none"))
+        },
+    }

@@ -1,0 +1,129 @@
+"""The extended resources of the node: one for each kind of device, and one for memory.
+
+Pods choose how a GPU is shared by the resource that they request. Which kinds a node has is only known from
+its devices, so that a resource begins to exist when the first of them is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING
+
+from yunion_mps.errors import YunionError
+from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.kubernetes.daemon_watch import DaemonWatch
+from yunion_mps.kubernetes.features import GpuKind
+from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.metrics import Counts
+from yunion_mps.kubernetes.options import PluginOptions
+from yunion_mps.kubernetes.resources import (
+    DeviceResource,
+    ExtendedResource,
+    KnownDevice,
+    MemoryResource,
+    ResourceHealth,
+    only_reserved,
+)
+from yunion_mps.tasks import cancel, first_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord, Pool
+
+#: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
+_OUTAGE_S = 0.5
+
+
+class NodeResources:
+    """The resources, in the order in which they began to exist; they stay, with or without devices.
+
+    `resource` of the options exists from the start.
+    """
+
+    def __init__(self, options: PluginOptions) -> None:
+        self._options = options
+        self.memory = MemoryResource(options)
+        self.all: list[ExtendedResource] = []
+        self.healths: list[ResourceHealth] = []
+        #: The number of devices that are offered, by GPU.
+        self.devices = Counter[GpuKind]()
+        #: Set when there is another resource, and then replaced.
+        self.added = asyncio.Event()
+        self._by_name: dict[str, DeviceResource] = {}
+        self._counting(options.resource)
+
+    @property
+    def changes(self) -> list[asyncio.Event]:
+        """What is set when there is another resource, or one of them has changed."""
+        return [self.added, *(resource.changed for resource in self.all)]
+
+    def update(
+        self, devices: Sequence[KnownDevice], pools: Sequence[Pool], leases: Sequence[LeaseRecord]
+    ) -> None:
+        """Offer these devices and the memory of these pools; `leases` are all leases, read after them."""
+        counted: dict[str, list[KnownDevice]] = {name: [] for name in self._by_name}
+        self.devices.clear()
+        for device in devices:
+            name = self._options.resource_of(device["sharing"], device["mig_profile"])
+            if name:
+                counted.setdefault(name, []).append(device)
+                self.devices[GpuKind(device["gpu_uuid"], device["sharing"], device["mig_profile"])] += 1
+        for name, ours in counted.items():
+            self._counting(name).update(ours, leases)
+        self.memory.update(pools, leases)
+        if self.memory.offers and self.memory not in self.all:
+            self._add(self.memory)
+
+    def lose(self, cause: str) -> None:
+        """Offer nothing until the daemon answers again."""
+        for resource in self.all:
+            resource.lose(cause)
+
+    async def run(self, serve: Callable[[ExtendedResource], Coroutine[object, object, object]]) -> None:
+        """Call `serve` for each resource, once; without end."""
+        served: list[asyncio.Future[object]] = []
+        try:
+            while True:
+                added = self.added
+                served += [asyncio.ensure_future(serve(resource)) for resource in self.all[len(served) :]]
+                await first_of(added.wait(), *map(asyncio.shield, served))
+        finally:
+            await cancel(served)
+
+    def _counting(self, name: str) -> DeviceResource:
+        """The resource of that name, which begins to exist if it did not."""
+        if name not in self._by_name:
+            self._by_name[name] = DeviceResource(name, self._options)
+            self._add(self._by_name[name])
+        return self._by_name[name]
+
+    def _add(self, resource: ExtendedResource) -> None:
+        self.all.append(resource)
+        self.healths.append(resource.health)
+        added, self.added = self.added, asyncio.Event()
+        added.set()
+
+
+class OfferWatch:
+    """Keeps what is offered current. While the daemon is away, nothing is healthy."""
+
+    def __init__(
+        self, daemon: AsyncDaemonClient, resources: NodeResources, leases: ContainerLeases, counts: Counts
+    ) -> None:
+        self._resources = resources
+        self._leases = leases
+        self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
+
+    async def run(self) -> None:
+        """Follow the daemon, without end."""
+        await self._watch.run()
+
+    async def _read(self) -> None:
+        pools = await self._watch.pools()
+        devices = await self._watch.devices(KnownDevice)
+        leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
+        self._resources.update(*only_reserved(devices, pools), leases)
+
+    def _lose(self, error: YunionError) -> None:
+        self._resources.lose(error.message)
