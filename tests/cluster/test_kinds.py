@@ -7,17 +7,20 @@ import json
 import pytest
 
 from cluster.node import Node
-from cluster.objects import named
+from cluster.objects import named, pod
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import make_nodes, nodes_in, nodes_of, nodes_of_instance
 from integration.lease_host import leases_of
 from integration.podman_host import spec_of
 from kubernetes.containerd import Container
+from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED
+from kubernetes.test_containerd_faults import assert_leased_to
 from simhost.gpu import MigDevice
-from simhost.host import TIME_SLICED
+from simhost.host import SHARED
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
 
+SMALL = "yunion.io/mig-1g.10gb"
 #: The pods of the examples, one of each kind.
 CLAIMS = ("dra-one-device", "dra-time-slicing", "dra-mig")
 
@@ -26,7 +29,7 @@ CLAIMS = ("dra-one-device", "dra-time-slicing", "dra-mig")
 def ready_daemon(daemon: Daemon) -> Daemon:
     """With 2 shares through MPS, 3 time-sliced ones, and 3 instances."""
     host = daemon.host
-    host.divide(2, TIME_SLICED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]")
+    host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]")
     daemon.start().wait_ready()
     make_nodes(host)
     eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(host)), "the instances' nodes")
@@ -45,7 +48,6 @@ def assert_has_its_device_alone(node: Node, mps: Container, sliced: Container, i
     assert sliced.environment["YUNION_MPS_MEMORY_MIB"] == str(host.gpus[1].description.memory_mib // 3)
     assert nodes_in(sliced.root) == nodes_of(host.gpus[1])
     used = instance_of(node, instance)
-    assert used.profile == "1g.10gb"
     assert instance.environment["YUNION_MPS_DEVICE"] == f"00:08.0-g{used.gpu_instance}"
     assert nodes_in(instance.root) == nodes_of_instance(host, host.gpus[2], used)
 
@@ -66,11 +68,57 @@ def assert_all_views_name(node: Node, *pods: str) -> None:
         assert all(f"pod default/{pod}/main" in shown for pod in pods), shown
 
 
+@pytest.mark.parametrize(("strategy", "instances", "number"), [("single", INSTANCES, 3), ("mixed", SMALL, 2)])
+def test_pods_of_each_kind_have_their_device_until_they_end(
+    node: Node, strategy: str, instances: str, number: int
+) -> None:
+    plugin = node.start_plugin(migStrategy=strategy)
+    numbers = {RESOURCE: 2, TIME_SLICED: 3, instances: number}
+    wait_allocatable(node, numbers)
+    pods = {f"pod-{place}": resource for place, resource in enumerate(numbers)}
+    containers = [node.run(pod(name, resource=resource)) for name, resource in pods.items()]
+    assert_has_its_device_alone(node, *containers)
+    assert_all_views_name(node, *pods)
+    leases = leases_of(node.daemon)
+    plugin.restart()
+    wait_allocatable(node, numbers)
+    assert_has_its_device_alone(node, *containers)
+    assert_leased_to(node.daemon, *containers)
+    assert leases_of(node.daemon) == leases
+    for name in pods:
+        node.delete(name)
+    eventually(lambda: not leases_of(node.daemon), "the end of the leases")
+    wait_allocatable(node, numbers)
+
+
+def test_pods_of_each_kind_have_their_device_after_a_reboot(node: Node) -> None:
+    node.start_plugin(migStrategy="mixed")
+    numbers = {RESOURCE: 2, TIME_SLICED: 3, SMALL: 2}
+    wait_allocatable(node, numbers)
+    pods = {f"pod-{place}": resource for place, resource in enumerate(numbers)}
+    before = [
+        node.run(pod(name, resource=resource, restartPolicy="Always")) for name, resource in pods.items()
+    ]
+    old = instance_of(node, before[2])
+    node.cut_power()
+    node.boot()
+    after = [node.wait_restarted(*each) for each in zip(pods, before)]
+    new = instance_of(node, after[2])
+    assert (new.profile, new.uuid != old.uuid) == (old.profile, True), "the reboot has ended the old one"
+    assert_leased_to(node.daemon, *after)
+
+
+def wait_allocatable(node: Node, numbers: dict[str, int]) -> None:
+    for resource, number in numbers.items():
+        node.wait_allocatable(number, resource)
+
+
 def test_claims_of_each_kind_have_their_device_until_their_pods_end(node: Node) -> None:
     plugin = node.start_plugin(dra=True)
     node.wait_published(8)
     mps, sliced, instance = (node.run(node.create_example(name)) for name in CLAIMS)
     assert_has_its_device_alone(node, mps, sliced, instance)
+    assert instance_of(node, instance).profile == "1g.10gb"
     assert_all_views_name(node, *CLAIMS)
     leases = leases_of(node.daemon)
     plugin.restart()

@@ -10,14 +10,14 @@ from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin
 from kubernetes.test_dra import cdi_environment
-from simhost.host import TIME_SLICED
+from simhost.host import SHARED
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
 
 
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(2, TIME_SLICED, "mig: [3g.40gb, 1g.10gb]")
+    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]")
     return daemon.start().wait_ready()
 
 

@@ -132,6 +132,30 @@ def test_a_leased_device_keeps_its_kind_until_its_lease_ends(
     wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 6})
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_container_does_not_start_again_on_a_device_of_another_kind(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, restarts: bool
+) -> None:
+    wait_healthy(kubelet, NUMBERS)
+    pod = kubelet.request(RESOURCE).run_pod("trainer", 1)
+    (lease,) = leases_of(ready_daemon)
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    if restarts:  # as when the node does
+        ready_daemon.stop()
+        plugin.restart()
+        ready_daemon.host.divide(SHARE, *DIVISIONS[1:])
+        kubelet.wait_registered(len(NUMBERS) + 1)
+        ready_daemon.start()
+    else:
+        reload_as(ready_daemon, SHARE, *DIVISIONS[1:])
+        wait_healthy(kubelet, {TIME_SLICED: 6})
+    with pytest.raises(grpc.RpcError) as caught:
+        kubelet.request(RESOURCE).start_container(pod)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert f"no longer devices of {RESOURCE}: {pod.devices[0]}" in str(caught.value.details())
+    assert leases_of(ready_daemon.wait_ready()) == []
+
+
 def test_leases_of_all_resources_are_compared_with_the_pods(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon
 ) -> None:

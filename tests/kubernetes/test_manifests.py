@@ -163,8 +163,7 @@ def test_the_manifests_are_objects_of_known_fields(path: Path) -> None:
 
 
 def test_the_pods_of_the_examples_request_our_resources(tmp_path: Path) -> None:
-    options = read_options(Paths(str(tmp_path)))
-    offered = {options.resource, options.memory_resource}
+    offered = {*read_options(Paths(str(tmp_path))).resources.values()}
     requested = set()
     for each in (each for path in EXAMPLES for each in loaded(path)):
         spec = each["spec"].get("template", each)["spec"] if each["kind"] in ("Pod", "Deployment") else {}

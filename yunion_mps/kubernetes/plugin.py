@@ -35,6 +35,7 @@ from yunion_mps.kubernetes.resources import (
     preferred,
 )
 from yunion_mps.models import CDI_KIND
+from yunion_mps.tasks import within
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+#: How long a container's start waits for a daemon that has not answered since the plugin started, in s.
+_DAEMON_START_S = 10.0
 _MAX_NAMED = 4
 #: NVIDIA's container runtime adds the driver's libraries for these GPUs.
 _NVIDIA_RUNTIME = "NVIDIA_VISIBLE_DEVICES"
@@ -170,6 +173,8 @@ class DevicePlugin:
 
     async def _permit_start(self, ids: Sequence[str]) -> None:
         """Take the container's lease. The kubelet tries again to start a container that is refused."""
+        unknown = RpcError(StatusCode.UNAVAILABLE, "the daemon has not said yet which devices there are")
+        await within(_DAEMON_START_S, self.resource.known.wait(), unknown)
         try:
             lease: LeaseRecord = await self._leases.take(self.resource, ids)
         except YunionError as error:

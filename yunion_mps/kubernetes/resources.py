@@ -149,6 +149,8 @@ class ExtendedResource:
         #: The health in one line; empty until the daemon was asked.
         self.status = ""
         self.health = ResourceHealth(name)
+        #: Set once the daemon has said what there is.
+        self.known = asyncio.Event()
         #: Set when an offer changes, and then replaced.
         self.changed = asyncio.Event()
 
@@ -185,6 +187,7 @@ class ExtendedResource:
         self._publish(offers, f"none of the {self._noun} is healthy: {cause}")
 
     def _offer(self, offers: dict[str, Offer]) -> None:
+        self.known.set()
         causes = Counter(offer.cause for offer in offers.values() if offer.cause)
         parts = [f"{len(offers) - sum(causes.values())} of {len(offers)} {self._noun} are healthy"]
         parts += [f"{number} not: {cause}" for cause, number in causes.most_common(_MAX_NAMED)]
@@ -228,6 +231,10 @@ class DeviceResource(ExtendedResource):
         )
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
+        gone = sorted(set(ids) - self.offers.keys())
+        if gone:  # or of another kind: its pod was promised this one
+            what = f"no longer devices of {self.name}: {', '.join(gone[:_MAX_NAMED])} (delete the pod)"
+            raise RpcError(StatusCode.FAILED_PRECONDITION, what)
         return {"devices": sorted(ids)}
 
     def refuse(self, ids: Sequence[str]) -> None:
