@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from cluster.node import Node
 from cluster.objects import named, pod
 from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import make_nodes, nodes_in, nodes_of, nodes_of_instance
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
 from integration.lease_host import leases_of
-from integration.podman_host import spec_of
 from kubernetes.containerd import Container
 from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED
 from kubernetes.test_containerd_faults import assert_leased_to
@@ -28,11 +25,9 @@ CLAIMS = ("dra-one-device", "dra-time-slicing", "dra-mig")
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
     """With 2 shares through MPS, 3 time-sliced ones, and 3 instances."""
-    host = daemon.host
-    host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]")
+    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]")
     daemon.start().wait_ready()
-    make_nodes(host)
-    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(host)), "the instances' nodes")
+    publish_nodes(daemon)
     return daemon
 
 

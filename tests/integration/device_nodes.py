@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
 
+from integration.daemon_host import Daemon, eventually
+from integration.podman_host import spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice, SimGpu
 
@@ -23,9 +26,17 @@ def make_nodes(host: SimHost) -> None:
         path.chmod(0o666)
 
 
+def publish_nodes(daemon: Daemon) -> None:
+    """Make device nodes also of what MIG instances have, and wait until containers get them."""
+    make_nodes(daemon.host)
+    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "the nodes")
+
+
 def nodes_in(root: Path) -> set[str]:
     """The driver's nodes in this file system, by their paths below /dev."""
-    return {str(path.relative_to(root / "dev")) for path in _nodes(root)}
+    found = _nodes(root)
+    assert {path.stat().st_rdev for path in found} == {NUMBER}, "they are the host's"
+    return {str(path.relative_to(root / "dev")) for path in found}
 
 
 def nodes_of(gpu: SimGpu) -> set[str]:

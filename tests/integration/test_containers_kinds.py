@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import make_nodes, nodes_in, nodes_of, nodes_of_instance
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
 from integration.image import IMAGE
 from integration.lease_host import given, leases_of
-from integration.podman_host import Podman, mps, spec_of
+from integration.podman_host import Podman, mps
+from simhost.host import SHARED
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
 
 
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(2, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2", "mig: [3g.40gb, 1g.10gb]")
+    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
-    make_nodes(daemon.host)
-    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "the nodes")
+    publish_nodes(daemon)
     return daemon
 
 
@@ -53,7 +52,7 @@ def assert_has(pid: int, device: Expected) -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == device.visible
     assert environment["YUNION_MPS_DEVICE"] == device.address
     if device.is_advised:
-        assert environment["YUNION_MPS_MEMORY_MIB"] == "40779", "nothing enforces it"
+        assert environment["YUNION_MPS_MEMORY_MIB"] == "27186", "nothing enforces it"
     assert nodes_in(process / "root") == device.nodes
 
 
