@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 
 
 SMALL = "yunion.io/mig-1g.10gb"
 #: The pods of the examples, one of each kind.
-CLAIMS = ("dra-one-device", "dra-time-slicing", "dra-mig")
+CLAIMS = ("dra-one-device", "dra-time-sliced", "dra-mig-instance")
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_claims_of_each_kind_have_their_device_until_their_pods_end(node: Node) 
 def test_claims_get_instances_by_profile_and_others_once_these_are_used(node: Node) -> None:
     node.start_plugin(dra=True)
     node.wait_published(8)
-    small = node.create_example("dra-mig")
+    small = node.create_example("dra-mig-instance")
     containers = [node.run(named(small, f"small-{number}")) for number in range(2)]
     assert {instance_of(node, one).profile for one in containers} == {"1g.10gb"}
     node.create(named(small, "small-2"))

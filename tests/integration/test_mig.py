@@ -327,7 +327,7 @@ def test_a_lease_by_name_continues_on_the_instance_after_a_reboot(daemon: Daemon
     daemon.host.reboot()
     daemon.start().wait_ready()
     new = {f"00:06.0-g{one.gpu_instance}": one.uuid for one in instances(daemon)}
-    uuid = eventually(lambda: new.get(gpu_of(address)), "the instance")
+    uuid = str(eventually(lambda: new.get(gpu_of(address)), "the instance"))
 
     def environment() -> dict[str, str]:
         (lease,) = leases_of(daemon)
