@@ -115,7 +115,7 @@ def facts(
     domain = cast("answers.Domain", {"name": "host", "gpus": list(uuids), **limits})
     domains, roots = dict.fromkeys(uuids, domain), dict.fromkeys(uuids, "pci0000:00")
     others = {one["id"]: one for one in other_leases or ()}
-    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", "12.2", others)
+    return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", others)
 
 
 def shares(gpus: int, each: int, **changed: object) -> list[OfferedDevice]:

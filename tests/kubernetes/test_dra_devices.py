@@ -37,7 +37,6 @@ def test_a_share_has_its_attributes_and_budget() -> None:
             "resource.kubernetes.io/pcieRoot": {"string": "pci0000:00"},
             "cudaComputeCapability": {"version": "8.6.0"},
             "driverVersion": {"version": "535.104.5"},
-            "cudaDriverVersion": {"version": "12.2.0"},
             "numaNode": {"int": 1},
             "address": {"string": "3b:00.0-2"},
             "type": {"string": "share"},

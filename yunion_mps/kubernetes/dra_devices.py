@@ -120,7 +120,6 @@ class HostFacts(NamedTuple):
     domains: Mapping[str, answers.Domain]
     pcie_roots: Mapping[str, str]
     driver_version: str
-    cuda_version: str
     other_leases: Mapping[str, answers.LeaseRecord]
 
 
@@ -326,7 +325,6 @@ def _attributes(
     versions = {
         "cudaComputeCapability": version_of((gpu["compute_capability"] if gpu else None) or ""),
         "driverVersion": version_of(facts.driver_version),
-        "cudaDriverVersion": version_of(facts.cuda_version),
     }
     attributes: dict[str, DeviceAttribute] = {
         name: {"string": _copied(text[:_MAX_VALUE])} for name, text in texts.items() if text

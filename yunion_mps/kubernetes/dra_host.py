@@ -72,12 +72,12 @@ class DraHost:
         roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
         status = await call(GET_STATUS)
         domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
-        versions = status["driver"]["version"] or "", status["driver"]["cuda_version"] or ""
+        driver_version = status["driver"]["version"] or ""
         pools = await self._watch.pools()
         devices = await self._watch.devices(HostDevice)
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
         others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
-        return HostFacts(devices, pools, gpus, domains, roots, *versions, others)
+        return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
 
     def _pcie_root(self, address: str) -> str:
         """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""
