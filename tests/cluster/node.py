@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from kubernetes.kubelet import KubeletPlugin
 from simhost.host import Closes
 
 _SERVICE_ACCOUNT = "/api/v1/namespaces/yunion-mps/serviceaccounts/kubelet-plugin"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = f"""\
 set -e
 for place in /var/lib /var/log; do mount -t tmpfs tmpfs $place; done
@@ -110,6 +112,10 @@ class Node(NodeObjects, Closes):
         for path in (self._root / "run").iterdir():  # which is in memory
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+        self.daemon.host.reboot()
+        boot_id = _BOOT_ID.read_text().strip()
+        with contextlib.closing(sqlite3.connect(self._root / "var/lib/yunion-mps/state.db")) as store, store:
+            store.execute("UPDATE lease SET value = replace(value, ?, 'an earlier one')", [boot_id])
 
     def boot(self) -> None:
         """Start everything again, the kubelet last, so that the plugin waits for it."""

@@ -71,6 +71,24 @@ class NodeObjects:
         made["spec"]["terminationGracePeriodSeconds"] = 1
         return dict(made)
 
+    def create_claim(self, name: str, *classes: str) -> Object:
+        """Create a claim for a device of each class; returns a pod of that name which has it."""
+        requests = [
+            {"name": f"gpu-{number}", "exactly": {"deviceClassName": one}}
+            for number, one in enumerate(classes)
+        ]
+        made = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": name},
+            "spec": {"devices": {"requests": requests}},
+        }
+        self.cluster.create(_CLAIMS, made)
+        container = {"name": "main", "image": IMAGE, "resources": {"claims": [{"name": "gpus"}]}}
+        claims = [{"name": "gpus", "resourceClaimName": name}]
+        spec = {"containers": [container], "resourceClaims": claims, "terminationGracePeriodSeconds": 1}
+        return {"metadata": {"name": name}, "spec": spec}
+
     def claims(self) -> int:
         return len(self.cluster.get(_CLAIMS)["items"])
 

@@ -7,18 +7,17 @@ import json
 import os
 import re
 import signal
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.identity import gpu_of
 
-from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually
-from integration.image import IMAGE
-from integration.podman_host import mps, spec_of
+from integration.lease_host import leases_of, take
+from integration.podman_host import spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice
 
@@ -285,42 +284,6 @@ def test_restore_names_a_layout_whose_entry_cannot_be_read(daemon: Daemon) -> No
     assert not daemon.host.gpus[0].mig
 
 
-def test_a_container_gets_its_instance_and_no_other(daemon: Daemon, make_podman: MakePodman) -> None:
-    daemon.start().wait_ready()
-    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
-    for node in [*(daemon.host.root / "dev/nvidia-caps").iterdir(), daemon.host.root / "dev/nvidia0"]:
-        node.unlink()
-        os.mknod(node, stat.S_IFCHR | 0o444, os.makedev(1, 3))
-    address = f"00:06.0-g{big.gpu_instance}"
-    eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "its nodes")
-    podman = make_podman(daemon.host, "runc")
-    command = ["sh", "-c", "ls /dev/nvidia-caps; ls /dev; env"]
-    told = podman.good("run", "--rm", *podman.needs, *mps(address), IMAGE, *command).split()
-    table = (daemon.host.root / "proc/driver/nvidia-caps/mig-minors").read_text().splitlines()
-    minors = [line.split()[1] for line in table if line.startswith(f"gpu0/gi{big.gpu_instance}/")][:2]
-    assert sorted(word for word in told if word.startswith("nvidia-cap") and word != "nvidia-caps") == sorted(
-        f"nvidia-cap{minor}" for minor in minors
-    )
-    assert "nvidia0" in told
-    assert f"CUDA_VISIBLE_DEVICES={big.uuid}" in told
-    assert not [word for word in told if word.startswith("CUDA_MPS_")]
-
-
-def test_a_container_with_a_time_sliced_device_gets_its_budget_and_no_mps(
-    daemon: Daemon, make_podman: MakePodman
-) -> None:
-    daemon.start().wait_ready()
-    eventually(lambda: daemon.polls() and "00:07.0-0" in json.dumps(spec_of(daemon.host)), "its device")
-    podman = make_podman(daemon.host, "runc")
-    command = ["sh", "-c", "env; cat /proc/self/mountinfo"]
-    told = podman.good("run", "--rm", *podman.needs, *mps("00:07.0-0"), IMAGE, *command)
-    lines = told.splitlines()
-    assert f"CUDA_VISIBLE_DEVICES={daemon.host.gpus[1].uuid}" in lines
-    assert {"YUNION_MPS_DEVICE=00:07.0-0", "YUNION_MPS_MEMORY_MIB=40779"} <= set(lines)
-    assert not [line for line in lines if line.startswith("CUDA_MPS_")]
-    assert daemon.host.root.name not in told, "nothing of the host is mounted"
-
-
 def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     addresses = set(devices(daemon))
@@ -352,3 +315,32 @@ def test_status_and_plan_say_what_a_layout_waits_for() -> None:
             shown = host.run(["yunion-mps", "status"]).stdout
             assert why in " ".join(shown.split())
             assert "no GPU on this host" not in shown
+
+
+@pytest.mark.parametrize("entry", [MIG, f"{MIG}\n  virtual_number: 2"])
+def test_a_lease_by_name_continues_on_the_instance_after_a_reboot(daemon: Daemon, entry: str) -> None:
+    daemon.host.divide(entry)
+    daemon.start().wait_ready()
+    address = max(devices(daemon))
+    job = take(daemon, f"devices={address}&holder.name=job-17&holder.ttl_s=600")
+    daemon.stop()
+    daemon.host.reboot()
+    daemon.start().wait_ready()
+    new = {f"00:06.0-g{one.gpu_instance}": one.uuid for one in instances(daemon)}
+    uuid = str(eventually(lambda: new.get(gpu_of(address)), "the instance"))
+
+    def environment() -> dict[str, str]:
+        (lease,) = leases_of(daemon)
+        return dict(lease["environment"])
+
+    eventually(lambda: environment()["CUDA_VISIBLE_DEVICES"] == uuid, "the lease of the new instance")
+    assert uuid != job["environment"]["CUDA_VISIBLE_DEVICES"]
+    assert environment() == {
+        **daemon.get(f"/v1/devices/{address}")[1]["client_environment"],
+        "YUNION_MPS_LEASE": job["id"],
+    }
+    assert uuid in json.dumps(spec_of(daemon.host, f"yunion-mps-lease-{job['id']}.json")), "for containers"
+    assert [row["state"] for addr, row in devices(daemon).items() if addr == address] == ["leased"]
+    daemon.kill()
+    daemon.start().wait_ready()
+    assert environment()["CUDA_VISIBLE_DEVICES"] == uuid, "it was stored"

@@ -7,7 +7,7 @@ from typing import Any, cast
 from yunion_mps import answers
 from yunion_mps.kubernetes.dra_devices import HostFacts, OfferedDevice, offered_devices
 
-V100 = "Tesla V100-SXM2-16GB"
+V100, H100 = "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3"
 
 
 def uuid_of(gpu: int) -> str:
@@ -35,6 +35,21 @@ def share(gpu: int, slot: int, **changed: object) -> answers.Device:
         **changed,
     }
     return cast("answers.Device", made)
+
+
+def instance(gpu: int, number: int, profile: str, **changed: object) -> answers.Device:
+    """A MIG instance of a GPU, which is one device unless a slot and a way of sharing are given."""
+    made = {
+        "addr": f"{gpu:02x}:00.0-g{number}",
+        "model": f"{H100} MIG {profile}",
+        "sharing": "none",
+        **changed,
+    }
+    return share(gpu, 0, gpu_uuid=mig_uuid_of(gpu, number), **made)
+
+
+def mig_uuid_of(gpu: int, number: int) -> str:
+    return f"MIG-00000000-0000-0000-{number:04x}-{gpu:012x}"
 
 
 def pool(gpu: int, **changed: object) -> answers.Pool:
@@ -67,8 +82,17 @@ def lease(
     return cast("answers.LeaseRecord", {"id": name, "budgets": [budget]})
 
 
-def gpu_of(gpu: int) -> answers.Gpu:
-    made = {"uuid": uuid_of(gpu), "pci_address": f"00000000:{gpu:02x}:00.0", "compute_capability": "8.6"}
+def gpu_of(gpu: int, instance: int = 0, profile: str = "") -> answers.Gpu:
+    """A GPU, or a MIG instance of it."""
+    suffix = f"-g{instance}" if profile else ""
+    made = {
+        "uuid": mig_uuid_of(gpu, instance) if profile else uuid_of(gpu),
+        "name": f"{H100} MIG {profile}" if profile else H100,
+        "pci_address": f"00000000:{gpu:02x}:00.0{suffix}",
+        "compute_capability": "8.6",
+        "parent": uuid_of(gpu) if profile else None,
+        "mig_profile": profile or None,
+    }
     return cast("answers.Gpu", made)
 
 
@@ -81,6 +105,12 @@ def facts(
 ) -> HostFacts:
     uuids = {one["gpu_uuid"] for one in [*(devices or []), *(pools or [])]}
     gpus = {uuid: gpu_of(int(uuid[-12:], 16)) for uuid in uuids}
+    for one in devices or []:
+        if one["gpu_uuid"].startswith("MIG-"):
+            *_, number, gpu = one["gpu_uuid"].split("-")
+            profile = (one["model"] or "").rpartition(" ")[2]
+            made = gpu_of(int(gpu, 16), int(number, 16), profile)
+            gpus.update({one["gpu_uuid"]: made, uuid_of(int(gpu, 16)): gpu_of(int(gpu, 16))})
     limits = {"memory_limits_mib": [memory_limit_mib] * len(uuids), "thread_percentage": thread_percentage}
     domain = cast("answers.Domain", {"name": "host", "gpus": list(uuids), **limits})
     domains, roots = dict.fromkeys(uuids, domain), dict.fromkeys(uuids, "pci0000:00")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 
 import pytest
 from yunion_mps.kubernetes import grpc
@@ -12,38 +11,33 @@ from yunion_mps.kubernetes.kubelet_api import Empty
 from yunion_mps.kubernetes.resources import lease_name
 
 from integration.daemon_host import Daemon, eventually
+from integration.device_nodes import make_nodes, nodes_in, nodes_of
 from integration.lease_host import leases_of
 from kubernetes import cri_api as cri
 from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 from simhost import SimHost
+from simhost.gpu import SimGpu
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
-#: The number of /dev/null, which stands for the driver's nodes.
-_NODE = os.makedev(1, 3)
 _ASK = "echo get_default_active_thread_percentage | nvidia-cuda-mps-control"
 
 
 @pytest.fixture
 def host(host: SimHost) -> SimHost:
     """A host whose driver's nodes are device nodes."""
-    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{gpu.slot}" for gpu in host.gpus)):
-        path = host.root / "dev" / name
-        path.unlink(missing_ok=True)
-        try:
-            os.mknod(path, stat.S_IFCHR | 0o666, _NODE)
-        except PermissionError as error:
-            pytest.skip(f"needs to make device nodes: {error}")
+    try:
+        make_nodes(host)
+    except PermissionError as error:
+        pytest.skip(f"needs to make device nodes: {error}")
     return host
 
 
-def assert_has_gpu(container: Container, minor: int) -> None:
+def assert_has_gpu(container: Container, gpu: SimGpu) -> None:
     """It has the device nodes of this GPU and the driver alone, and shares memory with the MPS server."""
-    nodes = [path for path in (container.root / "dev").iterdir() if path.name.startswith("nvidia")]
-    assert {path.name for path in nodes} == {f"nvidia{minor}", "nvidiactl", "nvidia-uvm"}
-    assert {path.stat().st_rdev for path in nodes} == {_NODE}
+    assert nodes_in(container.root) == nodes_of(gpu)
     assert os.path.samefile(container.root / "dev/shm", "/dev/shm")
 
 
@@ -70,7 +64,7 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     expected = {**device["client_environment"], **pod.answer.envs, "YUNION_MPS_DEVICE": "00:07.0-1"}
     found = container.environment
     assert {name: found.get(name) for name in expected} == expected
-    assert_has_gpu(container, 1)
+    assert_has_gpu(container, ready_daemon.host.gpus[1])
     (lease,) = leases_of(ready_daemon)
     assert (lease["name"], lease["devices"]) == (lease_name(pod.resource, pod.devices), ["00:07.0-1"])
     assert (lease["binding"], lease["pid"], lease["id"]) == (
@@ -88,7 +82,7 @@ def test_the_answer_of_allocate_suffices_without_cdi(ready_daemon: Daemon, conta
         container = containerd.run(pod)
         expected = dict(pod.answer.envs)
         assert {name: container.environment.get(name) for name in expected} == expected
-        assert_has_gpu(container, 0)
+        assert_has_gpu(container, host.gpus[0])
         assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"]
 
 

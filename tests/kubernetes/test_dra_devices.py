@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.dra_devices import (
     ClaimRequest,
@@ -18,7 +19,7 @@ from yunion_mps.kubernetes.dra_devices import (
 from yunion_mps.kubernetes.dra_objects import AllocatedDevice
 from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
 
-from kubernetes.offers import V100, facts, lease, pool, share, uuid_of
+from kubernetes.offers import H100, V100, facts, instance, lease, mig_uuid_of, pool, share, uuid_of
 from kubernetes.slice_rules import check_policy
 
 
@@ -45,6 +46,32 @@ def test_a_share_has_its_attributes_and_budget() -> None:
         },
         "capacity": {"memory": {"value": "4Gi"}, "smPercentage": {"value": "33300m"}},
     }
+
+
+def test_a_mig_instance_is_known_by_its_profile_and_its_gpu() -> None:
+    (one,) = offered_devices(facts([instance(6, 3, "1g.10gb")]))
+    attributes = one.device["attributes"]
+    assert one.name == "06-00-0-g3"
+    expected = {
+        "type": "mig",
+        "sharing": "none",
+        "profile": "1g.10gb",
+        "uuid": mig_uuid_of(6, 3),
+        "parentUUID": uuid_of(6),
+        "productName": H100,
+        "resource.kubernetes.io/pciBusID": "0000:06:00.0",
+    }
+    assert {name: attributes[name]["string"] for name in expected} == expected
+    assert "combinable" not in attributes
+
+
+@pytest.mark.parametrize("sharing", ["mps", "time-slicing"])
+def test_a_share_of_an_instance_is_a_share_with_a_profile(sharing: str) -> None:
+    (one,) = offered_devices(facts([instance(6, 3, "1g.10gb", addr="06:00.0-g3-1", sharing=sharing)]))
+    attributes = one.device["attributes"]
+    found = [attributes[name]["string"] for name in ("type", "sharing", "profile", "address")]
+    assert found == ["share", sharing, "1g.10gb", "06:00.0-g3-1"]
+    assert ("combinable" in attributes) == (sharing == "mps"), "nothing limits the others"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +248,7 @@ OFFERED = {
     one.name: one
     for one in offered_devices(
         facts(
-            [share(6, 0), share(6, 1), share(7, 0)],
+            [share(6, 0), share(6, 1), share(7, 0), instance(11, 1, "1g.10gb")],
             [pool(8), pool(9), pool(10, thread_percentage=10, thread_percentage_total=100)],
         )
     )
@@ -255,6 +282,8 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
         ([result("06-00-0-0", in_pool="other")], "in the pool other on this node"),
         ([result("06-00-0-0"), result("08-00-0", "1Gi")], "but not both"),
         ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of only one GPU"),
+        ([result("06-00-0-0"), result("0b-00-0-g1")], "through MPS and some are not"),
+        ([result("08-00-0", "1Gi"), result("0b-00-0-g1")], "through MPS and some are not"),
         ([result("08-00-0", "lots")], "is not a quantity"),
     ],
 )
@@ -317,5 +346,7 @@ def test_the_claims_of_the_examples_name_what_devices_have(path: Path) -> None:
     assert {one or other for one, other in named} <= attributes
     sizes = re.findall(r'capacity\["mps.yunion.io"\]\.(\w+)|(?:capacity: {requests: {|Gi, )(\w+): ', text)
     assert {one or other for one, other in sizes} <= capacities
-    assert "deviceClassName: mps.yunion.io\n" in text
-    assert len(named) + len(sizes) > 0
+    classes = yaml.safe_load_all(EXAMPLES.with_name("dra").joinpath("device-classes.yaml").read_text())
+    requested = set(re.findall(r"deviceClassName: (.*)", text))
+    assert requested
+    assert requested <= {one["metadata"]["name"] for one in classes}

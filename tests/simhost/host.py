@@ -23,6 +23,8 @@ from .tree import device_file, write_tree
 
 #: How `divide` leaves a GPU's memory open, to be leased in units.
 IN_UNITS = "virtual_number: 0\n  memory_unit: 1GiB"
+#: How it has a GPU time-sliced.
+SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 
 _Self = TypeVar("_Self", bound="Closes")  # typing.Self is not in Python 3.9
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import AVAILABLE, LEASED, MPS, UNAVAILABLE
+from yunion_mps.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.kubernetes.dra_objects import (
     AllocatedDevice,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: The driver's name, to which unqualified names of attributes and capacities belong.
 DRIVER = "mps.yunion.io"
 NO_SCHEDULE = "NoSchedule"
+#: The types of devices; MIG is that of an instance which is one device, as NVIDIA's DRA driver has it.
+SHARE, POOL = "share", "pool"
 #: The capacities.
 MEMORY, SM_PERCENTAGE = "memory", "smPercentage"
 _PCI_BUS_ID, _PCIE_ROOT = "resource.kubernetes.io/pciBusID", "resource.kubernetes.io/pcieRoot"
@@ -55,7 +57,7 @@ GpuAttributes = dict[str, dict[str, DeviceAttribute]]
 
 
 class OfferedDevice(NamedTuple):
-    """A device that can be allocated: a share, or a GPU whose memory is leased in units.
+    """A device that can be allocated: a share, a MIG instance, or a GPU whose memory is leased in units.
 
     `taint` is why no other pod should get it, as a reason code or a state; empty if one may. `reason` says so
     in words. `reserve_mib` is the part of a pool's allocation that its lease does not get; `combinable` is
@@ -66,7 +68,7 @@ class OfferedDevice(NamedTuple):
     name: str
     address: str
     gpu: str
-    is_pool: bool
+    type: str
     gpu_attributes: Mapping[str, DeviceAttribute]
     budget_enforced: bool
     capacity: Mapping[str, DeviceCapacity]
@@ -78,19 +80,23 @@ class OfferedDevice(NamedTuple):
     sharing: str = MPS
 
     @property
+    def is_pool(self) -> bool:
+        return self.type == POOL
+
+    @property
     def device(self) -> SliceDevice:
         """The device as slices have it."""
         attributes: dict[str, DeviceAttribute] = {
             **self.gpu_attributes,
             "address": {"string": self.address},
-            "type": {"string": "pool" if self.is_pool else "share"},
+            "type": {"string": self.type},
             "budgetEnforced": {"bool": self.budget_enforced},
             "sharing": {"string": self.sharing},
         }
         made: SliceDevice = {"name": self.name, "attributes": attributes, "capacity": {**self.capacity}}
         if self.is_pool:
             made["allowMultipleAllocations"] = True
-        else:
+        elif self.sharing == MPS:
             attributes["combinable"] = {"int": self.combinable}
         if self.taint:
             made["taints"] = [{"key": f"{DRIVER}/{self.taint}", "effect": NO_SCHEDULE}]
@@ -154,6 +160,13 @@ def requested_by(
             hint = "delete the pod: the GPUs were divided differently when its claim was allocated"
             raise InfeasibleError(what, hint)
     found = [offered[one["device"]] for one in results]
+    if len({one.sharing == MPS for one in found}) > 1:
+        what = "some of these devices are shared through MPS and some are not"
+        hint = (
+            "a process uses MPS on all of its GPUs or on none: request devices of one class, "
+            "or each in a separate claim, for a separate container"
+        )
+        raise InfeasibleError(what, hint)
     pools = {one.gpu for one in found if one.is_pool}
     if not pools:
         return ClaimRequest(tuple(sorted({one.address for one in found})))
@@ -188,7 +201,7 @@ def _share(one: HostDevice, facts: HostFacts, common: GpuAttributes) -> OfferedD
         name=device_name(address),
         address=address,
         gpu=common[one["gpu_uuid"]]["uuid"]["string"],
-        is_pool=False,
+        type=MIG if one["sharing"] == NOT_SHARED else SHARE,
         gpu_attributes=common[one["gpu_uuid"]],
         budget_enforced=one["budget_enforced"],
         capacity=_budget(one["memory_mib"], one["thread_percentage"]),
@@ -254,7 +267,7 @@ def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> Offered
         name=device_name(one["addr"]),
         address=one["addr"],
         gpu=one["gpu_uuid"],
-        is_pool=True,
+        type=POOL,
         gpu_attributes=common[one["gpu_uuid"]],
         budget_enforced=one["budget_enforced"],
         capacity=capacity,
@@ -296,10 +309,14 @@ def _in_units(mib: int, unit_mib: int) -> int:
 def _attributes(
     uuid: str, model: str | None, numa_node: int | None, facts: HostFacts
 ) -> dict[str, DeviceAttribute]:
+    """Those of NVIDIA's DRA driver have its names and values; a MIG instance has its GPU's product name."""
     gpu = facts.gpus.get(uuid)
+    parent = facts.gpus.get(gpu["parent"]) if gpu and gpu["parent"] else None
     texts = {
         "uuid": uuid,
-        "productName": model or "",
+        "parentUUID": (gpu["parent"] if gpu else None) or "",
+        "profile": (gpu["mig_profile"] if gpu else None) or "",
+        "productName": (parent["name"] if parent else model) or "",
         "architecture": architecture_of(gpu["compute_capability"] if gpu else None),
         "mpsDomain": facts.domains[uuid]["name"] if uuid in facts.domains else "",
         _PCI_BUS_ID: bus_id(gpu["pci_address"]) if gpu else "",

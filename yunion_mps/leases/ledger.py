@@ -45,12 +45,15 @@ class Ledger:
             if owner is not None:
                 raise AssertionError(f"device {device.addr} is already leased: lease {owner}")
         self.leases[lease.id] = lease
-        for device in lease.devices:
-            self.lease_of[device.id] = lease.id
-            self._memory_mib[device.gpu_uuid] += needs_mib(device)
-            self._clients[device.gpu_uuid] += 1
-            self._thread_tenths[device.gpu_uuid] += round(device.thread_percentage * 10)
+        self.lease_of.update((device.id, lease.id) for device in lease.devices)
+        self._count(lease, 1)
         self._note_change()
+
+    def _count(self, lease: Lease, sign: int) -> None:
+        for device in lease.devices:
+            self._memory_mib[device.gpu_uuid] += sign * needs_mib(device)
+            self._clients[device.gpu_uuid] += sign
+            self._thread_tenths[device.gpu_uuid] += sign * round(device.thread_percentage * 10)
 
     def _note_change(self) -> None:
         self.version += 1
@@ -60,16 +63,31 @@ class Ledger:
         lease = self.leases.pop(lease_id)
         for device in lease.devices:
             del self.lease_of[device.id]
-            self._memory_mib[device.gpu_uuid] -= needs_mib(device)
-            self._clients[device.gpu_uuid] -= 1
-            self._thread_tenths[device.gpu_uuid] -= round(device.thread_percentage * 10)
+        self._count(lease, -1)
         self._note_change()
         return lease
 
     def replace(self, lease: Lease) -> None:
-        """Replace the lease of this id, which has the same devices."""
+        """Replace the lease of this id; its devices have the same ids."""
+        self._count(self.leases[lease.id], -1)
         self.leases[lease.id] = lease
+        self._count(lease, 1)
         self._note_change()
+
+    def recreated(self, devices: Iterable[Device]) -> list[Lease]:
+        """The leases by name whose MIG instances were created again, with the instances' new UUIDs.
+
+        Other leases end with a process, which cannot use the new instance. `devices` are those of the plan.
+        """
+        named = [lease for lease in self.leases.values() if lease.holder.binding == "name"]
+        concerned = [lease for lease in named if any("-g" in one.gpu_address for one in lease.devices)]
+        uuids = {device.id: device.gpu_uuid for device in devices} if concerned else {}
+        found = []
+        for lease in concerned:
+            new = {one.gpu_uuid: uuids.get(one.id, one.gpu_uuid) for one in lease.devices}
+            if any(old != uuid for old, uuid in new.items()):
+                found.append(_with_uuids(lease, new))
+        return found
 
     def find_repeated(self, queued: QueuedRequest) -> Lease | None:
         """The lease that was granted for an earlier attempt of this request, None if there is none."""
@@ -179,6 +197,22 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
 def needs_mib(device: Device) -> int:
     """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
     return device.memory_limit_mib + device.reserve_mib
+
+
+def _with_uuids(lease: Lease, uuids: Mapping[str, str]) -> Lease:
+    """The lease with other UUIDs of GPUs, which its environment and the names of domains contain."""
+
+    def renamed(text: str) -> str:
+        for old, new in uuids.items():
+            text = text.replace(old, new)
+        return text
+
+    devices = tuple(
+        device._replace(gpu_uuid=renamed(device.gpu_uuid), domain=renamed(device.domain))
+        for device in lease.devices
+    )
+    environment = {name: renamed(value) for name, value in lease.environment.items()}
+    return lease._replace(devices=devices, environment=environment)
 
 
 def _budget(device: Device) -> tuple[int, float, str, str]:

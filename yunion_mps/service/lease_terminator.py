@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.models import Owner
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.permissions import check_may_change
+from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.terminate import KILL, SignalSequence, Terminator
 from yunion_mps.tasks import within
 
@@ -44,9 +44,8 @@ class LeaseTerminator:
         return lease
 
     def _own(self, name: str, caller: Owner) -> answers.LeaseRecord:
-        lease = self._leases.lease(name, caller)
-        check_may_change(self._leases.ledger.leases[lease["id"]], caller)
-        return lease
+        lease = find_own_lease(name, self._leases.ledger.leases, caller)
+        return self._leases.lease(lease.id, caller)
 
     async def _kill(self, lease: answers.LeaseRecord, uid: int, cause: str) -> None:
         late = HostError(f"they were not terminated within {_DEADLINE_S:g} s")

@@ -43,7 +43,7 @@ from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Ho
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DISABLED, hint_of
 from yunion_mps.service.devices import refuse_unserved
-from yunion_mps.service.permissions import check_may_change
+from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
 
@@ -96,7 +96,7 @@ class LeaseService:
                 log.error("lease %s is ignored: %s", lease.id, error)
                 continue
             if lease != stored:
-                self._store(lease)
+                self._update(lease)
             if lease.addresses in lost:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self.holders.watch(lease):
@@ -117,6 +117,13 @@ class LeaseService:
         self._is_closed = True
         for lease_id in list(self.ledger.leases):
             self.holders.forget(lease_id)
+
+    def follow_instances(self) -> None:
+        """Let leases by name continue if their MIG instances were created again, as after a reboot."""
+        for lease in self.ledger.recreated(self._supervisor.snapshot().plan.devices):
+            self._update(lease)
+            self._publisher.add(lease, warn_only=True)
+            self._record(lease, "leased again to", "the MIG instance was created again")
 
     def serve(self) -> None:
         """Grant queued requests that fit now, and refuse those that have become infeasible."""
@@ -187,7 +194,7 @@ class LeaseService:
 
     def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
-        lease = self._own(name, caller)
+        lease = find_own_lease(name, self.ledger.leases, caller)
         released = lease_json(lease, None, self.containers)
         name = owner_name(caller)
         self.end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
@@ -198,7 +205,7 @@ class LeaseService:
 
         The time to live is reduced to `max_lease_ttl_s` if that was lowered since.
         """
-        lease = self._own(name, caller)
+        lease = find_own_lease(name, self.ledger.leases, caller)
         if lease.holder.binding != "name":
             what = "this lease cannot be renewed: it ends with its process or connection"
             raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
@@ -210,15 +217,14 @@ class LeaseService:
         Its owner does not change; one taken by name stays one, because containers may share it. Raises what
         `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
-        lease = self._own(name, caller, of_any_unit=not caller.unit)
+        lease = find_own_lease(name, self.ledger.leases, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
             used = with_container(lease, holder)
             if used != lease:
-                self.ledger.replace(used)
-                self._store(used)
+                self._update(used)
             return self._json(used)
         if lease.holder == holder:
             return self._json(lease)
@@ -351,12 +357,12 @@ class LeaseService:
         ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
         lease = renew(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
         self.holders.watch(lease)
-        self.ledger.replace(lease)
-        self._store(lease)
+        self._update(lease)
         return lease
 
-    def _store(self, lease: Lease) -> None:
-        """Store the lease's expiry and container; if that fails, its holder can renew it after a restart."""
+    def _update(self, lease: Lease) -> None:
+        """Replace the lease and its stored version; without the latter, it can be renewed after a restart."""
+        self.ledger.replace(lease)
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 
@@ -379,12 +385,6 @@ class LeaseService:
         lease = self.ledger.leases.get(lease_id)
         if lease and lease.holder.binding == "connection":
             self.end(lease_id, "its connection was closed")
-
-    def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
-        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
-        lease = find_lease(name, self.ledger.leases, caller)
-        check_may_change(lease, caller, of_any_unit=of_any_unit)
-        return lease
 
     def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
         sm_of, peak_of = self._queries.usage.latest.sm_of, partial(self.peaks.of, lease.id)

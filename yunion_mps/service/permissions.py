@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.host.proc import is_in_inner_pid_namespace, job_unit_of, started_ticks, uid_of
-from yunion_mps.leases.request import owner_name
+from yunion_mps.leases.request import find_lease, owner_name
 from yunion_mps.models import Holder, Lease, Owner
 
 
@@ -82,13 +83,18 @@ def named_holder(caller: Caller, name: str, ttl_s: float) -> Holder:
     return Holder("name", caller.uid, name=name, ttl_s=ttl_s, unit=caller.owner.unit)
 
 
-def check_may_change(lease: Lease, caller: Owner, *, of_any_unit: bool = False) -> None:
-    """Raise NotAllowedError unless the lease is the caller's, or the caller is root.
+def find_own_lease(
+    name: str, leases: Mapping[str, Lease], caller: Owner, *, of_any_unit: bool = False
+) -> Lease:
+    """The lease of this name or id that the caller may change: their own, or any if they are root.
 
-    `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot.
+    `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot. Raises
+    NotFoundError and NotAllowedError.
     """
+    lease = find_lease(name, leases, caller)
     owner = lease.holder.owner
     is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
     if not is_owner and not is_privileged(caller.uid):
         what = f"the lease of {lease.addresses} belongs to {owner_name(owner)}"
         raise NotAllowedError(what, "only root and its owner may end or renew it")
+    return lease

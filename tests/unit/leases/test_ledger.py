@@ -10,7 +10,7 @@ from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.reasons import LEASE_EXISTS
 
-from unit.leases.shares import HOLDER, device, lease, pool
+from unit.leases.shares import GPU_MIB, HOLDER, device, lease, pool
 
 HALVES, QUARTERS = (
     [device(0, slot, number)._replace(id=f"id-{slot}") for slot in range(number)] for number in (2, 4)
@@ -46,6 +46,28 @@ def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
     (wait,) = ledger.lease_waits(HALVES).values()
     rest = ", ".join(f"lease {slot}c1f0e7a of {user_name(1000)} (PID 4260)" for slot in (1, 2))
     assert wait.description == f"lease job-17 of root, {rest} and 1 more"
+
+
+def test_a_lease_by_name_follows_an_instance_that_was_created_again() -> None:
+    old = device(0, 0)._replace(id="place", addr="00:00.0-g3-0", gpu_uuid="MIG-old", domain="MIG-old")
+    environment = {"CUDA_VISIBLE_DEVICES": "MIG-old", "CUDA_MPS_PIPE_DIRECTORY": "/pipe/MIG-old"}
+    by_process = lease("process", old)._replace(environment=environment)
+    by_name = by_process._replace(id="name", holder=Holder("name", 0, name="job-17"))
+    new = old._replace(gpu_uuid="MIG-new", domain="MIG-new", memory_limit_mib=1)
+    assert Ledger([by_process]).recreated([new]) == [], "its process cannot use the new one"
+    ledger = Ledger([by_name])
+    assert ledger.recreated([old]) == ledger.recreated([]) == []
+    (found,) = ledger.recreated([new])
+    assert found.devices == (new._replace(memory_limit_mib=old.memory_limit_mib),), "its budget remains"
+    assert found.environment == {
+        "CUDA_VISIBLE_DEVICES": "MIG-new",
+        "CUDA_MPS_PIPE_DIRECTORY": "/pipe/MIG-new",
+    }
+    ledger.replace(found)
+    other = new._replace(id="other", memory_limit_mib=GPU_MIB - old.memory_limit_mib + 1)
+    assert ledger.free_by_gpu([other]) == {}, "the rest of the new one is smaller"
+    assert ledger.free_by_gpu([other._replace(gpu_uuid="MIG-old")]), "nothing is leased of the old one"
+    assert ledger.recreated([new]) == []
 
 
 def test_a_device_has_one_owner() -> None:
