@@ -89,6 +89,11 @@ def notable_way(gpu: Gpu) -> str:
     return "" if gpu["sharing"] == usual else way_of(gpu) or ""
 
 
+def short_name(gpu: Gpu) -> str:
+    """Return its name, of a MIG instance the profile, which has the row after its GPU's."""
+    return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else (gpu["name"] or "").removeprefix("NVIDIA ")
+
+
 def page(host: HostOverview) -> dict[str, object]:
     """Return the contents of the web page, in a form that stays small with thousands of devices.
 
@@ -130,9 +135,8 @@ def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
         "budget_enforced", "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
-    name = (gpu["name"] or "").removeprefix("NVIDIA ")
     known_mib = None if is_memory_unknown(gpu) else used_mib
-    computed = {"name": name, "way": notable_way(gpu), "memory_used_mib": known_mib}
+    computed = {"name": short_name(gpu), "way": notable_way(gpu), "memory_used_mib": known_mib}
     return {**{field: shown[field] for field in names}, **computed}
 
 

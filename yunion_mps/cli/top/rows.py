@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
 from yunion_mps.identity import physical_gpu
-from yunion_mps.overview import HostAnswers, HostOverview, ShownProblem, fold_problems, notable_way
+from yunion_mps.overview import (
+    HostAnswers,
+    HostOverview,
+    ShownProblem,
+    fold_problems,
+    notable_way,
+    short_name,
+)
 from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
@@ -170,5 +177,4 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
 
 def _model(gpu: Gpu) -> str:
     """Its name, and how it is shared if that is not the usual way."""
-    names = (gpu["name"] or "").removeprefix("NVIDIA "), notable_way(gpu)
-    return ", ".join(filter(None, names))
+    return ", ".join(filter(None, (short_name(gpu), notable_way(gpu))))
