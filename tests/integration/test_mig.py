@@ -243,6 +243,20 @@ def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon, call: s
     eventually(lambda: free(daemon) == 4, "its devices")
 
 
+@pytest.mark.parametrize("call", ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"])
+def test_after_a_kill_in_a_destruction_the_next_daemon_finishes(daemon: Daemon, call: str) -> None:
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: all-1g.10gb")
+    daemon.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)
+    reload = daemon.host.popen(["yunion-mps", "reload"])
+    eventually(lambda: not daemon.host.show()["failures"], "the call")
+    daemon.kill()
+    reload.communicate()
+    daemon.start().wait_ready()
+    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the layout")
+    eventually(lambda: free(daemon) == 7, "its devices")
+
+
 def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
