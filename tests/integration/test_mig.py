@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import re
 import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from yunion_mps import reasons
@@ -18,9 +16,9 @@ from yunion_mps import reasons
 from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually
 from integration.image import IMAGE
+from integration.mig_devices import devices, free, instances, profiles
 from integration.podman_host import mps, spec_of
 from simhost import SimHost
-from simhost.gpu import MigDevice
 
 MIG = "mig: all-balanced"
 
@@ -35,26 +33,9 @@ def daemon() -> Iterator[Daemon]:
             yield made
 
 
-def instances(daemon: Daemon) -> list[MigDevice]:
-    return daemon.host.gpus[0].mig_devices()
-
-
-def profiles(daemon: Daemon) -> list[str]:
-    return sorted(one.profile for one in instances(daemon))
-
-
-def devices(daemon: Daemon) -> dict[str, dict[str, Any]]:
-    rows = daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
-    return {row["addr"]: row for row in rows if row["addr"].startswith("00:06.0")}
-
-
 def gpu(daemon: Daemon) -> dict[str, Any]:
     found: dict[str, Any] = daemon.get("/v1/gpus")[1]["gpus"][0]
     return found
-
-
-def free(daemon: Daemon) -> int:
-    return sum(row["state"] == "free" for row in devices(daemon).values())
 
 
 BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
@@ -84,121 +65,6 @@ def test_a_lease_of_an_instance_is_shown_by_every_command(daemon: Daemon) -> Non
     ):
         shown = daemon.host.run(("yunion-mps", *words), check=True).stdout
         assert "not enforced" not in shown
-
-
-class Shown(NamedTuple):
-    """What a program shows of the host: UUIDs, MIG modes and time slices of all GPUs, and GPU instances.
-
-    Of each instance of the first GPU (by id), its profile and memory; `computes` has the ids of those that
-    are one MIG device.
-    """
-
-    uuids: set[str]
-    modes: list[bool]
-    slices: list[str]
-    instances: dict[int, tuple[str, int]]
-    computes: set[int]
-
-
-def shown_by_nvidia_smi(daemon: Daemon) -> Shown:
-    def smi(*words: object) -> str:
-        return daemon.host.run(["nvidia-smi", *words]).stdout
-
-    gpus = [line.split() for line in smi("mig", "-i", 0, "-lgi").splitlines() if " MIG " in line]
-    computes = [line.split() for line in smi("mig", "-i", 0, "-lci").splitlines() if " MIG " in line]
-    places = dict(re.findall(r"Profile ID +(\d+) Placements? ?: {([0-9,]*)}", smi("mig", "-i", 0, "-lgipp")))
-    for row in gpus:
-        assert row[-2].partition(":")[0] in places[row[4]].split(","), "it is where it can be"
-    ids = [int(found) for found in re.findall(r"GPU Instance ID +: (\d+)", smi("-i", 0, "-q"))]
-    sizes = re.findall(r"MIG Device.*?FB Memory Usage\s+Total +: (\d+) MiB", smi("-i", 0, "-q"), re.DOTALL)
-    memory = dict(zip(ids, map(int, sizes)))
-    modes = smi("--query-gpu=mig.mode.current", "--format=csv,noheader").split()
-    return Shown(
-        set(re.findall(r"UUID: ([^)]*)", smi("-L"))),
-        [mode == "Enabled" for mode in modes],
-        [name.lower() for name in re.findall(r"Timeslice +(\w+)", smi("compute-policy", "--list"))],
-        {int(row[-3]): (row[3], memory.get(int(row[-3]), 0)) for row in gpus},
-        {int(row[2]) for row in computes},
-    )
-
-
-def shown_by_us(daemon: Daemon) -> Shown:
-    rows = json.loads(daemon.host.run(["yunion-mps", "gpus", "-o", "json"], check=True).stdout)["gpus"]
-    whole = [row for row in rows if row["parent"] is None]
-    parts = {int(row["addr"].rpartition("-g")[2]): row for row in rows if row["parent"]}
-    told = daemon.host.run(["yunion-mps", "list", "-o", "csv"], check=True).stdout
-    addresses = {row["addr"] for row in csv.DictReader(told.splitlines()) if row["addr"][:7] == "00:06.0"}
-    assert addresses == ({row["addr"] for row in parts.values()} or {"00:06.0-0", "00:06.0-1"})
-    return Shown(
-        {row["uuid"] for row in rows},
-        [row["mig_enabled"] for row in whole],
-        [row["time_slice"] or "default" for row in whole],
-        {number: (row["mig_profile"], row["memory_mib"]) for number, row in parts.items()},
-        set(parts),
-    )
-
-
-#: How the first GPU is divided, one after the other, its number of instances, and the other's time slice.
-STEPS = [
-    ("virtual_number: 2", 0, "default"),
-    (MIG, 4, "short"),
-    ("mig: [4g.40gb, 3g.40gb]", 2, "long"),
-    ("mig: all-disabled\n  virtual_number: 2", 0, "medium"),
-]
-SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2\n  time_slice: "
-
-
-def test_nvidia_smi_shows_what_we_show_after_each_change_of_a_layout(daemon: Daemon) -> None:
-    daemon.host.divide(2)
-    daemon.start().wait_ready()
-    for entry, number, time_slice in STEPS:
-        daemon.host.divide(entry, SLICED + time_slice)
-        assert daemon.ask("POST", "/v1/reload")[0] == 200
-        expected = number, number or 2
-        eventually(lambda: (len(instances(daemon)), free(daemon)) == expected, entry)  # noqa: B023
-        eventually(lambda: daemon.host.gpus[1].time_slice == time_slice, time_slice)  # noqa: B023
-        shown = shown_by_us(daemon)
-        assert shown == shown_by_nvidia_smi(daemon)
-        assert (len(shown.instances), shown.slices) == (number, ["default", time_slice])
-
-
-def test_instances_made_with_nvidia_smi_are_shown_once_they_are_whole(daemon: Daemon) -> None:
-    daemon.host.divide("mig: 3g.40gb")
-    daemon.start().wait_ready()
-
-    def smi(*words: object) -> None:
-        daemon.host.run(["nvidia-smi", "mig", "-i", 0, *words], check=True)
-
-    def shows(whole: int, in_all: int) -> None:
-        def same() -> bool:
-            daemon.polls()
-            theirs = shown_by_nvidia_smi(daemon)
-            rows = daemon.get("/v1/gpus")[1]["gpus"]
-            ours = {int(row["addr"].rpartition("-g")[2]) for row in rows if row["parent"]}
-            return (ours, len(theirs.instances)) == (theirs.computes, in_all) and len(ours) == whole
-
-        eventually(same, f"{whole} of {in_all} instances")
-
-    shows(1, 1)
-    smi("-cgi", "1g.10gb")
-    shows(1, 2)
-    other = next(one for one in range(7, 14) if one in shown_by_nvidia_smi(daemon).instances)
-    smi("-cci", "-gi", other)
-    shows(2, 2)
-    smi("-dci", "-gi", other)
-    shows(1, 2)
-    smi("-dgi", "-gi", other)
-    shows(1, 1)
-
-
-def test_a_layout_that_is_refused_names_the_profiles_of_nvidia_smi(daemon: Daemon) -> None:
-    daemon.host.gpus[0].mig = True  # nvidia-smi needs it
-    table = daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-lgip"]).stdout
-    daemon.host.divide("mig: 3g.30gb")
-    refused = daemon.host.run(["yunion-mps", "config", "check"])
-    assert refused.returncode == 6
-    named = re.findall(r"\dg\.\d+gb(?:\+me)?", refused.stderr)
-    assert {*named} - {"3g.30gb"} == set(re.findall(r"MIG (\S+)", table)), refused.stderr
 
 
 def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
