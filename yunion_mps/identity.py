@@ -42,6 +42,11 @@ def gpu_of(address: str) -> str:
     return address if slot.startswith("g") else gpu
 
 
+def physical_gpu(address: str) -> str:
+    """Return the address of the GPU itself, given that of a device, MIG instance or GPU."""
+    return address.partition("-")[0]
+
+
 def is_part(address: str, gpu: str) -> bool:
     """Whether `address` is that of `gpu`, or of a device of it or of its MIG instances."""
     return address == gpu or address.startswith(f"{gpu}-")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
-from yunion_mps.identity import gpu_of
+from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -89,7 +89,7 @@ class Gpu(NamedTuple):
     @property
     def physical_address(self) -> str:
         """The PCI address of the GPU itself, also for an instance."""
-        return self.pci_address.partition("-g")[0]
+        return physical_gpu(self.pci_address)
 
 
 class Inventory(NamedTuple):

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import PROBLEM_LEVELS, WARNING
+from yunion_mps.enums import MPS, NOT_SHARED, PROBLEM_LEVELS, WARNING
 from yunion_mps.reasons import VERSION_DIFFERS, hint_of
 from yunion_mps.service.holdings import (
     ID_LENGTH,
@@ -78,6 +78,22 @@ def _memory(gpus: Sequence[Gpu], clients: Sequence[MpsClient]) -> dict[str, int]
     return used
 
 
+def way_of(gpu: Gpu) -> str | None:
+    """Return how the GPU is shared, such as `time-slicing (short)`; None if it is not used."""
+    return f"{gpu['sharing']} ({gpu['time_slice']})" if gpu["time_slice"] else gpu["sharing"]
+
+
+def notable_way(gpu: Gpu) -> str:
+    """Return `way_of` unless it is the usual one: MPS, or for a MIG instance to be one device."""
+    usual = NOT_SHARED if gpu["parent"] else MPS
+    return "" if gpu["sharing"] == usual else way_of(gpu) or ""
+
+
+def short_name(gpu: Gpu) -> str:
+    """Return its name, of a MIG instance the profile, which has the row after its GPU's."""
+    return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else (gpu["name"] or "").removeprefix("NVIDIA ")
+
+
 def page(host: HostOverview) -> dict[str, object]:
     """Return the contents of the web page, in a form that stays small with thousands of devices.
 
@@ -116,12 +132,12 @@ def page(host: HostOverview) -> dict[str, object]:
 def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
     names = (
         "addr", "parent", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for",
-        "budget_enforced", "sharing", "utilization", "temperature_c", "power_w", "power_limit_w",
+        "budget_enforced", "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
-    name = (gpu["name"] or "").removeprefix("NVIDIA ")
     known_mib = None if is_memory_unknown(gpu) else used_mib
-    return {**{field: shown[field] for field in names}, "name": name, "memory_used_mib": known_mib}
+    computed = {"name": short_name(gpu), "way": notable_way(gpu), "memory_used_mib": known_mib}
+    return {**{field: shown[field] for field in names}, **computed}
 
 
 def _part(holding: Holding) -> dict[str, object]:

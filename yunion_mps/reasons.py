@@ -77,6 +77,15 @@ MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
 MIG_RESET_REQUIRED = _code("mig_reset_required", "The GPU must be reset before its MIG mode can change.",
     "reboot; or: systemctl stop yunion-mps-daemon; nvidia-smi --gpu-reset -i {gpu}; "
     "systemctl start yunion-mps-daemon")
+MIG_NO_PERMISSION = _code("mig_no_permission",
+    "The daemon may not change the MIG mode or instances of the GPU.",
+    "run it as root, and in a container with all of the host's devices: systemctl status yunion-mps-daemon")
+MIG_NOT_SUPPORTED = _code("mig_not_supported",
+    "The driver does not support MIG here, for example in a virtual machine with a vGPU.",
+    "remove mig from the entry, then: yunion-mps reload")
+MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
+    "The GPU has no room for an instance of the layout.",
+    "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",

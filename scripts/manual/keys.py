@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from yunion_mps.config import KEYS
-from yunion_mps.config.values import MAX_DEVICES_PER_GPU, MAX_OVERRIDE
+from yunion_mps.config.values import MAX_DEVICES_PER_GPU, MAX_OVERRIDE, MAX_TIME_SLICED_DEVICES
 from yunion_mps.mps.log_file import MAX_BYTES
 from yunion_mps.planning.division import MAX_GPUS_PER_DOMAIN, MPS_CLIENTS, VOLTA
 
@@ -27,6 +27,7 @@ _NUMBERS = {
     "largest_override": MAX_OVERRIDE,
     "log_mib": MAX_BYTES >> 20,
     "most_devices": MAX_DEVICES_PER_GPU,
+    "most_time_sliced": MAX_TIME_SLICED_DEVICES,
     "most_gpus": MAX_GPUS_PER_DOMAIN,
     "newer": _NEWER[1],
     "volta": ".".join(map(str, VOLTA)),

@@ -1,5 +1,5 @@
 // Each text that is seen, and the contrast of its colour with that of its ground (WCAG 2.2, 1.4.3 and "relative
-// luminance"); what is faded lets the page's own ground through.
+// luminance"), except of disabled controls, which it exempts; what is faded lets the page's own ground through.
 (() => {
   const WEIGHTS = [0.2126, 0.7152, 0.0722];
   const linear = (one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
@@ -24,7 +24,7 @@
   while (words.nextNode()) {
     const text = words.currentNode.data.trim();
     const element = words.currentNode.parentElement;
-    if (!text || !element.checkVisibility() || element.closest("noscript, .skip")) continue;
+    if (!text || !element.checkVisibility() || element.closest("noscript, .skip, :disabled")) continue;
     const both = [numbers(getComputedStyle(element).color).slice(0, 3), ground(element)]
       .map((colour) => luminance(faded(colour, element)));
     found.push([text, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)]);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+from browser.chromium import Page
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
 from simhost import SimGpu, SimHost
@@ -103,6 +105,22 @@ class Jobs(Closes):
     def close(self) -> None:
         for pid in list(self._running):
             self.end(pid)
+
+
+def poor(page: Page) -> list[str]:
+    """Texts whose contrast with what is behind them is below 4.5."""
+    found = page.ask(Path(__file__).with_name("contrasts.js").read_text())
+    assert len(found) > 40
+    return [f"{text!r}: {ratio:.2f}" for text, ratio in found if ratio < 4.5]
+
+
+def sticks_out(page: Page, width: int) -> list[str]:
+    """What is wider than a window of this width."""
+    assert page.ask("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    outside = "(one) => one.getBoundingClientRect().right > innerWidth + 1"
+    script = f"[...document.querySelectorAll('main *')].filter({outside}).map((one) => one.outerHTML)"
+    found: list[str] = page.ask(script)
+    return found
 
 
 def _short(gpu: SimGpu) -> str:

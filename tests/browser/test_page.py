@@ -12,9 +12,9 @@ import pytest
 import yunion_mps
 
 from browser.__main__ import PICTURES
-from browser.chromium import Chromium, Page
+from browser.chromium import Chromium
 from browser.png import size_of
-from browser.scene import Scene, Served, scene_on
+from browser.scene import Scene, Served, poor, scene_on
 from integration.conftest import MakeDaemon, MakeHost
 from simhost import SimHost
 
@@ -278,10 +278,3 @@ def test_the_documents_have_desktop_phone_and_dark_screenshots() -> None:
         picture = (images / f"{name}.png").read_bytes()
         assert size_of(picture)[0] == width
         assert len(picture) < 150 << 10
-
-
-def poor(page: Page) -> list[str]:
-    """Texts whose contrast with what is behind them is below 4.5."""
-    found = page.ask(Path(__file__).with_name("contrasts.js").read_text())
-    assert len(found) > 40
-    return [f"{text!r}: {ratio:.2f}" for text, ratio in found if ratio < 4.5]

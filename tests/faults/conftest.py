@@ -110,7 +110,8 @@ def _modes(scene: Scene) -> list[str]:
         found.append("track of a control daemon")
     command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
     seen = scene.host.run(command, check=True).stdout.split()
-    if {mode.lower() for mode in seen} != {FORMER_MODE}:
+    # With the change of its MIG mode, a GPU has lost the former one.
+    if [mode.lower() for mode in seen] != ["default" if gpu.mig else FORMER_MODE for gpu in scene.host.gpus]:
         found.append(f"a former compute mode ({seen})")
     return found
 

@@ -8,7 +8,7 @@ from yunion_mps import reasons
 
 from faults.hands import await_events
 from faults.rows import SHARING, fault
-from faults.scene import FORMER_MODE, Scene, until
+from faults.scene import Scene, until
 from simhost.gpu import MigDevice
 
 _MIG = [{"kind": "h100"}]
@@ -107,7 +107,6 @@ def reset_required(scene: Scene) -> None:
     def reset() -> None:
         assert scene.daemon.stop() == 0
         scene.host.run(["nvidia-smi", "--gpu-reset", "-i", 0], check=True)
-        scene.host.gpus[0].compute_mode = FORMER_MODE
         scene.daemon.start().wait_ready()
 
     scene.repair(reset, "the reset, for which the daemon is stopped")
@@ -122,7 +121,6 @@ def reboot(scene: Scene) -> None:
     scene.remember_events()
     scene.daemon.kill()
     scene.host.reboot()
-    scene.host.gpus[0].compute_mode = FORMER_MODE
     scene.inject(scene.daemon.start, answers=False)
     scene.daemon.wait_ready()
     scene.serves_again(lambda: _is_balanced(scene) and _ids(scene) == ids)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,9 @@ from yunion_mps.identity import gpu_of
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
+from integration.mig_devices import devices, free, instances, profiles
 from integration.podman_host import spec_of
 from simhost import SimHost
-from simhost.gpu import MigDevice
 
 MIG = "mig: all-balanced"
 
@@ -34,26 +32,9 @@ def daemon() -> Iterator[Daemon]:
             yield made
 
 
-def instances(daemon: Daemon) -> list[MigDevice]:
-    return daemon.host.gpus[0].mig_devices()
-
-
-def profiles(daemon: Daemon) -> list[str]:
-    return sorted(one.profile for one in instances(daemon))
-
-
-def devices(daemon: Daemon) -> dict[str, dict[str, Any]]:
-    rows = daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
-    return {row["addr"]: row for row in rows if row["addr"].startswith("00:06.0")}
-
-
 def gpu(daemon: Daemon) -> dict[str, Any]:
     found: dict[str, Any] = daemon.get("/v1/gpus")[1]["gpus"][0]
     return found
-
-
-def free(daemon: Daemon) -> int:
-    return sum(row["state"] == "free" for row in devices(daemon).values())
 
 
 BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
@@ -83,45 +64,6 @@ def test_a_lease_of_an_instance_is_shown_by_every_command(daemon: Daemon) -> Non
     ):
         shown = daemon.host.run(("yunion-mps", *words), check=True).stdout
         assert "not enforced" not in shown
-
-
-def shown_by_nvidia_smi(daemon: Daemon) -> tuple[set[str], set[tuple[str, str]]]:
-    """The UUIDs of GPUs and MIG devices, and the id and profile of each GPU instance of the first GPU."""
-    listed = daemon.host.run(["nvidia-smi", "-L"], check=True).stdout
-    table = daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-lgi"]).stdout
-    rows = [line.split() for line in table.splitlines() if " MIG " in line]
-    return set(re.findall(r"UUID: ([^)]*)", listed)), {(row[-3], row[3]) for row in rows}
-
-
-def shown_by_us(daemon: Daemon) -> tuple[set[str], set[tuple[str, str]]]:
-    rows = json.loads(daemon.host.run(["yunion-mps", "gpus", "-o", "json"], check=True).stdout)["gpus"]
-    profiles = {row["addr"]: row["mig_profile"] for row in rows if row["parent"]}
-    told = daemon.host.run(["yunion-mps", "list", "-o", "csv"], check=True).stdout
-    addresses = {row["addr"] for row in csv.DictReader(told.splitlines())}
-    assert addresses == (set(profiles) or {"00:06.0-0", "00:06.0-1"})
-    return {row["uuid"] for row in rows}, {(addr.rpartition("-g")[2], of) for addr, of in profiles.items()}
-
-
-#: How the first GPU is divided, one after the other, and its number of instances.
-STEPS = [
-    ("virtual_number: 2", 0),
-    (MIG, 4),
-    ("mig: [4g.40gb, 3g.40gb]", 2),
-    ("mig: all-disabled\n  virtual_number: 2", 0),
-]
-
-
-def test_nvidia_smi_shows_what_we_show_after_each_change_of_a_layout(daemon: Daemon) -> None:
-    daemon.host.divide(2)
-    daemon.start().wait_ready()
-    for entry, number in STEPS:
-        daemon.host.divide(entry)
-        assert daemon.ask("POST", "/v1/reload")[0] == 200
-        expected = number, number or 2
-        eventually(lambda: (len(instances(daemon)), free(daemon)) == expected, entry)  # noqa: B023
-        shown = shown_by_us(daemon)
-        assert shown == shown_by_nvidia_smi(daemon)
-        assert len(shown[1]) == number
 
 
 def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
@@ -240,6 +182,20 @@ def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon, call: s
     daemon.start().wait_ready()
     eventually(lambda: profiles(daemon) == BALANCED, "the layout")
     eventually(lambda: free(daemon) == 4, "its devices")
+
+
+@pytest.mark.parametrize("call", ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"])
+def test_after_a_kill_in_a_destruction_the_next_daemon_finishes(daemon: Daemon, call: str) -> None:
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: all-1g.10gb")
+    daemon.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)
+    reload = daemon.host.popen(["yunion-mps", "reload"])
+    eventually(lambda: not daemon.host.show()["failures"], "the call")
+    daemon.kill()
+    reload.communicate()
+    daemon.start().wait_ready()
+    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the layout")
+    eventually(lambda: free(daemon) == 7, "its devices")
 
 
 def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:

@@ -60,6 +60,7 @@ class SimGpu:
         self.end_instances()
         with self._file.changing():
             self._slot.mig_current = self._slot.mig_pending = on
+            self._slot.compute_mode = COMPUTE_MODES["default"]
 
     @property
     def mig_pending(self) -> bool:
@@ -97,7 +98,7 @@ class SimGpu:
             self._slot.reset_required = 1
 
     def reset(self) -> None:
-        """Reset the GPU: all clients and instances end, and a pending MIG mode is applied."""
+        """Reset the GPU: clients, instances and the compute mode end, and a pending MIG mode is applied."""
         self._library.simhost_reset(self.slot)
 
     def lose(self, *, lookup: str = "gpu_is_lost", xid: int | None = XID_FELL_OFF_THE_BUS) -> None:

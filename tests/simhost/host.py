@@ -147,7 +147,7 @@ class SimHost(Closes):
         """Do to the GPUs what a reboot does: apply pending MIG modes, end instances, forget policies."""
         for gpu in self.gpus:
             gpu.reset()
-            gpu.compute_mode = gpu.time_slice = "default"
+            gpu.time_slice = "default"
 
     def create_mig_devices(self, gpu: int, *profiles: str) -> list[MigDevice]:
         """Create GPU instances with a compute instance each, as an operator does; return all of the GPU."""

@@ -2,10 +2,10 @@
 
 Counts and engines are those of NVIDIA's MIG User Guide, "Supported MIG Profiles" (2026). Profile ids,
 placements, SMs and memory are what people published of `nvidia-smi mig -lgip` and `-lgipp` on an A30 (driver
-535), A100s, an H100 and an H100 NVL (driver 560); drivers differ a little in the memory. Of an H200 or B200
-there was no whole output: ids and placements are taken to be an H100's; the H200's SMs and memory are what
-users tell of their MIG devices, but that of 7g.141gb is an estimate; the B200's SMs are those of the mock in
-NVIDIA's go-nvml, and its memory is an estimate.
+535), A100s, an H100 and an H100 NVL (driver 560), and an H200 (issue 120 of NVIDIA's mig-parted); drivers
+differ a little in the memory. Of a B200, 1g and 2g are from mig-parted's pull request 187 (March 2025),
+engines included; of 3g, 4g and 7g there was no output: their SMs are those of the mock in NVIDIA's go-nvml,
+and their memory is an estimate. Placements of the H200 and B200 are taken to be an H100's.
 """
 
 from __future__ import annotations
@@ -78,9 +78,12 @@ PROFILES: dict[str, tuple[Profile, ...]] = {
     ),
     "h100": _eight("10 20 40 80", "9.75 19.625 39.5 79.25", _HOPPER, _HOPPER_ENGINES),
     "h100-nvl": _eight("12 24 47 94", "10.75 21.625 46.375 93.125", _HOPPER, _HOPPER_ENGINES),
-    "h200": _eight("18 35 71 141", "16 32.5 69.75 140", _HOPPER, _HOPPER_ENGINES),
+    "h200": _eight("18 35 71 141", "16 32.25 69.5 139.75", _HOPPER, _HOPPER_ENGINES),
     "b200": _eight(
-        "23 45 90 180", "21 43 88 178", "18 18 36 54 72 126", "2/1/1 2/1/1 2/1/1 3/1/1 6/1/1 8/1/1 16/1/1"
+        "23 45 90 180",
+        "20.5 44.25 89 178.5",
+        "18 30 36 54 72 126",
+        "2/1/1 2/1/1 2/1/1 4/2/2 6/1/1 8/1/1 16/1/1",
     ),
 }
 

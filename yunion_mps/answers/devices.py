@@ -128,7 +128,10 @@ class Gpu(TypedDict):
     render_node: str | None
     index: Annotated[Count | None, Field("NVML's index.")]
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
-    devices: Annotated[Count, Field("How many devices it has, including those created for leases.")]
+    devices: Annotated[
+        Count,
+        Field("How many devices it has, including those created for leases, and those of its MIG instances."),
+    ]
     state: Annotated[
         str, Field("Whether it serves devices.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.NOT_USED])
     ]
@@ -136,7 +139,10 @@ class Gpu(TypedDict):
     reason_code: ReasonCode
     budget_enforced: Annotated[
         bool,
-        Field("Whether budgets are enforced on it: through MPS from Volta on, and never by time-slicing."),
+        Field(
+            "Whether budgets are enforced on it: through MPS from Volta on, and never by time-slicing; "
+            "on a GPU in MIG mode, whether they are on all of its instances."
+        ),
     ]
     sharing: Annotated[
         str | None,
@@ -144,6 +150,17 @@ class Gpu(TypedDict):
             "How it is shared, `mig` by its instances; null if it is not used.",
             enum=[*enums.SHARING, enums.MIG, None],
         ),
+    ]
+    time_slice: Annotated[
+        str | None,
+        Field(
+            "Its configured time slice; null: none is configured, or the GPU refused it.",
+            enum=[*enums.TIME_SLICES, None],
+        ),
+    ]
+    mig_layout: Annotated[
+        str | None,
+        Field("Its configured MIG layout, such as `4 x 1g.10gb + 1 x 3g.40gb`; null if it has none."),
     ]
     parent: Annotated[str | None, Field("The UUID of the GPU of which it is a MIG instance.")]
     mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]

@@ -8,9 +8,11 @@ import click
 
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.enums import TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import ConfigError
+from yunion_mps.identity import is_part
 from yunion_mps.mig import DISABLED
+from yunion_mps.overview import way_of
 from yunion_mps.paths import Paths
 from yunion_mps.text import count
 
@@ -34,9 +36,11 @@ _ENTRY_COLUMNS = (
         short=lambda entry: _source_text(entry.path_at).rpartition("/")[2],
     ),
 )
+_SHARING = Column("SHARING", lambda gpu: way_of(gpu), drop=1)
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
     Column("NAME", "name", least=9, drop=5),
+    _SHARING,
     Column("DEVICES", "devices", numeric=True),
     Column("MEMORY", lambda gpu: mib(gpu["memory_limit_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=2),
@@ -63,9 +67,11 @@ class _Division(TypedDict, total=False):
     thread_overcommit: float
     thread_percentage: int
     over_budget: str
+    time_slice: str
+    mig: list[str]
 
 
-EntryFields = TypedDict("EntryFields", {"path": str, "from": str})
+EntryFields = TypedDict("EntryFields", {"path": str, "type": str, "from": str})
 
 
 class EntryRecord(EntryFields, _Division):
@@ -94,6 +100,7 @@ class GpuRecord(TypedDict):
     domain: str | None
     budget_enforced: bool
     sharing: str | None
+    time_slice: str | None
     reason: str
 
 
@@ -189,7 +196,16 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
         shown["thread_overcommit"] = entry.thread_overcommit
     if entry.over_budget:
         shown["over_budget"] = entry.over_budget
-    return {"path": entry.path, **shown, "from": _source_text(entry.path_at)}
+    if entry.time_slice:
+        shown["time_slice"] = entry.time_slice
+    if entry.mig:
+        shown["mig"] = list(entry.mig)
+    return {
+        "path": entry.path,
+        "type": ENTRY_TYPES[entry.sharing],
+        **shown,
+        "from": _source_text(entry.path_at),
+    }
 
 
 def _source_text(source: Source) -> str:
@@ -211,16 +227,18 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 def _entry_text(entry: DeviceEntry) -> str:
     action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
+    sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):
         number = entry.virtual_number
         each = f", {count(number, 'equal device')} each" if number else ""
-        return f"MIG: {' + '.join(entry.mig)}{each}{action}"
+        return f"MIG: {' + '.join(entry.mig)}{each}{sliced}{action}"
     if entry.slices:
         return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
     if entry.memory_unit_mib:
         each = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
         return f"units of {entry.memory_unit_mib} MiB{each}{action}"
-    return count(entry.virtual_number, "equal device") + action
+    return count(entry.virtual_number, "equal device") + sliced + action
 
 
 @config_group.command("check", short_help="Check both files, and show the resulting plan.")
@@ -279,9 +297,11 @@ def gpu_records(preflight: Preflight) -> list[GpuRecord]:
 def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
     from yunion_mps.planning.division import describe_division, enforces_budgets
 
-    devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
+    devices = [device for device in plan.devices if is_part(device.addr, gpu.address)]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
     sharing = plan.sharing.get(gpu.pci_address)
+    if any(layout.enabled and layout.gpu_uuid == gpu.uuid for layout in plan.layouts):
+        sharing = MIG
     budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
     memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
     mode = plan.compute_modes.get(gpu.uuid or "")
@@ -296,8 +316,11 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": domain,
-        "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
+        "budget_enforced": enforces_budgets(gpu)
+        and sharing != TIME_SLICING
+        and all(device.budget_enforced for device in devices),
         "sharing": sharing,
+        "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
         or ("" if sharing else "not configured"),
@@ -311,7 +334,9 @@ def _plan_text(preflight: Preflight) -> str:
         text += f"{notice}.\n"
     if not gpus:
         return text
-    text += "The daemon would divide the GPUs as follows:\n" + table(_GPU_COLUMNS, gpus)
+    is_plain = all(gpu["sharing"] in (MPS, None) for gpu in gpus)
+    columns = [column for column in _GPU_COLUMNS if column is not _SHARING or not is_plain]
+    text += "The daemon would divide the GPUs as follows:\n" + table(columns, gpus)
     text += notes((gpu["addr"], _note(gpu)) for gpu in gpus)
     for domain in preflight.plan.domains:
         served = count(len(domain.gpu_uuids), "GPU")
@@ -322,6 +347,8 @@ def _plan_text(preflight: Preflight) -> str:
 def _note(gpu: GpuRecord) -> str:
     if gpu["reason"]:
         return gpu["reason"]
+    if gpu["sharing"] == MIG:
+        return ""  # its instances have their own
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
     why = WHY_UNENFORCED.get(gpu["sharing"] or "", "")
     unenforced = "" if gpu["budget_enforced"] else f"budgets are not enforced: the GPU is {why}"

@@ -25,6 +25,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.enums import FREE, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.identity import gpu_of, is_part
+from yunion_mps.overview import way_of
 from yunion_mps.service.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
@@ -88,19 +89,19 @@ _GPU_FIELDS = (
     "addr", "name", "uuid", "memory_mib", "memory_free_mib", "devices", "budget_enforced", "sharing", "state",
     "reason", "reason_code", "reserved_for", "compute_mode", "compute_capability", "mig_enabled",
     "vendor_device_id", "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib",
-    "temperature_c", "power_w", "power_limit_w", "parent", "mig_profile",
+    "temperature_c", "power_w", "power_limit_w", "parent", "mig_profile", "time_slice", "mig_layout",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),
-    Column("NAME", "name", least=9, drop=2),
+    Column("NAME", lambda record: _name(record), least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
-    Column("SHARING", "sharing", drop=4),
+    Column("SHARING", lambda record: way_of(record), drop=1),
     Column(
-        "ENFORCED", lambda record: record["budget_enforced"] if record["compute_capability"] else None, drop=1
+        "ENFORCED", lambda record: record["budget_enforced"] if record["compute_capability"] else None, drop=3
     ),
     Column("STATE", "state"),
-    Column("UTIL %", "utilization", numeric=True, drop=3),
+    Column("UTIL %", "utilization", numeric=True, drop=4),
     Column("USED", lambda record: mib(record["memory_used_mib"]), numeric=True, wide=True, drop=5),
     Column("TEMP C", "temperature_c", numeric=True, wide=True, drop=6),
     Column("POWER W", lambda record: _power(record), numeric=True, wide=True, drop=7),
@@ -171,6 +172,11 @@ def _note(device: Device) -> str:
         return device["reason"]
     cause = "the GPU is time-sliced, so budgets" if device["sharing"] == TIME_SLICING else "budgets"
     return f"{cause} are not enforced: lease its devices with --allow-unlimited"
+
+
+def _name(gpu: Gpu) -> str | None:
+    """Return its name, of a MIG instance only the profile: its row follows that of its GPU."""
+    return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else gpu["name"]
 
 
 def _power(gpu: Gpu) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,13 +22,15 @@ from yunion_mps.cli.output import (
     terminal_size,
     wrapped,
 )
+from yunion_mps.enums import MPS, NOT_SHARED
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, with_hints
+from yunion_mps.identity import physical_gpu
+from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
 from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Domain, Status
+    from yunion_mps.answers import Domain, Gpu, Status
 
 _DOMAIN_COLUMNS = (
     Column("DOMAIN", "name"),
@@ -38,14 +41,16 @@ _DOMAIN_COLUMNS = (
     Column("DEFAULT LIMIT", lambda domain: _default_limit(domain), drop=4),
     Column("PIPE DIRECTORY", "pipe_directory", least=20, drop=3),
 )
+_SHARING = Column("SHARING", 2, least=12, drop=2)
 _GPU_COLUMNS = (
     Column("GPU", 0),
-    Column("NAME", 1, least=9, drop=2),
-    Column("STATE", 2),
-    Column("DEVICES", 3, numeric=True, drop=1),
-    Column("IN USE", 4, numeric=True),
-    Column("FREE", 5, numeric=True),
-    Column("MEMORY USED", lambda row: f"{row[6]} / {row[7]} MiB" if row[7] else None, numeric=True),
+    Column("NAME", 1, least=9, drop=3),
+    _SHARING,
+    Column("STATE", 3),
+    Column("DEVICES", 4, numeric=True, drop=1),
+    Column("IN USE", 5, numeric=True),
+    Column("FREE", 6, numeric=True),
+    Column("MEMORY USED", lambda row: f"{row[7]} / {row[8]} MiB" if row[8] else None, numeric=True),
 )
 _INDENT = 10
 #: More rows are summarised, to fit on one screen.
@@ -105,7 +110,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     lines = [
         f"Devices:  {available}{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {processes}",
-        f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
+        f"GPUs:     {status['gpus']['total']}{_ways(gpus)}" + (f", {broken} unavailable" if broken else ""),
         f"Driver:   {driver['version'] or 'not queried'}{cuda}",
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
         f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
@@ -120,27 +125,46 @@ def _status_text(status: Status, host: HostOverview) -> str:
 
 
 def _gpu_table(host: HostOverview) -> str:
-    """Format a row for each GPU; if these are too many, a row for each model and state."""
+    """Format a row for each GPU and MIG instance; if these are too many, for each GPU, or similar GPUs."""
     gpus = host.answers.gpus
-    rows: dict[tuple[str, ...], list[Any]] = {}
-    for gpu in gpus:
-        its_holdings = [holding for holding in host.holdings if holding.gpu == gpu["addr"]]
-        numbers = (
-            1,
-            sum(len(holding.devices) for holding in its_holdings),
-            sum(len(holding.devices) for holding in its_holdings if holding.in_use),
-            sum(holding.is_spare for holding in its_holdings),
-            host.memory_by_gpu.get(gpu["addr"], 0),
-            0 if is_memory_unknown(gpu) else gpu["memory_mib"] or 0,
-        )
-        noun = "instances" if gpu["parent"] else "GPUs"
-        key_fields = (gpu["addr"], gpu["name"] or "", gpu["state"])
-        key = key_fields if len(gpus) <= _MAX_ROWS else (noun, *key_fields[1:])
+    whole = [gpu for gpu in gpus if not gpu["parent"]]
+    shown = gpus if len(gpus) <= _MAX_ROWS else whole
+    ways = {gpu["addr"]: _way(gpu, gpus) if shown is whole else way_of(gpu) for gpu in shown}
+    devices: dict[str, Counter[str]] = defaultdict(Counter)
+    for holding in host.holdings:
+        for address in {holding.gpu, physical_gpu(holding.gpu)}:
+            devices[address]["all"] += len(holding.devices)
+            devices[address]["used"] += len(holding.devices) * holding.in_use
+            devices[address]["free"] += holding.is_spare
+    rows: dict[tuple[str | None, ...], list[int]] = {}
+    for gpu in shown:
+        address = gpu["addr"]
+        own = devices[address]
+        memory_mib = 0 if is_memory_unknown(gpu) else gpu["memory_mib"] or 0
+        numbers = 1, own["all"], own["used"], own["free"], host.memory_by_gpu.get(address, 0), memory_mib
+        key = (address if len(shown) <= _MAX_ROWS else None, gpu["name"], ways[address], gpu["state"])
         rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
-    if len(gpus) > _MAX_ROWS:
-        rows = {(f"{row[0]} {noun}", *key): row for (noun, *key), row in rows.items()}
-    shown = [(*key, *row[1:]) for key, row in rows.items()]
-    return table(_GPU_COLUMNS, shown)
+    shown_rows = [(key[0] or count(row[0], "GPU"), *key[1:], *row[1:]) for key, row in rows.items()]
+    columns = [column for column in _GPU_COLUMNS if column is not _SHARING or _ways(gpus)]
+    return table(columns, shown_rows)
+
+
+def _ways(gpus: Sequence[Gpu]) -> str:
+    """Return how many GPUs are shared in which way, if any is shared otherwise than through MPS."""
+    ways = Counter(gpu["sharing"] for gpu in gpus if gpu["sharing"] and not gpu["parent"])
+    words = ", ".join(f"{number} {way}" for way, number in sorted(ways.items()))
+    return f" ({words})" if ways.keys() - {MPS} else ""
+
+
+def _way(gpu: Gpu, gpus: Sequence[Gpu]) -> str | None:
+    """Return how the GPU is shared, and with which instances: `mig with mps (2 x 3g.40gb)`."""
+    parts = [part for part in gpus if part["parent"] and part["parent"] == gpu["uuid"]]
+    if not parts:
+        return way_of(gpu)
+    ways = sorted({part["sharing"] for part in parts if part["sharing"] not in (None, NOT_SHARED)})
+    profiles = sorted(Counter(part["mig_profile"] for part in parts).items())
+    named = " + ".join(f"{number} x {profile}" for profile, number in profiles)
+    return " ".join(["mig", *[f"with {way}" for way in ways], f"({named})"])
 
 
 def _default_limit(domain: Domain) -> str | None:

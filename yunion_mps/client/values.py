@@ -149,6 +149,8 @@ class Gpu(AnswerValue["answers.Gpu"]):
     reason_code: str
     budget_enforced: bool
     sharing: Optional[str]
+    time_slice: Optional[str]
+    mig_layout: Optional[str]
     parent: Optional[str]
     mig_profile: Optional[str]
     reserved_for: Optional[str]

@@ -24,6 +24,7 @@ from yunion_mps.config.layout import layout
 from yunion_mps.config.mapping import MappingReader, Nodes
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
+    MAX_TIME_SLICED_DEVICES,
     Kind,
     boolean,
     max_devices,
@@ -213,7 +214,7 @@ class _Reader(MappingReader):
 
     def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry of a time-sliced GPU; one device if its number is invalid."""
-        number = whole_number(1, MAX_OVERRIDE)
+        number = whole_number(1, MAX_TIME_SLICED_DEVICES)
         if any(name in nodes for name in _DIVIDING[1:]):  # its problem is reported
             count = self._read_optional("virtual_number", number, nodes)
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
-from yunion_mps.enums import MPS, PROBLEM, WARNING
+from yunion_mps.enums import MIG, MPS, PROBLEM, WARNING
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
@@ -138,7 +138,9 @@ class Host:
         except YunionError:
             return {}
         return {
-            gpu["pci_address"]: gpu for gpu in gpus if gpu["devices"] or gpu["memory_free_mib"] is not None
+            gpu["pci_address"]: gpu
+            for gpu in gpus
+            if (gpu["devices"] and gpu["sharing"] != MIG) or gpu["memory_free_mib"] is not None
         }
 
     def known_pids(self) -> dict[str, int | None]:

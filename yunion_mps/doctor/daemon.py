@@ -27,6 +27,7 @@ from yunion_mps.enums import FREE, READY, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
+from yunion_mps.identity import physical_gpu
 from yunion_mps.mps.processes import server_pids
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
@@ -157,7 +158,7 @@ def configuration(host: Host) -> Findings:
     if not plan.devices and not plan.pools:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
         return [problem("both files are valid, but no GPU on this host can be divided", hint)]
-    gpus = len({device.gpu_uuid for device in plan.devices})
+    gpus = len({physical_gpu(device.addr) for device in plan.devices})
     parts = [f"{count(len(plan.devices), 'device')} on {count(gpus, 'GPU')}"] if gpus else []
     if plan.pools:
         parts.append(count(len(plan.pools), "memory pool"))

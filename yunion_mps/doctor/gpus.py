@@ -212,7 +212,9 @@ def gpus(host: Host) -> Findings:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
-    return findings or [ok(f"{len(ours)} divided, all working")]
+    instances = sum(gpu.is_instance for gpu in ours)
+    means = f" ({count(instances, 'MIG instance')})" if instances else ""
+    return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
 
 
 @check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")

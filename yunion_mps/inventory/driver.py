@@ -103,9 +103,12 @@ def call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int]
     except pynvml.NVMLError as error:
         if error.value in ignored:
             return None
-        raise DriverError(
-            *_MEANINGS.get(error.value) or _with_hint(f"NVML error: {printable(str(error))}")
-        ) from None
+        raise driver_error(error) from None
+
+
+def driver_error(error: Any) -> DriverError:
+    """Return what an NVMLError means."""
+    return DriverError(*_MEANINGS.get(error.value) or _with_hint(f"NVML error: {printable(str(error))}"))
 
 
 def optional(function: Callable[..., Any], *arguments: Any) -> Any:

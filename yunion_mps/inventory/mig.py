@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.inventory.driver import bounded, call, mib, optional, pynvml, text
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError
+from yunion_mps.inventory.driver import bounded, call, driver_error, mib, optional, pynvml, text
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import Gpu
+from yunion_mps.reasons import hint_of
+from yunion_mps.text import printable
 
 #: How nvidia-smi begins the names of profiles.
 _PREFIX = "MIG "
@@ -53,8 +57,10 @@ class Mig:
     @bounded
     def set_mode(self, uuid: str, enabled: bool) -> MigMode:  # noqa: FBT001 - NVML's call
         """Set the mode and read it back; it stays pending if the GPU is in use or needs a reset."""
-        handle = handle_of(uuid)
-        status = call(pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
+        handle, what = handle_of(uuid), f"MIG mode cannot be switched {'on' if enabled else 'off'}"
+        status = _change(what, pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
+        if status not in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_RESET_REQUIRED):
+            raise _refusal(what, pynvml.NVMLError(status))
         return _mode(handle)._replace(in_use=status == pynvml.NVML_ERROR_IN_USE)
 
     @bounded
@@ -65,8 +71,9 @@ class Mig:
     def create(self, uuid: str, profile: MigProfile, start: int) -> int:
         """Create a GPU instance at this place and return its id; it has no compute instance yet."""
         place = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
-        handle = handle_of(uuid)
-        made = call(pynvml.nvmlDeviceCreateGpuInstanceWithPlacement, handle, profile.id, pynvml.byref(place))
+        handle, what = handle_of(uuid), f"instance {profile.name} cannot be created at slice {start}"
+        create = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement
+        made = _change(what, create, handle, profile.id, pynvml.byref(place))
         return int(call(pynvml.nvmlGpuInstanceGetInfo, made).id)
 
     @bounded
@@ -74,16 +81,18 @@ class Mig:
         """Create the compute instance that has all slices of the GPU instance."""
         handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
         largest = max(_compute_profiles(handle), key=lambda profile: int(profile.sliceCount))
-        call(pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
+        what = f"the compute instance of g{instance} cannot be created"
+        _change(what, pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
 
     @bounded
     def destroy(self, uuid: str, instance: int) -> None:
         """Destroy the GPU instance and its compute instances; the driver refuses while a process uses it."""
         handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
+        what = f"instance g{instance} cannot be destroyed"
         for profile in _compute_profiles(handle):
             for compute in _listed(pynvml.nvmlGpuInstanceGetComputeInstances, handle, profile):
-                call(pynvml.nvmlComputeInstanceDestroy, compute)
-        call(pynvml.nvmlGpuInstanceDestroy, handle)
+                _change(what, pynvml.nvmlComputeInstanceDestroy, compute)
+        _change(what, pynvml.nvmlGpuInstanceDestroy, handle)
 
     @bounded
     def processes(self, uuid: str, instance: int | None = None) -> set[int]:
@@ -93,6 +102,34 @@ class Mig:
             return _processes(handle)
         devices = [one for one in mig_devices(handle) if _instance_of(one) == instance]
         return set[int]().union(*map(_processes, devices))
+
+
+#: What the refusals mean that NVML documents for changes, and their reason codes.
+_REFUSALS = {
+    pynvml.NVML_ERROR_IN_USE: ("a process uses it", reasons.MIG_IN_USE),
+    pynvml.NVML_ERROR_RESET_REQUIRED: ("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
+    pynvml.NVML_ERROR_NO_PERMISSION: ("permission denied", reasons.MIG_NO_PERMISSION),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: ("the driver does not support it here", reasons.MIG_NOT_SUPPORTED),
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: (
+        "the GPU has no room for it", reasons.MIG_INSUFFICIENT_RESOURCES
+    ),
+}  # fmt: skip
+
+
+def _change(what: str, function: Any, *arguments: Any) -> Any:
+    """Call a function that changes something; its DriverError says `what` failed."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        raise _refusal(what, error) from None
+
+
+def _refusal(what: str, error: Any) -> DriverError:
+    """Return the error; nothing that a process uses is ever changed, so no job is harmed."""
+    if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
+        return driver_error(error)
+    why, code = _REFUSALS.get(error.value, (f"NVML: {printable(str(error))}", reasons.MIG_REFUSED))
+    return DriverError(f"{what}: {why}; no running job is affected", hint_of(code), code)
 
 
 def _processes(handle: Any) -> set[int]:

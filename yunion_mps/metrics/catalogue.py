@@ -17,6 +17,7 @@ from yunion_mps.enums import (
     BINDINGS,
     EVENT_KINDS,
     HOST_STATES,
+    MIG,
     NOT_USED,
     PENDING,
     RESERVED,
@@ -196,6 +197,7 @@ CATALOGUE = (
          # Hyphens as in the node label nvidia.com/gpu.product.
          lambda _, gpu: {"name": (gpu["name"] or "").replace(" ", "-"),
                          "compute_mode": gpu["compute_mode"] or "", "sharing": gpu["sharing"] or "",
+                         "time_slice": gpu["time_slice"] or "",
                          "parent": gpu["parent"] or "", "mig_profile": gpu["mig_profile"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
@@ -235,10 +237,12 @@ CATALOGUE = (
                  "Number of devices of the GPU that are reserved, and not leased.",
                  lambda device: bool(device["state"] == RESERVED)),
     _gpu("yunion_mps_gpu_budget_enforced",
-         "Whether budgets of the GPU's devices are enforced (1) or not (0, before Volta, or time-sliced).",
-         lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["compute_capability"] is None
+         "Whether budgets of the GPU's devices are enforced (1) or not (0, before Volta, or time-sliced); "
+         "missing in MIG mode, because its instances have the devices.",
+         lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["sharing"] == MIG
+         or gpu["compute_capability"] is None
          else int(gpu["budget_enforced"])),
-    _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU through MPS.",
+    _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU, without those outside MPS.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
     _gpu("yunion_mps_gpu_processes_outside_mps",
          "Number of processes that use the GPU outside MPS, where no budget applies.",
@@ -250,7 +254,7 @@ CATALOGUE = (
 
     # There may be thousands of devices: each metric iterates over them and stores none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",
-            lambda _, device: {"id": device["id"]}, INFO),
+            lambda _, device: {"id": device["id"], "sharing": device["sharing"]}, INFO),
     _device("yunion_mps_device_pod_info",
             "The pod with its container, or the resource claim, that has leased the device; "
             "the value is always 1.",

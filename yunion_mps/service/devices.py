@@ -35,6 +35,7 @@ from yunion_mps.models import (
     Snapshot,
 )
 from yunion_mps.planning.division import enforces_budgets, thread_tenths
+from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def gpu_json(
     why_unusable: Reason,
 ) -> answers.Gpu:
     """A GPU with the number of its devices, and how it is shared; None if it is not used at all."""
+    uuid, plan = gpu.uuid or "", snapshot.plan
     capability = gpu.compute_capability
     reason = gpu_reason(gpu, snapshot) or why_unusable
     return {
@@ -252,9 +254,11 @@ def gpu_json(
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
         "sharing": sharing,
+        "time_slice": plan.time_slices.get(uuid) if sharing == TIME_SLICING else None,
+        "mig_layout": (describe_layout(plan, gpu) or None) if sharing == MIG else None,
         "parent": gpu.parent or None,
         "mig_profile": gpu.mig_profile or None,
-        "reserved_for": snapshot.plan.reserved.get(gpu.uuid or ""),
+        "reserved_for": plan.reserved.get(uuid),
         "memory_free_mib": memory_free_mib,
         "memory_used_mib": load.memory_used_mib,
         "utilization": load.utilization,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, UNAVAILABLE
+from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
@@ -69,7 +69,7 @@ class Queries:
         self._pid = pid
         self._cached_version = -1
         self._devices: list[answers.Device] = []
-        #: The number of devices of each GPU, by UUID.
+        #: The number of devices of each GPU (UUID), with those of its MIG instances.
         self._device_counts = Counter[str]()
         self.ledger = Ledger()
         self._name_holder: Callable[[Holder], str] = str
@@ -90,9 +90,16 @@ class Queries:
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
             self._devices = devices_json(self._snapshot(), self.ledger, self._name_holder)
-            self._device_counts = Counter(device["gpu_uuid"] for device in self._devices)
+            self._device_counts = self._count_devices()
             self._cached_version = self.version
         return self._devices
+
+    def _count_devices(self) -> Counter[str]:
+        counts = Counter(device["gpu_uuid"] for device in self._devices)
+        for gpu in self._snapshot().inventory.gpus:
+            if gpu.parent:
+                counts[gpu.parent] += counts[gpu.uuid or ""]
+        return counts
 
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
         """One page of the devices that match the filters; a `limit` of 0 means all."""
@@ -135,6 +142,9 @@ class Queries:
             )
             for gpu in snapshot.inventory.gpus
         ]
+        sliced = {gpu["parent"] for gpu in gpus if gpu["parent"] and gpu["sharing"] == TIME_SLICING}
+        for gpu in gpus:
+            gpu["budget_enforced"] = gpu["budget_enforced"] and gpu["uuid"] not in sliced
         return {"gpus": gpus, "total": len(gpus)}
 
     def pools(self) -> answers.PoolList:

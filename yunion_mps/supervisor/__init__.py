@@ -190,7 +190,7 @@ class Supervisor:
                 self._version,
                 self.config.enable_cuda_mps,
                 self._notice(),
-                self.desired.in_effect(),
+                self._modes.time_slices.in_effect(self.desired.in_effect()),
                 self._gpus.inventory,
                 statuses(self.domains, self.fleet.blocked, self._gpus.inventory.gpus),
                 (*self.desired.warnings, *warnings),

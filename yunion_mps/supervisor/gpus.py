@@ -205,7 +205,8 @@ def _availability_events(gpu: Gpu, before: Gpu | None) -> list[Event]:
         consequence = "its devices are unavailable"
         return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, consequence, gpu.reason.code)]
     if not gpu.reason and (before is None or before.reason):
-        log.info("GPU %s is available again", gpu.address)
+        again = " again" if before else ""
+        log.info("GPU %s is available%s", gpu.address, again)
         cause = f"previously unavailable: {before.reason}" if before else "previously missing"
-        return [Event("info", "gpu", gpu.address, "available", cause, "it can be used again")]
+        return [Event("info", "gpu", gpu.address, "available", cause, f"it can be used{again}")]
     return []

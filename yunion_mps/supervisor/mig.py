@@ -184,7 +184,10 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
     return LayoutResult(why, changes)
 
 
-_CODES = (reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.DRIVER_HUNG, reasons.GPU_LOST)
+_CODES = (
+    reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.MIG_NO_PERMISSION, reasons.MIG_NOT_SUPPORTED,
+    reasons.MIG_INSUFFICIENT_RESOURCES, reasons.DRIVER_HUNG, reasons.GPU_LOST,
+)  # fmt: skip
 
 
 class _LayoutWork:
@@ -329,8 +332,11 @@ class _LayoutWork:
             self._write(self._record._replace(created=ours))
 
     def _destroy(self, instance: MigInstance) -> None:
-        self._mig.destroy(self._uuid, instance.id)
         kept = tuple(one for one in self._record.created if one.id != instance.id)
+        if self._is_ours(instance):  # its compute instance goes first: if the rest fails, it has no UUID
+            left = instance._replace(uuid="", compute_instances=0)
+            self._write(self._record._replace(created=(*kept, left)))
+        self._mig.destroy(self._uuid, instance.id)
         self._write(self._record._replace(created=kept))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
 

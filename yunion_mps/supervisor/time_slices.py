@@ -98,6 +98,11 @@ class TimeSlices:
                 self.refusals[uuid] = Reason(f"{name}: {what}: {cause}; {means}", code)
         return bool(result.values or result.errors)
 
+    def in_effect(self, plan: Plan) -> Plan:
+        """Return the plan without time slices that were refused."""
+        slices = {uuid: value for uuid, value in plan.time_slices.items() if uuid not in self.refusals}
+        return plan._replace(time_slices=slices)
+
     def check_again(self) -> None:
         """Compare all time slices again, because the configuration was reloaded."""
         self._done.clear()

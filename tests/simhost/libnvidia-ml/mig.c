@@ -61,6 +61,8 @@ bool has_clients(struct part part)
 
 /* ---- The mode -------------------------------------------------------------------------------------------- */
 
+enum { DEFAULT_MODE = 0 }; /* NVML_COMPUTEMODE_DEFAULT */
+
 /* End a GPU instance (UINT_MAX: all), even in use, with all in it, as a reset does. The caller has the lock. */
 static void end_instances(struct sim_gpu *gpu, unsigned int id)
 {
@@ -87,6 +89,7 @@ void reset_gpu(struct sim_gpu *gpu)
     for (size_t i = 0; i < COUNT(gpu->processes); i++)
         gpu->processes[i].pid = 0;
     gpu->mig_current = gpu->mig_pending;
+    gpu->compute_mode = DEFAULT_MODE;
     gpu->reset_required = 0;
     unlock_state(lock);
     changed();
@@ -118,7 +121,10 @@ NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int 
     return give(current, gpu->mig_current);
 }
 
-/* *status says what prevents the change; the mode is then pending until the call is repeated or the GPU is reset. */
+/*
+ * *status says what prevents the change; the mode is then pending until the call is repeated or the GPU is reset.
+ * A failure of nvmlDeviceSetMigModeActivation, which is no call, is its status.
+ */
 NVML nvmlDeviceSetMigMode(nvmlDevice_t gpu, unsigned int mode, nvmlReturn_t *status)
 {
     ENTER_DEVICE(gpu, status && mode <= 1);
@@ -126,14 +132,16 @@ NVML nvmlDeviceSetMigMode(nvmlDevice_t gpu, unsigned int mode, nvmlReturn_t *sta
         return NOT_SUPPORTED;
     if (geteuid() != 0)
         return NO_PERMISSION;
+    nvmlReturn_t refused = injected("nvmlDeviceSetMigModeActivation", (int)(gpu - state->gpus));
     int lock = lock_state();
     bool same = gpu->mig_current == mode, in_use = has_clients((struct part){gpu, NULL, NULL});
     gpu->mig_pending = mode;
     bool by_reset = gpu->mig_needs_reset || gpu->reset_required;
-    *status = same ? SUCCESS : in_use ? IN_USE : by_reset ? RESET_REQUIRED : SUCCESS;
+    *status = refused ? refused : same ? SUCCESS : in_use ? IN_USE : by_reset ? RESET_REQUIRED : SUCCESS;
     if (!same && !*status) {
         end_instances(gpu, UINT_MAX);
         gpu->mig_current = mode;
+        gpu->compute_mode = DEFAULT_MODE; /* its lifetime is that of the GPU's initialisation, which ends here */
     }
     unlock_state(lock);
     changed();

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.cli.config import config_json, gpu_records, plan_json
+from yunion_mps.cli.config import _entry_text, config_json, gpu_records, plan_json
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import GPU_LOST, Reason
@@ -10,6 +10,7 @@ from yunion_mps.settings import Config, SliceEntry
 from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, MACHINE_ID, config, entry, gpu, inventory
+from unit.http.snapshots import WAYS, every_way
 
 
 def preflight_of(settings: Config, found: Inventory) -> Preflight:
@@ -27,6 +28,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
     assert config_json(settings)["devices"] == [
         {
             "path": "01:00.0",
+            "type": "NVIDIA_MPS",
             "slices": [
                 {"memory_mib": 8192, "thread_percentage": 50.0, "priority": "normal"},
                 {"memory_mib": 4096, "thread_percentage": None, "priority": "below_normal"},
@@ -34,7 +36,13 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
             "thread_overcommit": 2.0,
             "from": f"{DEVICES}:2",
         },
-        {"path": "02:00.0", "memory_unit": 128, "memory_reserve": 64, "from": f"{DEVICES}:5"},
+        {
+            "path": "02:00.0",
+            "type": "NVIDIA_MPS",
+            "memory_unit": 128,
+            "memory_reserve": 64,
+            "from": f"{DEVICES}:5",
+        },
     ]
     found = inventory(gpu(1), gpu(2, memory_mib=16384))
     shown: list[Any] = gpu_records(preflight_of(settings, found))
@@ -56,6 +64,26 @@ def test_a_gpu_without_devices_says_why() -> None:
         "the GPU is in MIG mode, so MPS cannot serve it as a whole",
         "not configured",
         "GPU is lost",
+    ]
+
+
+def test_every_way_of_sharing_is_shown_before_the_daemon_starts() -> None:
+    found, settings = every_way().inventory, config(*WAYS)
+    shown: list[Any] = gpu_records(preflight_of(settings, found))
+    told = ("sharing", "time_slice", "devices", "budget_enforced", "reason")
+    assert [[one[field] for field in told] for one in shown if "-g" not in one["addr"]] == [
+        ["mps", None, 4, True, ""],
+        ["time-slicing", "short", 3, False, ""],
+        ["mig", None, 4, True, ""],
+        ["mig", None, 4, True, ""],
+        ["mig", None, 4, False, ""],
+    ]
+    assert [_entry_text(one) for one in WAYS] == [
+        "4 equal devices",
+        "3 equal devices, time-sliced (short)",
+        "MIG: 3g.40gb + 2g.20gb + 1g.10gb + 1g.10gb",
+        "MIG: 3g.40gb + 3g.40gb, 2 equal devices each",
+        "MIG: 3g.40gb + 3g.40gb, 2 equal devices each, time-sliced",
     ]
 
 

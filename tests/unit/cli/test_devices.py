@@ -225,6 +225,32 @@ def test_an_empty_device_is_wrong_usage(cli: Cli) -> None:
     assert cli("show", "") == (2, "", words)
 
 
+def test_gpus_shows_the_way_of_sharing_of_each_gpu_and_instance(serve: Serve) -> None:
+    cli = serve(snapshots.every_way())
+    header, *rows = cli.read("gpus")[1]
+    fields = ("addr", "sharing", "time_slice", "mig_layout", "mig_profile", "devices", "budget_enforced")
+    assert [[row[header.index(field)] for field in fields] for row in rows] == [
+        ["01:00.0", "mps", "", "", "", "4", "true"],
+        ["02:00.0", "time-slicing", "short", "", "", "3", "false"],
+        ["03:00.0", "mig", "", "2 x 1g.10gb + 1 x 2g.20gb + 1 x 3g.40gb", "", "4", "true"],
+        ["03:00.0-g1", "none", "", "", "3g.40gb", "1", "true"],
+        ["03:00.0-g2", "none", "", "", "2g.20gb", "1", "true"],
+        ["03:00.0-g3", "none", "", "", "1g.10gb", "1", "true"],
+        ["03:00.0-g4", "none", "", "", "1g.10gb", "1", "true"],
+        ["04:00.0", "mig", "", "2 x 3g.40gb", "", "4", "true"],
+        ["04:00.0-g1", "mps", "", "", "3g.40gb", "2", "true"],
+        ["04:00.0-g2", "mps", "", "", "3g.40gb", "2", "true"],
+        ["05:00.0", "mig", "", "2 x 3g.40gb", "", "4", "false"],
+        ["05:00.0-g1", "time-slicing", "", "", "3g.40gb", "2", "false"],
+        ["05:00.0-g2", "time-slicing", "", "", "3g.40gb", "2", "false"],
+    ]
+    narrow = [line.split() for line in cli.on_terminal(80, "gpus")]
+    assert ["02:00.0", "81559", "MiB", "3", "time-slicing", "(short)", "available"] in [
+        [row[0], *row[-6:]] for row in narrow
+    ]
+    assert ["04:00.0-g1", "MIG", "3g.40gb", "40448", "MiB", "2", "mps", "available"] in narrow
+
+
 def test_broken_gpus_have_their_reasons_whole_below_the_table(troubled: Cli) -> None:
     answer, (header, *rows) = troubled.read("gpus")
     assert (answer["total"], len(answer["gpus"])) == (4, 4)

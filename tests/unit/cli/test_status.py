@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from yunion_mps.models import PlannedGpu, Snapshot
@@ -147,6 +148,32 @@ def test_the_exit_code_tells_the_state_if_that_is_asked_for(
         busy(cli.host)
     told = cli("status", "--exit-code", "-o", "json")
     assert (told.code, told.err, json.loads(told.out)["state"]) == (code, "", state)
+
+
+def test_every_way_of_sharing_is_seen_at_a_glance(serve: Serve) -> None:
+    shown = serve(snapshots.every_way()).good("status").splitlines()
+    assert "GPUs:     5 (3 mig, 1 mps, 1 time-slicing)" in shown
+    first = next(place for place, line in enumerate(shown) if line.startswith("GPU "))
+    ways = [re.split("  +", line)[2] for line in shown[first + 1 : first + 6]]
+    assert ways == [
+        "mps",
+        "time-slicing (short)",
+        "mig (2 x 1g.10gb + 1 x 2g.20gb + 1 x 3g.40gb)",
+        "mig with mps (2 x 3g.40gb)",
+        "mig with time-slicing (2 x 3g.40gb)",
+    ]
+    devices = [re.split("  +", line)[4] for line in shown[first + 1 : first + 6]]
+    assert devices == ["4", "3", "4", "4", "4"], "those of instances are their GPU's"
+
+
+def test_a_few_mig_instances_have_rows_of_their_own(serve: Serve) -> None:
+    shown = serve(snapshots.mig()).good("status").splitlines()
+    rows = [re.split("  +", line) for line in shown if line.startswith("81:00.0")]
+    assert [(row[0], row[2], row[4]) for row in rows] == [
+        ("81:00.0", "mig", "2"),
+        ("81:00.0-g1", "none", "1"),
+        ("81:00.0-g2", "none", "1"),
+    ]
 
 
 def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:

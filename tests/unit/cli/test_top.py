@@ -175,6 +175,25 @@ def test_mig_instances_are_not_counted_as_gpus() -> None:
     assert rows["81:00.0"].rstrip().endswith("H100, mig")
 
 
+def test_every_way_of_sharing_is_named_after_the_gpu() -> None:
+    found = scene(poll(snapshots.every_way()))
+    assert [(row.address, row.user, row.command.removeprefix("H100 80GB HBM3")) for row in found.gpus] == [
+        ("01:00.0", "0 of 4", ""),
+        ("02:00.0", "0 of 3", ", time-slicing (short)"),
+        ("03:00.0", "0 of 4", ", mig"),
+        ("03:00.0-g1", "0 of 1", "MIG 3g.40gb"),
+        ("03:00.0-g2", "0 of 1", "MIG 2g.20gb"),
+        ("03:00.0-g3", "0 of 1", "MIG 1g.10gb"),
+        ("03:00.0-g4", "0 of 1", "MIG 1g.10gb"),
+        ("04:00.0", "0 of 4", ", mig"),
+        ("04:00.0-g1", "0 of 2", "MIG 3g.40gb, mps"),
+        ("04:00.0-g2", "0 of 2", "MIG 3g.40gb, mps"),
+        ("05:00.0", "0 of 4", ", mig"),
+        ("05:00.0-g1", "0 of 2", "MIG 3g.40gb, time-slicing"),
+        ("05:00.0-g2", "0 of 2", "MIG 3g.40gb, time-slicing"),
+    ]
+
+
 def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu_mib": [n]} for n in range(3)]
     found = scene(poll(snapshots.reference(), clients=clients(*more)))

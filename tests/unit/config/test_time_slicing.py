@@ -12,14 +12,14 @@ VALID = (
     "mig, mig_restore"
 )
 EXAMPLE = "add virtual_number, for example virtual_number: 4"
-NUMBER = "write a whole number from 1 to 4096"
+NUMBER = "write a whole number from 1 to 256"
 WORDS = "but must be default, short, medium or long"
 
 
 def test_an_entry_has_replicas_a_time_slice_and_a_reservation(files: Files) -> None:
-    text = "  virtual_number: 4096\n  time_slice: short\n  reserved_for: slurm\n"
+    text = "  virtual_number: 256\n  time_slice: short\n  reserved_for: slurm\n"
     (entry,) = files.write(devices=ENTRY + text).load().devices
-    assert (entry.path, entry.sharing, entry.virtual_number) == ("00:06.0", "time-slicing", 4096)
+    assert (entry.path, entry.sharing, entry.virtual_number) == ("00:06.0", "time-slicing", 256)
     assert (entry.time_slice, entry.reserved_for, entry.divided_at.line) == ("short", "slurm", 4)
 
 
@@ -39,7 +39,7 @@ def test_keys_that_divide_a_gpu_otherwise_are_refused_with_one_problem(files: Fi
     ("text", "message"),
     [
         ("", "2: an NVIDIA_GPU_SHARE entry has no virtual_number: " + EXAMPLE),
-        ("  virtual_number: 4097\n", "4: virtual_number is 4097, out of range: " + NUMBER),
+        ("  virtual_number: 257\n", "4: virtual_number is 257, out of range: " + NUMBER),
         ("  virtual_number: 2\n  time_slice: longest\n", f'5: time_slice is "longest", {WORDS}'),
         ("  virtual_number: 2\n  time_slice: 2\n", f"5: time_slice is 2, {WORDS}"),
     ],

@@ -13,6 +13,7 @@ from yunion_mps.reasons import GPU_LOST, PROCESS_MEMORY_UNKNOWN, Reason
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
+from unit.http import snapshots
 from unit.http.snapshots import snapshot
 
 pytestmark = pytest.mark.processes  # whether a control daemon listens is seen by its socket
@@ -227,6 +228,15 @@ def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     assert one(host, "GPUs", "skipped").what == "no GPU of this host is divided into devices"
     assert one(host, "configuration", "ok").what == "both files are valid; 1 GPU cannot be divided now"
     assert one(host, "compute mode", "ok").what == "Default; left unchanged because no GPU can be divided"
+
+
+def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
+    entry = "- {path: '%s', type: NVIDIA_MPS, %s}"
+    entries = [entry % ("00:06.0", "virtual_number: 4"), entry % ("81:00.0", "mig: all-3g.40gb")]
+    write(tmp_path / "etc/yunion/host_container_device.yml", "\n".join(["devices:", *entries, ""]))
+    host = host_of(tmp_path, *snapshots.mig().inventory.gpus, snapshot=snapshots.mig())
+    assert one(host, "GPUs", "ok").what == "2 divided (2 MIG instances), all working"
+    assert one(host, "configuration", "ok").what == "both files are valid; 6 devices on 2 GPUs"
 
 
 def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:

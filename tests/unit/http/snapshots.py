@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from yunion_mps.enums import FAILED, READY
+from yunion_mps.enums import FAILED, READY, TIME_SLICING
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.planning.plan import make_plan
@@ -87,23 +87,57 @@ def troubled() -> Snapshot:
 
 def mig() -> Snapshot:
     """A GPU that is divided into two MIG instances, and one that is not."""
-    profile = MigProfile(9, "3g.40gb", 3, 40448, 60, 2, 4, (0, 4))
-    uuids = [f"MIG-{number:08x}-2222-3333-4444-555555555555" for number in (1, 2)]
-    instances = tuple(MigInstance(n, "3g.40gb", 4 * n - 4, 4, uuid) for n, uuid in enumerate(uuids, 1))
-    whole = IN_MIG_MODE._replace(mig_profiles=(profile,), mig_instances=instances)
+    return snapshot(P40, *in_instances(IN_MIG_MODE, "3g.40gb", "3g.40gb"), entries=MIG_ENTRIES)
+
+
+_BALANCED, _HALVES = ("3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"), ("3g.40gb", "3g.40gb")
+#: Entries of five H100s: MPS, time-slicing, and MIG alone, with MPS, and with time-slicing.
+WAYS = (
+    builders.entry("01:00.0", 4),
+    builders.entry("02:00.0", 3)._replace(sharing=TIME_SLICING, time_slice="short"),
+    builders.entry("03:00.0", 0)._replace(mig=_BALANCED),
+    builders.entry("04:00.0", 2)._replace(mig=_HALVES),
+    builders.entry("05:00.0", 2)._replace(mig=_HALVES, sharing=TIME_SLICING),
+)
+#: Profiles of an H100.
+_PROFILES = {
+    "3g.40gb": MigProfile(2, "3g.40gb", 3, 40448, 60, 2, 4, (0, 4)),
+    "2g.20gb": MigProfile(1, "2g.20gb", 2, 20096, 32, 3, 2, (0, 2, 4)),
+    "1g.10gb": MigProfile(0, "1g.10gb", 1, 9984, 16, 7, 1, (0, 1, 2, 3, 4, 5, 6)),
+}
+
+
+def in_instances(gpu: Gpu, *names: str) -> list[Gpu]:
+    """The GPU in MIG mode, and its instances, side by side from the end of its memory."""
+    instances: list[MigInstance] = []
+    end = 8
+    for number, name in enumerate(names, 1):
+        size = _PROFILES[name].size
+        end -= size
+        uuid = f"MIG-{gpu.minor:04x}{number:04x}-2222-3333-4444-555555555555"
+        instances.append(MigInstance(number, name, end, size, uuid))
+    profiles = tuple(_PROFILES.values())
+    whole = gpu._replace(mig_enabled=True, mig_profiles=profiles, mig_instances=tuple(instances))
     parts = [
         Gpu(
             f"{whole.pci_address}-g{one.id}",
             one.uuid,
-            f"{whole.name} MIG 3g.40gb",
-            memory_mib=40448,
+            f"{whole.name} MIG {one.profile}",
+            memory_mib=_PROFILES[one.profile].memory_mib,
             compute_capability=(9, 0),
             parent=str(whole.uuid),
-            identity=f"{whole.uuid}/3g.40gb@{one.start}",
+            identity=f"{whole.uuid}/{one.profile}@{one.start}",
         )
         for one in instances
     ]
-    return snapshot(P40, whole, *parts, entries=MIG_ENTRIES)
+    return [whole, *parts]
+
+
+def every_way() -> Snapshot:
+    """The GPUs of WAYS, divided as those say."""
+    mps, sliced, *rest = [builders.gpu(slot) for slot in range(1, 6)]
+    parts = [part for gpu, entry in zip(rest, WAYS[2:]) for part in in_instances(gpu, *entry.mig)]
+    return snapshot(mps._replace(compute_mode="Exclusive_Process"), sliced, *parts, entries=WAYS)
 
 
 def disabled() -> Snapshot:

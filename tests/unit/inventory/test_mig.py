@@ -75,7 +75,7 @@ def test_an_instance_with_a_process_is_not_destroyed(open_host: OpenHost) -> Non
     host, mig, gpu = in_mig_mode(open_host)
     number = made(mig, gpu, "1g.10gb", 0)
     host.sim.gpus[0].add_process(4321, 100, on=(number, 0))
-    with pytest.raises(DriverError, match="in use"):
+    with pytest.raises(DriverError, match="cannot be destroyed: a process uses it"):
         mig.destroy(str(gpu.uuid), number)
     assert [one.address for one in host.gpus()] == ["00:06.0", f"00:06.0-g{number}", "00:07.0"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -212,6 +213,31 @@ def test_memory_of_mig_instances_can_be_left_out_of_sums() -> None:
     assert sorted(devices) == [0, 1, 1, 4]
 
 
+def test_sums_over_a_host_with_every_way_of_sharing_count_nothing_twice() -> None:
+    read = values(facts(snapshots.every_way()))
+
+    def of(name: str, *labels: str) -> dict[str, list[str]]:
+        found = [dict(pairs) for metric, pairs in read if metric == f"yunion_mps_{name}"]
+        return {one.get("device", one["gpu"]): [one[label] for label in labels] for one in found}
+
+    def numbers(name: str) -> dict[str, float]:
+        found = {
+            dict(pairs)["gpu"]: n for (metric, pairs), n in read.items() if metric == f"yunion_mps_{name}"
+        }
+        return {gpu: number for gpu, number in found.items() if number}
+
+    ways = of("gpu_info", "sharing", "time_slice")
+    assert (ways["01:00.0"], ways["02:00.0"]) == (["mps", ""], ["time-slicing", "short"])
+    assert (ways["05:00.0"], ways["05:00.0-g1"]) == (["mig", ""], ["time-slicing", ""])
+    assert sum(numbers("gpu_devices").values()) == len(of("device_info")) == 19
+    assert Counter(way for (way,) in of("device_info", "sharing").values()) == {
+        "mps": 8, "time-slicing": 7, "none": 4,
+    }  # fmt: skip
+    enforced = of("gpu_budget_enforced")
+    assert not {"03:00.0", "04:00.0", "05:00.0"} & enforced.keys(), "of a GPU in MIG mode, only instances"
+    assert enforced.keys() - numbers("gpu_budget_enforced").keys() == {"02:00.0", "05:00.0-g1", "05:00.0-g2"}
+
+
 def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(ALL, "yunion_mps_leases", binding="process") == 2
     assert value(ALL, "yunion_mps_queued_requests") == 3
@@ -290,6 +316,7 @@ def test_both_parsers_read_the_same_metrics_of_any_host(given: Facts) -> None:
             "name": (gpu["name"] or "").replace(" ", "-"),
             "compute_mode": gpu["compute_mode"] or "",
             "sharing": gpu["sharing"] or "",
+            "time_slice": gpu["time_slice"] or "",
             "parent": gpu["parent"] or "",
             "mig_profile": gpu["mig_profile"] or "",
         }

@@ -126,6 +126,28 @@ def test_ampere_changes_its_mode_with_a_reset(make_host: MakeHost, reset: str) -
     assert bool(host.gpus[1].mig_devices()) is (reset != "reboot")
 
 
+@pytest.mark.parametrize("change", ["mode", "reset", "reboot"])
+def test_the_compute_mode_ends_with_the_initialization_of_the_gpu(make_host: MakeHost, change: str) -> None:
+    host = make_host([{"kind": "h100", "compute_mode": "exclusive_process"}])
+    changes = {
+        "mode": lambda: smi(host, "-i", 0, "-mig", 1),
+        "reset": lambda: smi(host, "-r", "-i", 0),
+        "reboot": host.reboot,
+    }
+    assert host.gpus[0].compute_mode == "exclusive_process"
+    changes[change]()
+    assert host.gpus[0].compute_mode == "default"
+
+
+def test_the_activation_status_of_a_mode_can_be_injected(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100"}])
+    host.fail("nvmlDeviceSetMigModeActivation", "unknown")
+    with nvml(host) as (n, gpu):
+        assert n.nvmlDeviceSetMigMode(gpu, n.NVML_DEVICE_MIG_ENABLE) == n.NVML_ERROR_UNKNOWN
+        assert n.nvmlDeviceGetMigMode(gpu) == [0, 1]
+    assert "pending enable state" in smi(host, "-i", 0, "-mig", 1)
+
+
 def test_what_a_driver_refuses(make_host: MakeHost) -> None:
     host = make_host([{"kind": "a100", "mig": True}, {"kind": "t4"}])
     (device,) = host.create_mig_devices(0, "4g.20gb")

@@ -7,8 +7,8 @@ import pytest
 from unit.simhost.conftest import MakeHost, nvml, rows, smi
 
 # What `nvidia-smi mig -lgip` printed on such a board (simhost/mig.py tells from where): name, id, instances,
-# memory, P2P, SMs, decoders, encoders; copy engines, JPEG, OFA. Of the H200 and the B200, only names, counts
-# and engines are confirmed, by NVIDIA's MIG User Guide.
+# memory, P2P, SMs, decoders, encoders; copy engines, JPEG, OFA. Of the B200, only 1g and 2g are; of the rest,
+# names, counts and engines are those of NVIDIA's MIG User Guide.
 A30 = """\
 1g.6gb 14 4/4 5.81 No 14 1 0 1 0 0
 1g.6gb+me 21 1/1 5.81 No 14 1 0 1 1 1
@@ -55,20 +55,20 @@ H100_NVL = """\
 H200 = """\
 1g.18gb 19 7/7 16.00 No 16 1 0 1 1 0
 1g.18gb+me 20 1/1 16.00 No 16 1 0 1 1 1
-1g.35gb 15 4/4 32.50 No 26 1 0 1 1 0
-2g.35gb 14 3/3 32.50 No 32 2 0 2 2 0
-3g.71gb 9 2/2 69.75 No 60 3 0 3 3 0
-4g.71gb 5 1/1 69.75 No 64 4 0 4 4 0
-7g.141gb 0 1/1 140.00 No 132 7 0 8 7 1
+1g.35gb 15 4/4 32.25 No 26 1 0 1 1 0
+2g.35gb 14 3/3 32.25 No 32 2 0 2 2 0
+3g.71gb 9 2/2 69.50 No 60 3 0 3 3 0
+4g.71gb 5 1/1 69.50 No 64 4 0 4 4 0
+7g.141gb 0 1/1 139.75 No 132 7 0 8 7 1
 """
 B200 = """\
-1g.23gb 19 7/7 21.00 No 18 1 0 2 1 0
-1g.23gb+me 20 1/1 21.00 No 18 1 0 2 1 1
-1g.45gb 15 4/4 43.00 No 18 1 0 2 1 0
-2g.45gb 14 3/3 43.00 No 36 1 0 3 1 0
-3g.90gb 9 2/2 88.00 No 54 1 0 6 1 0
-4g.90gb 5 1/1 88.00 No 72 1 0 8 1 0
-7g.180gb 0 1/1 178.00 No 126 1 0 16 1 1
+1g.23gb 19 7/7 20.50 No 18 1 0 2 1 0
+1g.23gb+me 20 1/1 20.50 No 18 1 0 2 1 1
+1g.45gb 15 4/4 44.25 No 30 1 0 2 1 0
+2g.45gb 14 3/3 44.25 No 36 2 0 4 2 0
+3g.90gb 9 2/2 89.00 No 54 1 0 6 1 0
+4g.90gb 5 1/1 89.00 No 72 1 0 8 1 0
+7g.180gb 0 1/1 178.50 No 126 1 0 16 1 1
 """
 # What `-lgipp` printed.
 OF_FOUR = """\

@@ -182,25 +182,56 @@ def test_an_instance_made_in_our_place_is_not_ours(mig_host: MakeMigHost) -> Non
     assert host.sim.gpus[0].mig_devices() == [other]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "code"),
-    [
-        ("nvmlDeviceSetMigMode", "no_permission", reasons.MIG_REFUSED),
-        ("nvmlDeviceCreateGpuInstance*", "insufficient_resources", reasons.MIG_REFUSED),
-        ("nvmlDeviceCreateGpuInstance*", "reset_required", reasons.MIG_RESET_REQUIRED),
-        ("nvmlGpuInstanceCreateComputeInstance", "unknown", reasons.MIG_REFUSED),
-    ],
-)
-def test_a_refusal_is_a_reason_and_the_next_attempt_continues(
-    mig_host: MakeMigHost, call: str, error: str, code: str
+#: What each refusal that NVML documents means, its reason code, and a command that its hint names.
+REFUSALS = {
+    "in_use": ("a process uses it", reasons.MIG_IN_USE, "yunion-mps who"),
+    "reset_required": ("the GPU must be reset first", reasons.MIG_RESET_REQUIRED, "nvidia-smi --gpu-reset"),
+    "no_permission": ("permission denied", reasons.MIG_NO_PERMISSION, "systemctl status yunion-mps-daemon"),
+    "not_supported": ("the driver does not support it here", reasons.MIG_NOT_SUPPORTED, "remove mig"),
+    "insufficient_resources": (
+        "the GPU has no room for it", reasons.MIG_INSUFFICIENT_RESOURCES, "nvidia-smi mig -i GPU -lgi"
+    ),
+    "unknown": ("NVML: Unknown Error", reasons.MIG_REFUSED, "dmesg"),
+}  # fmt: skip
+#: The calls that change something from 3g.40gb alone to all-2g.20gb, and what fails without them.
+CHANGES = {
+    "nvmlDeviceSetMigMode": "MIG mode cannot be switched on",
+    "nvmlDeviceCreateGpuInstance*": "instance 2g.20gb cannot be created at slice 0",
+    "nvmlGpuInstanceCreateComputeInstance": "the compute instance of g3 cannot be created",
+    "nvmlComputeInstanceDestroy": "instance g1 cannot be destroyed",
+    "nvmlGpuInstanceDestroy": "instance g1 cannot be destroyed",
+}
+
+
+@pytest.mark.parametrize("error", REFUSALS)
+@pytest.mark.parametrize("call", CHANGES)
+def test_a_refusal_says_what_failed_that_jobs_are_safe_and_what_to_do(
+    mig_host: MakeMigHost, call: str, error: str
 ) -> None:
     host = mig_host()
+    if call != "nvmlDeviceSetMigMode":
+        assert host.apply("3g.40gb") == ""
     host.sim.fail(call, error)
-    why = host.apply("all-balanced")
-    assert (why.code, why.startswith("its MIG layout cannot be changed: ")) == (code, True)
+    why = host.apply("all-2g.20gb")
+    meaning, code, command = REFUSALS[error]
+    told = f"{CHANGES[call]}: {meaning}; no running job is affected"
+    assert (why, why.code) == (f"its MIG layout cannot be changed: {told}", code)
+    assert command in reasons.hint_of(code)
     host.sim.clear()
-    assert host.apply("all-balanced") == ""
-    assert host.has == "2 x 1g.10gb + 1 x 2g.20gb + 1 x 3g.40gb"
+    assert host.apply("all-2g.20gb") == "", "the next attempt continues"
+    assert host.has == "3 x 2g.20gb"
+
+
+@pytest.mark.parametrize("error", ["no_permission", "not_supported", "insufficient_resources", "unknown"])
+def test_a_mode_that_is_not_activated_is_refused_with_the_reason(mig_host: MakeMigHost, error: str) -> None:
+    host = mig_host()
+    host.sim.fail("nvmlDeviceSetMigModeActivation", error)
+    why = host.apply("all-2g.20gb")
+    assert why.code == REFUSALS[error][1]
+    assert f"MIG mode cannot be switched on: {REFUSALS[error][0]}; no running job is affected" in why
+    assert (host.gpu.mig_enabled, host.gpu.mig_pending) == (False, True)
+    host.sim.clear()
+    assert host.apply("all-2g.20gb") == ""
 
 
 def test_instances_are_created_again_after_a_reboot(mig_host: MakeMigHost) -> None:

@@ -205,6 +205,7 @@ def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
     assert warning.code == TIME_SLICE_REFUSED
     what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
     assert warning == f"{what}; its devices have the one that it had before"
+    assert made.snapshot.plan.time_slices == {}
     assert not any(made.supervisor.mode_work()), "it is tried again by a reload only"
     host.divide(SHARED)
     made.reload()

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.enums import FREE, MIG, MPS, RESERVED, UNAVAILABLE
-from yunion_mps.overview import HostAnswers, HostOverview, ShownProblem, fold_problems
+from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
+from yunion_mps.identity import physical_gpu
+from yunion_mps.overview import (
+    HostAnswers,
+    HostOverview,
+    ShownProblem,
+    fold_problems,
+    notable_way,
+    short_name,
+)
 from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
@@ -102,16 +110,17 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
     in_use: Counter[str] = Counter()
     processes: Counter[str] = Counter()
     for holding in host.holdings:
-        devices[holding.gpu] += len(holding.devices)
-        in_use[holding.gpu] += len(holding.devices) * holding.in_use
-        processes[holding.gpu] += len(holding.processes)
+        for address in {holding.gpu, physical_gpu(holding.gpu)}:
+            devices[address] += len(holding.devices)
+            in_use[address] += len(holding.devices) * holding.in_use
+            processes[address] += len(holding.processes)
     return [
         Row(
             address,
             None if is_memory_unknown(gpu) else host.memory_by_gpu.get(address, 0),
             gpu["memory_mib"],
-            "" if gpu["sharing"] == MIG else f"{in_use[address]} of {devices[address]}",
-            None if gpu["sharing"] == MIG else processes[address],
+            f"{in_use[address]} of {devices[address]}",
+            processes[address],
             gpu["reason"] or _model(gpu),
             in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
@@ -167,6 +176,5 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
 
 
 def _model(gpu: Gpu) -> str:
-    """Its name, and how it is shared if that is not through MPS."""
-    name = (gpu["name"] or "").removeprefix("NVIDIA ")
-    return name if gpu["sharing"] in (MPS, None) else f"{name}, {gpu['sharing']}"
+    """Its name, and how it is shared if that is not the usual way."""
+    return ", ".join(filter(None, (short_name(gpu), notable_way(gpu))))

@@ -16,6 +16,9 @@ const LOOKS = {
   "in use": "used", "over budget": "over", idle: "idle", free: "free", reserved: "out", "no memory": "out", unavailable: "out",
 };
 
+/** The ways of sharing a GPU that have a name of their own here. */
+const WAYS = { mig: "MIG mode", mps: "MPS" };
+
 /** All GPUs; `choose` is called with the address of the GPU or device that the user selects. */
 export class Gpus {
   constructor(choose) {
@@ -33,8 +36,11 @@ export class Gpus {
     const own = new Map(gpus.map((gpu) => [gpu.addr, []]));
     for (const part of parts) own.get(part.gpu)?.push(part);
     const all = gpus.map((gpu) => [gpu.addr, { gpu, parts: own.get(gpu.addr) }]);
-    const idle = all.filter(([, item]) => isIdle(item));
-    const busy = all.filter(([, item]) => !isIdle(item));
+    // A GPU is busy if one of its MIG instances is.
+    const inUse = new Set(all.filter(([, item]) => !isIdle(item)).map(([address]) => address.split("-")[0]));
+    const isFolded = ([address, item]) => isIdle(item) && !inUse.has(address);
+    const idle = all.filter(isFolded);
+    const busy = all.filter((one) => !isFolded(one));
     const many = busy.length > MANY;
     hide(byId("no-gpus"), gpus.length > 0);
     hide(byId("key"), !busy.length);
@@ -147,8 +153,7 @@ function counts(gpu, parts) {
   const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state}`);
   if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} ${poolState(gpu)}`);
   if (gpu.state === "not used") words.push("not used");
-  if (gpu.sharing === "time-slicing") words.push("time-slicing");
-  if (gpu.sharing === "mig") words.push("MIG mode");
+  if (gpu.way) words.push(WAYS[gpu.way] ?? gpu.way);
   if (!gpu.budget_enforced && parts.length) words.push("not enforced");
   return words.join(", ");
 }

@@ -1,0 +1,35 @@
+"""The examples in docs/sharing.md and docs/mig.md: what the commands print is what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.daemon_host import Daemon
+from simhost import SimHost
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+#: The GPUs that the first example of each page is about.
+GPUS: dict[str, dict[str, Any]] = {
+    "sharing.md": {"kind": "h100", "count": 3},
+    "mig.md": {"kind": "h100", "uuid": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"},
+}
+
+
+@pytest.mark.parametrize("page", GPUS)
+def test_the_first_example_of_the_page_prints_what_the_page_says(page: str) -> None:
+    blocks = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", (DOCS / page).read_text(), re.MULTILINE)
+    example = re.sub(r"^    ", "", blocks[0], flags=re.MULTILINE)
+    file, *commands = re.split(r"^# (?=yunion-mps)", example, flags=re.MULTILINE)
+    with SimHost.create([GPUS[page]]) as host, Daemon(host) as daemon:
+        (host.root / "etc/yunion/host_container_device.yml").write_text(file)
+        daemon.configure()
+        daemon.start().wait_ready()
+        assert len(commands) >= 2
+        for command in commands:
+            words, _, told = command.partition("\n")
+            if words != "yunion-mps reload":
+                assert host.run(words.split(), check=True).stdout.strip() == told.strip()
