@@ -27,7 +27,7 @@ from yunion_mps.service.devices import (
 )
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.supervisor.changes import warnings
+from yunion_mps.supervisor.snapshots import warnings
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
+from yunion_mps.supervisor.snapshots import layout_pending
 from yunion_mps.text import count, decode_line
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
-            self._supervisor.force_layouts(now=now)
+            self._supervisor.layouts.force(now=now)
             await self.apply_layouts()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
@@ -193,7 +193,7 @@ class Reloader:
         ]
         pending += [
             {"domain": "", "pending": layout_pending(address, why), "leases": []}
-            for address, why in self._supervisor.pending_layouts.items()
+            for address, why in self._supervisor.layouts.pending.items()
         ]
         rows: list[answers.Change] = [
             {

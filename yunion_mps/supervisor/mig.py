@@ -1,4 +1,4 @@
-"""MIG layouts: compared with what a GPU has, brought into effect, and restored.
+"""MIG layouts: brought into effect step by step, and restored.
 
 Before each step it is recorded what is ours, so that the daemon after one that was killed continues where it
 was, and never destroys an instance that another program created: only those whose creation was recorded are
@@ -9,7 +9,7 @@ a GPU in use; then nothing changes, and the reason says what the layout waits fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -18,10 +18,9 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
-from yunion_mps.models import Event, Gpu, Inventory, Plan
+from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import change, describe
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.supervisor.gpus import Gpus
 
 log = logging.getLogger(__name__)
 
@@ -83,85 +82,6 @@ class LayoutResult(NamedTuple):
     reasons: Mapping[str, Reason]
     changes: Mapping[str, str]
     inventory: Inventory | None = None
-
-
-class MigLayouts:
-    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
-
-    def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
-        self._gpus = gpus
-        self._emit = emit
-        #: What was found after a layout had come into effect, by GPU UUID.
-        self._settled: dict[str, _State] = {}
-        #: Those that an operator wants in effect now, until they are.
-        self.forced: set[MigLayout] = set()
-
-    def due(
-        self, plan: Plan, busy: Collection[str] | None, restoring: Collection[str]
-    ) -> tuple[LayoutTask, ...]:
-        """Return the layouts of GPUs that have changed since theirs came into effect.
-
-        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
-        """
-        known = None if busy is None else frozenset(busy)
-        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        tasks = []
-        for layout in plan.layouts:
-            gpu = gpus.get(layout.gpu_uuid)
-            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
-            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
-                continue
-            state = _State.of(layout, gpu)
-            settled = self._settled.get(layout.gpu_uuid)
-            if settled != state:
-                self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, known, layout in self.forced, last))
-        return tuple(tasks)
-
-    def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
-        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
-
-        If it is not final, because the leases were unknown, the layouts are due once more.
-        """
-        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
-        for uuid, what in result.changes.items():
-            address = gpus[uuid].address if uuid in gpus else uuid
-            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
-        for layout in plan.layouts:
-            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
-                continue
-            if is_final and not result.reasons[layout.gpu_uuid]:
-                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
-        self._gpus.note_layouts(result.reasons)
-        self.forced = {one for one in self.forced if self._gpus.layout_reasons.get(one.gpu_uuid)}
-
-    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
-        """Record that another program has changed what we had brought into effect."""
-        if settled is None or settled.layout != state.layout:
-            return
-        del self._settled[state.layout.gpu_uuid]
-        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
-            return  # another program created an instance beside ours
-        what = f"{settled} -> {state}"
-        consequence = "the layout is brought into effect again, unless something uses the GPU"
-        cause, code = "another program changed it", reasons.MIG_CHANGED
-        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
-
-
-class _State(NamedTuple):
-    """A layout, and the mode and instances with which it is in effect."""
-
-    layout: MigLayout
-    enabled: bool | None
-    pending: bool | None
-    instances: tuple[MigInstance, ...]
-
-    @classmethod
-    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
-        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
-
-    def __str__(self) -> str:
-        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"
 
 
 def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResult:

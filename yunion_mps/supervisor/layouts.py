@@ -1,0 +1,104 @@
+"""MIG layouts: which are due, because they differ from what a GPU has, and which are pending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.mig import MigInstance, MigLayout
+from yunion_mps.models import Event, Gpu
+from yunion_mps.planning.mig import describe
+from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.supervisor.changes import DesiredState
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
+
+
+class MigLayouts:
+    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+
+    def __init__(self, gpus: Gpus, desired: DesiredState, emit: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._desired = desired
+        self._emit = emit
+        #: What was found after a layout had come into effect, by GPU UUID.
+        self._settled: dict[str, _State] = {}
+        #: Those that an operator wants in effect now, until they are.
+        self._forced: set[MigLayout] = set()
+
+    @property
+    def pending(self) -> dict[str, Reason]:
+        """Why layouts are not in effect, by the GPU's address."""
+        uuids = {layout.gpu_uuid for layout in self._desired.plan.layouts}
+        why = {uuid: reason for uuid, reason in self._gpus.layout_reasons.items() if uuid in uuids}
+        return {gpu.address: why[gpu.uuid] for gpu in self._gpus.inventory.gpus if gpu.uuid in why}
+
+    def force(self, *, now: bool) -> None:
+        """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
+        self._forced = {*self._desired.plan.layouts} if now else set()
+
+    def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
+        """Return the layouts of GPUs that have changed since theirs came into effect.
+
+        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
+        """
+        known = None if busy is None else frozenset(busy)
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        tasks = []
+        for layout in self._desired.plan.layouts:
+            gpu = gpus.get(layout.gpu_uuid)
+            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
+            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
+                continue
+            state = _State.of(layout, gpu)
+            settled = self._settled.get(layout.gpu_uuid)
+            if settled != state:
+                self._note_external_change(settled, state, gpu)
+                tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last))
+        return tuple(tasks)
+
+    def note(self, result: LayoutResult, *, is_final: bool = True) -> None:
+        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
+
+        If it is not final, because the leases were unknown, the layouts are due once more.
+        """
+        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        for uuid, what in result.changes.items():
+            address = gpus[uuid].address if uuid in gpus else uuid
+            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+        for layout in self._desired.plan.layouts:
+            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
+                continue
+            if is_final and not result.reasons[layout.gpu_uuid]:
+                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
+        self._gpus.note_layouts(result.reasons)
+        self._forced = {one for one in self._forced if self._gpus.layout_reasons.get(one.gpu_uuid)}
+
+    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
+        """Record that another program has changed what we had brought into effect."""
+        if settled is None or settled.layout != state.layout:
+            return
+        del self._settled[state.layout.gpu_uuid]
+        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
+            return  # another program created an instance beside ours
+        what = f"{settled} -> {state}"
+        consequence = "the layout is brought into effect again, unless something uses the GPU"
+        cause, code = "another program changed it", reasons.MIG_CHANGED
+        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+class _State(NamedTuple):
+    """A layout, and the mode and instances with which it is in effect."""
+
+    layout: MigLayout
+    enabled: bool | None
+    pending: bool | None
+    instances: tuple[MigInstance, ...]
+
+    @classmethod
+    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
+        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
+
+    def __str__(self) -> str:
+        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"
