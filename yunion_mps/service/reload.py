@@ -18,8 +18,8 @@ from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
+from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.supervisor.snapshots import layout_pending
 from yunion_mps.text import count, decode_line
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Reloader:
             if status.pending or status.state in (STARTING, APPLYING)
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
-        names = domain_names(snapshot.plan)
+        names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             devices = count(len(wait.pending), "device")
@@ -190,10 +190,11 @@ class Reloader:
         pending += [
             {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
             for uuid, why in snapshot.plan.pending.items()
+            if uuid not in layouts
         ]
         pending += [
-            {"domain": "", "pending": layout_pending(address, why), "leases": []}
-            for address, why in self._supervisor.layouts.pending.items()
+            {"domain": "", "pending": layout_pending(gpus.get(uuid, uuid), why), "leases": []}
+            for uuid, why in layouts.items()
         ]
         rows: list[answers.Change] = [
             {

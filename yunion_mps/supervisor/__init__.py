@@ -239,7 +239,7 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
-        if self.desired.plan.pending or self._gpus.layout_reasons:
+        if self.desired.plan.pending or self.layouts.pending:
             return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
@@ -268,7 +268,7 @@ class Supervisor:
     def note_layouts(self, result: LayoutResult, now_s: float) -> None:
         """Record what was done, and use the instances that there are now."""
         self.layouts.note(result)
-        self._polled = None  # reasons may have changed without the GPUs
+        self._changed()
         if result.inventory:
             self.update_gpus(result.inventory, now_s)
 

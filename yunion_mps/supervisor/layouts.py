@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ from yunion_mps import reasons
 from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Event, Gpu
 from yunion_mps.planning.mig import describe
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
+
+log = logging.getLogger(__name__)
 
 
 class MigLayouts:
@@ -26,13 +29,15 @@ class MigLayouts:
         self._settled: dict[str, _State] = {}
         #: Those that an operator wants in effect now, until they are.
         self._forced: set[MigLayout] = set()
+        #: Why layouts are not in effect, by GPU UUID, and what of that was reported.
+        self._reasons: dict[str, Reason] = {}
+        self._reported: dict[str, Reason] = {}
 
     @property
     def pending(self) -> dict[str, Reason]:
-        """Why layouts are not in effect, by the GPU's address."""
-        uuids = {layout.gpu_uuid for layout in self._desired.plan.layouts}
-        why = {uuid: reason for uuid, reason in self._gpus.layout_reasons.items() if uuid in uuids}
-        return {gpu.address: why[gpu.uuid] for gpu in self._gpus.inventory.gpus if gpu.uuid in why}
+        """Why the layouts of working GPUs are not in effect, by GPU UUID."""
+        working = self._gpus.healthy & {layout.gpu_uuid for layout in self._desired.plan.layouts}
+        return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
 
     def force(self, *, now: bool) -> None:
         """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
@@ -48,8 +53,8 @@ class MigLayouts:
         tasks = []
         for layout in self._desired.plan.layouts:
             gpu = gpus.get(layout.gpu_uuid)
-            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
-            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
+            last = self._reasons.get(layout.gpu_uuid, NO_REASON)
+            if gpu is None or gpu.reason or layout.gpu_uuid in restoring:
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
@@ -70,10 +75,28 @@ class MigLayouts:
         for layout in self._desired.plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue
-            if is_final and not result.reasons[layout.gpu_uuid]:
+            why = result.reasons[layout.gpu_uuid]
+            if is_final and not why:
                 self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
-        self._gpus.note_layouts(result.reasons)
-        self._forced = {one for one in self._forced if self._gpus.layout_reasons.get(one.gpu_uuid)}
+            if is_final or why.code not in LAYOUT_WAITS:
+                self._report(gpus[layout.gpu_uuid], why)
+        self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
+        self._forced = {one for one in self._forced if one.gpu_uuid in self._reasons}
+
+    def _report(self, gpu: Gpu, why: Reason) -> None:
+        """Report that the layout is pending, or in effect at last; to wait for jobs is nothing wrong."""
+        before = self._reported.pop(str(gpu.uuid), NO_REASON)
+        if not why:
+            if before:
+                log.info("the MIG layout of GPU %s is in effect", gpu.address)
+                self._emit(Event("info", "mig", gpu.address, "in effect", f"it was pending: {before}"))
+            return
+        self._reported[str(gpu.uuid)] = why
+        if why != before:
+            severity = "info" if why.code in LAYOUT_WAITS else "warning"
+            log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
+            consequence = "instances of it that exist already serve"
+            self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
         """Record that another program has changed what we had brought into effect."""
@@ -86,6 +109,10 @@ class MigLayouts:
         consequence = "the layout is brought into effect again, unless something uses the GPU"
         cause, code = "another program changed it", reasons.MIG_CHANGED
         self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+def layout_pending(address: str, reason: Reason) -> str:
+    return f"the MIG layout of GPU {address} is pending: {reason}"
 
 
 class _State(NamedTuple):

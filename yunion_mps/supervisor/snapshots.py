@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from yunion_mps import reasons
 from yunion_mps.enums import STOPPED
@@ -14,7 +14,7 @@ from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import DesiredState, order_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.layouts import MigLayouts
+from yunion_mps.supervisor.layouts import MigLayouts, layout_pending
 
 _WAITS = Reason(
     "waiting for the control daemon that currently serves its GPUs to end", reasons.LIMITS_PENDING
@@ -53,13 +53,17 @@ class Snapshots:
         """Return the current state; the same object as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
-            desired, gpus = self._desired, self._gpus.inventory
+            desired, gpus, pending = self._desired, self._gpus.inventory, self._layouts.pending
+            waiting = [(gpu, pending[gpu.uuid]) for gpu in gpus.gpus if gpu.uuid in pending]
+            plan = desired.in_effect()
+            unavailable = {**plan.unavailable, **{gpu.pci_address: why for gpu, why in waiting}}
+            plan = plan._replace(pending={**plan.pending, **pending}, unavailable=unavailable)
             noted = (reason for reason in self._warnings.values() if reason)
             self._snapshot = Snapshot(
                 self._version,
                 desired.config.enable_cuda_mps,
-                _notice(desired.config, desired.plan, self._host_conf, self.leftovers, self._layouts.pending),
-                desired.in_effect(),
+                _notice(desired.config, plan, self._host_conf, self.leftovers, waiting),
+                plan,
                 gpus,
                 _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
                 (*desired.warnings, *noted, *self._others()),
@@ -86,34 +90,29 @@ def _statuses(
 
 
 def _notice(
-    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Mapping[str, Reason]
+    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Sequence[tuple[Gpu, Reason]]
 ) -> Reason:
     """Return why the host offers no devices, if so, and the notice about `leftovers`.
 
-    `layouts` says why MIG layouts are not in effect, by the GPU's address.
+    `layouts` has the GPUs whose MIG layouts are not in effect, and why.
     """
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
     elif not desired.domains and not desired.direct:
-        waits = [layout_pending(address, reason) for address, reason in layouts.items()]
+        waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
+        named = {gpu.pci_address for gpu, _ in layouts}
         others = [
-            f"{address}: {reason}"
-            for address, reason in desired.unavailable.items()
-            if reason not in layouts.values()
+            f"{address}: {reason}" for address, reason in desired.unavailable.items() if address not in named
         ]
         if waits:
-            why, code = "; ".join([*waits, *others]), next(iter(layouts.values())).code
+            why, code = "; ".join([*waits, *others]), layouts[0][1].code
         else:
             each = "; ".join(others) or "no GPU was found"
             why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
     text = "; ".join(part for part in (why, leftovers) if part)
     return Reason(text, code if text else "")
-
-
-def layout_pending(address: str, reason: Reason) -> str:
-    return f"the MIG layout of GPU {address} is pending: {reason}"
 
 
 def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
