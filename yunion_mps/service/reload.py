@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import APPLYING, STARTING
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
+from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event
+from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
@@ -49,10 +51,18 @@ class LoopControl(NamedTuple):
 class Reloader:
     """Carries out reloads and re-execs, one at a time."""
 
-    def __init__(self, paths: Paths, supervisor: Supervisor, ledger: Ledger, control: LoopControl) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        ledger: Ledger,
+        containers: Containers,
+        control: LoopControl,
+    ) -> None:
         self._paths = paths
         self._supervisor = supervisor
         self._ledger = ledger
+        self._containers = containers
         self._control = control
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
@@ -62,10 +72,11 @@ class Reloader:
         async with self.lock:
             preflight = await self._run_preflight()
             try:
-                _, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+                plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+                losses = await self._losses(plan, preflight)
             finally:
                 self._close(preflight)
-        return self._answer(changes)
+        return self._answer(changes, losses)
 
     async def reload(
         self, requester: str = "a client", *, drain: bool = False, now: bool = False
@@ -169,7 +180,38 @@ class Reloader:
         while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
-    def _answer(self, changes: Sequence[Change]) -> answers.ChangeList:
+    async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:
+        """What MIG layouts take away if they do not wait for leases, nor for other programs' instances."""
+        supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
+        if nvml is None or not plan.layouts:
+            return []
+        found = await on_thread(
+            lambda: supervisor.layouts.losses(plan, preflight.inventory, leased, nvml, supervisor.store())
+        )
+        lost = {uuid for losses in found.values() for uuid in losses.uuids}
+        rows: list[answers.Loss] = [
+            {
+                "subject": device.addr,
+                "lease": lease.id,
+                "holder": describe_holder(lease.holder, self._containers),
+            }
+            for lease in self._ledger.leases.values()
+            for device in lease.devices
+            if device.gpu_uuid in lost
+        ]
+        addresses = {gpu.uuid: gpu.address for gpu in preflight.inventory.gpus}
+        rows += [
+            {
+                "subject": f"{addresses[uuid]}-g{one.id}",
+                "lease": None,
+                "holder": f"another program ({one.profile})",
+            }
+            for uuid, losses in found.items()
+            for one in losses.others
+        ]
+        return rows
+
+    def _answer(self, changes: Sequence[Change], losses: Sequence[answers.Loss] = ()) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
         pending: list[answers.Pending] = [
             {
@@ -207,7 +249,7 @@ class Reloader:
             }
             for change in changes
         ]
-        return {"changes": rows, "pending": pending}
+        return {"changes": rows, "pending": pending, "losses": [*losses]}
 
     async def _check_new_program(self) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""

@@ -252,9 +252,7 @@ class Supervisor:
         """
         if not self.desired.plan.layouts or self.stopping or self.nvml is None:
             return ()
-        plan = self.snapshot().plan
-        offered = {*(device.gpu_uuid for device in plan.devices), *(pool.gpu_uuid for pool in plan.pools)}
-        busy = None if leased is None else offered.union(leased)
+        busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
         return self.layouts.due(busy, restoring)
 

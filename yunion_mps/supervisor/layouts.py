@@ -7,13 +7,16 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout
-from yunion_mps.models import Event, Gpu
+from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import describe
 from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, Losses, find_losses
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,19 @@ class MigLayouts:
                 self._note_external_change(settled, state, gpu)
                 tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last))
         return tuple(tasks)
+
+    def losses(
+        self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store
+    ) -> dict[str, Losses]:
+        """Return by GPU UUID what a `reload --now` to this plan would take away; raises DriverError.
+
+        `leased` has the UUIDs of leased GPUs. Run it on a thread, because it calls the driver.
+        """
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
+        busy = frozenset({*leased, *plan.offered})
+        layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
+        tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
+        return find_losses(tasks, Mig(nvml), store)
 
     def note(self, result: LayoutResult, *, is_final: bool = True) -> None:
         """Record what was changed, and why layouts are not in effect; the caller applies the inventory.

@@ -19,7 +19,7 @@ from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Gpu, Inventory
-from yunion_mps.planning.mig import change, describe
+from yunion_mps.planning.mig import LayoutChange, change, describe
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,13 @@ class LayoutTask(NamedTuple):
     last: Reason = NO_REASON
 
 
+class Losses(NamedTuple):
+    """What a forced layout takes away: the UUIDs of GPUs and MIG devices, and instances of other programs."""
+
+    uuids: frozenset[str]
+    others: tuple[MigInstance, ...]
+
+
 class LayoutResult(NamedTuple):
     """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed.
 
@@ -102,6 +109,14 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
             changes[uuid] = ", ".join(work.done)
             log.info("%s: MIG: %s", name, changes[uuid])
     return LayoutResult(why, changes)
+
+
+def find_losses(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> dict[str, Losses]:
+    """Return by GPU UUID what would be lost if the layouts were forced; changes nothing.
+
+    Raises DriverError.
+    """
+    return {task.layout.gpu_uuid: _Forecast(task._replace(force=True), mig, store).losses() for task in tasks}
 
 
 _CODES = (reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.DRIVER_HUNG, reasons.GPU_LOST)
@@ -180,12 +195,7 @@ class _LayoutWork:
 
     def _apply_instances(self, existing: Sequence[MigInstance]) -> Reason:
         self._note_ours(existing)
-        desired, fixed = self._layout.profiles, self._fixed(existing)
-        done = change(desired, existing, fixed)
-        if done.in_the_way and self._task.force:
-            done = change(
-                desired, existing, fixed - {one.id for one in done.in_the_way if not self._pids(one)}
-            )
+        done = self._change(existing)
         if done.in_the_way:
             return self._why_in_the_way(done.in_the_way)
         if done.is_due:
@@ -201,6 +211,14 @@ class _LayoutWork:
         if self.done:
             self._note_ours(self._instances())
         return NO_REASON
+
+    def _change(self, existing: Sequence[MigInstance]) -> LayoutChange:
+        desired, fixed = self._layout.profiles, self._fixed(existing)
+        done = change(desired, existing, fixed)
+        if done.in_the_way and self._task.force:
+            unused = {one.id for one in done.in_the_way if not self._pids(one)}
+            return change(desired, existing, fixed - unused)
+        return done
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
@@ -264,6 +282,23 @@ class _LayoutWork:
     def _write(self, record: MigRecord) -> None:
         record.write(self._store, self._uuid)
         self._record = record
+
+
+class _Forecast(_LayoutWork):
+    """What a layout leads to once no process uses its GPU."""
+
+    def losses(self) -> Losses:
+        mode = self._mig.mode(self._uuid)
+        if self._layout.enabled and not mode.enabled:
+            return Losses(frozenset({self._uuid}), ())
+        existing = self._instances() if mode.enabled else ()
+        goes = self._change(existing).destroy if self._layout.enabled else existing
+        others = tuple(one for one in goes if not self._is_ours(one))
+        return Losses(frozenset(one.uuid for one in goes if one.uuid), others)
+
+    def _pids(self, instance: MigInstance) -> set[int]:
+        del instance
+        return set()
 
 
 def _pids(pids: Iterable[int]) -> str:

@@ -1,0 +1,76 @@
+"""Reloads that change MIG layouts while leases and other programs have instances."""
+
+from __future__ import annotations
+
+import json
+
+from integration.daemon_host import Daemon, eventually
+from integration.test_mig import BALANCED, MIG, daemon, instances, profiles
+
+__all__ = ["daemon"]
+
+
+def lease(daemon: Daemon, profile: str) -> str:
+    """Lease an instance of this profile by name, and return its address."""
+    (one,) = [one for one in instances(daemon) if one.profile == profile]
+    address = f"00:06.0-g{one.gpu_instance}"
+    words = f"holder.name=job&holder.ttl_s=600&devices={address}"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    return address
+
+
+def create(daemon: Daemon, profile: str) -> str:
+    """Create an instance as another program does, and return its address."""
+    before = {one.gpu_instance for one in instances(daemon)}
+    daemon.host.create_mig_devices(0, profile)
+    (one,) = [one for one in instances(daemon) if one.gpu_instance not in before]
+    return f"00:06.0-g{one.gpu_instance}"
+
+
+def losses(daemon: Daemon) -> dict[str, str]:
+    shown = daemon.host.run(["yunion-mps", "plan", "-o", "json"], check=True).stdout
+    return {one["subject"]: one["holder"] for one in json.loads(shown)["losses"]}
+
+
+def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    leased, foreign = lease(daemon, "3g.40gb"), create(daemon, "1g.10gb")
+    assert losses(daemon) == {}
+    daemon.host.divide("mig: 7g.80gb")
+    named = {leased: "job of root", foreign: "another program (1g.10gb)"}
+    assert losses(daemon) == named
+    assert len(instances(daemon)) == 3, "a plan changes nothing"
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("The MIG layouts will take these away:\n")
+    assert [word in done.stderr for word in (*named, *named.values())] == [True] * 4
+    assert profiles(daemon) == ["7g.80gb"]
+    assert losses(daemon) == {}
+
+
+def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease(daemon, "3g.40gb")
+    daemon.host.divide("mig: all-1g.10gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
+    assert done.returncode == 1
+    assert "still pending after 1s: the MIG layout of GPU 00:06.0 is pending" in done.stderr
+    assert "1 x 3g.40gb to end; everything else is in effect [mig_in_use]" in done.stderr
+    with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
+        eventually(lambda: daemon.polls(), "a poll")
+        assert process.poll() is None
+        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert process.wait() == 0
+    assert profiles(daemon) == ["1g.10gb"] * 7
+
+
+def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: all-1g.10gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert profiles(daemon) == ["1g.10gb"] * 7
+    daemon.host.divide(MIG)
+    assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
+    assert profiles(daemon) == BALANCED
