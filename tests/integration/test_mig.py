@@ -156,7 +156,7 @@ def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
     eventually(lambda: free(daemon) == 7, "seven free devices")
 
 
-def test_a_start_beside_leases_logs_nothing_if_the_layout_comes_into_effect(daemon: Daemon) -> None:
+def test_a_start_beside_leases_logs_nothing_about_a_layout_that_is_applied(daemon: Daemon) -> None:
     daemon.host.divide(*["type: NVIDIA_GPU_SHARE\n  virtual_number: 2"] * 2)
     daemon.start().wait_ready()
     words = "holder.name=job&holder.ttl_s=600&devices=00:07.0-0&allow_unlimited=true"

@@ -1,4 +1,4 @@
-"""Reloads that change MIG layouts while leases and other programs have instances."""
+"""MIG layouts that are changed or restored while leases, other programs or the driver are in the way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 from integration.daemon_host import Daemon, eventually
 from integration.test_mig import BALANCED, MIG, daemon, instances, profiles
+from simhost import SimHost
 
 __all__ = ["daemon"]
 
@@ -74,3 +75,22 @@ def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
     daemon.host.divide(MIG)
     assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
     assert profiles(daemon) == BALANCED
+
+
+def test_restore_fails_until_the_gpu_is_reset() -> None:
+    with SimHost.create([{"kind": "a100", "mig": True}]) as host:
+        host.divide("mig: all-disabled\n  virtual_number: 2\n  mig_restore: true")
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            host.gpus[0].reset()
+            eventually(lambda: not host.gpus[0].mig, "the mode")
+            daemon.kill()
+            for _ in range(2):
+                assert daemon.run("--restore") == 1, daemon.log
+                assert (
+                    "MIG mode will be on after the next reset of the GPU; reset it: nvidia-smi" in daemon.log
+                )
+            host.gpus[0].reset()
+            assert daemon.run("--restore") == 0, daemon.log
+            assert host.gpus[0].mig

@@ -24,7 +24,13 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, ComputeModes, ModeResult, ModeWork
+from yunion_mps.supervisor.compute_modes import (
+    COMPUTE_MODE,
+    ComputeModes,
+    ModeResult,
+    ModeWork,
+    held_by_jobs,
+)
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import originals, restore_unused
@@ -362,7 +368,8 @@ class Supervisor:
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.leftovers = leftovers.notice
         if store:
-            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running)}
+            held = held_by_jobs(self.nvml, store, leased_without_mps(store))
+            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             gpus = self._gpus.inventory.gpus
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
             restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)

@@ -312,7 +312,7 @@ def restore(
     store: Store,
     used: Iterable[str],
 ) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired; forget what was recorded.
+    """Restore the layouts from before our first change, where that is desired, and forget those restored.
 
     Where a GPU or instance that would have to go is `used` (UUIDs) or has processes, nothing changes.
     """
@@ -329,8 +329,11 @@ def restore(
             tasks.append(LayoutTask(former, gpu, busy))
     result = carry_out(tasks, mig, store)
     for uuid, why in result.reasons.items():
-        if not why or why.code == reasons.MIG_RESET_REQUIRED:
-            store.forget_mig(uuid)
         if why:
-            log.error("the MIG layout of GPU %s is not restored: %s", by_uuid[uuid].address, why)
+            needs_reset = why.code == reasons.MIG_RESET_REQUIRED
+            how = f"; reset it: nvidia-smi --gpu-reset -i {uuid}" if needs_reset else ""
+            what = f"the MIG layout of GPU {by_uuid[uuid].address} is not restored: {why}{how}"
+            log.error("%s; then: yunion-mps-daemon --restore", what)
+        else:
+            store.forget_mig(uuid)
     return result
