@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from integration.daemon_host import Daemon, eventually
 from integration.test_mig import BALANCED, MIG, daemon, instances, profiles
 from simhost import SimHost
+from simhost.mps import StandIns
 
 __all__ = ["daemon"]
 
@@ -94,3 +98,26 @@ def test_restore_fails_until_the_gpu_is_reset() -> None:
             host.gpus[0].reset()
             assert daemon.run("--restore") == 0, daemon.log
             assert host.gpus[0].mig
+
+
+@pytest.mark.parametrize("entry", ["virtual_number: 2", "mig: all-3g.40gb\n  virtual_number: 2"])
+def test_an_idle_mps_server_is_ended_for_a_layout(daemon: Daemon, entry: str) -> None:
+    """By the real control daemon, which does not end one with clients."""
+    host = daemon.host
+    with StandIns(host) as stand_ins:
+        host.divide(entry)
+        daemon.env["PATH"] = host.env["PATH"]
+        daemon.start().wait_ready()
+        place = Path(daemon.status()["domains"][0]["pipe_directory"])
+        job = stand_ins.attached(place)
+        (server,) = stand_ins.servers()
+        on = [one.gpu_instance for one in instances(daemon) if one.uuid in str(place)]
+        host.gpus[0].add_process(server, 100, on=(on[0], 0) if on else None)
+        host.divide(MIG)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        eventually(lambda: daemon.polls(), "a poll")
+        assert stand_ins.servers() == [server]
+        job.end()
+        eventually(lambda: not stand_ins.servers(), "the end of the server")
+        host.gpus[0].remove_process(server)
+        eventually(lambda: profiles(daemon) == BALANCED, "the layout")
