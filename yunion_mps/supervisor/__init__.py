@@ -15,7 +15,6 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
@@ -36,7 +35,7 @@ from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out, restore
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
@@ -131,6 +130,7 @@ class Supervisor:
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
         self._modes.end()
+        self.layouts.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
@@ -152,9 +152,7 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
-        layouts, gpus = self.desired.plan.layouts, self._gpus.inventory.gpus
-        restored = restore(layouts, gpus, self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
-        self.layouts.note(restored)
+        self.layouts.restore(self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
@@ -266,8 +264,11 @@ class Supervisor:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
         if self.nvml is None:
             return LayoutResult({}, {})
-        result = carry_out(tasks, Mig(self.nvml), self.store())
-        return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+        result = self.layouts.apply(tasks, self.nvml, self.store())
+        try:
+            return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+        except DriverError:  # which the next poll reports
+            return result
 
     def note_layouts(self, result: LayoutResult, now_s: float) -> None:
         """Record what was done, and use the instances that there are now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -16,7 +17,14 @@ from yunion_mps.planning.mig import describe
 from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, Losses, find_losses
+from yunion_mps.supervisor.mig import (
+    LayoutResult,
+    LayoutTask,
+    Losses,
+    carry_out,
+    find_losses,
+    restore,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +40,8 @@ class MigLayouts:
         self._settled: dict[str, _State] = {}
         #: Those that an operator wants in effect now, until they are.
         self._forced: set[MigLayout] = set()
+        self._lock = threading.Lock()
+        self._ended = False
         #: Why layouts are not in effect, by GPU UUID, and what of that was reported.
         self._reasons: dict[str, Reason] = {}
         self._reported: dict[str, Reason] = {}
@@ -66,6 +76,20 @@ class MigLayouts:
                 tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last))
         return tuple(tasks)
 
+    def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
+        """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
+        with self._lock:
+            return carry_out(tasks, Mig(nvml), store, lambda: self._ended)
+
+    def end(self) -> None:
+        """Change nothing more but to restore: a stop has begun."""
+        self._ended = True
+
+    def restore(self, nvml: Nvml | None, store: Store, used: Collection[str]) -> None:
+        """Restore the layouts whose entries say so, except where GPUs or instances are `used` (UUIDs)."""
+        with self._lock:  # wait for work that is under way
+            self.note(restore(self._desired.plan.layouts, self._gpus.inventory.gpus, nvml, store, used))
+
     def losses(
         self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store
     ) -> dict[str, Losses]:
@@ -82,6 +106,8 @@ class MigLayouts:
     def note(self, result: LayoutResult, *, is_final: bool = True) -> None:
         """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
 
+        What another program changed before the GPUs were scanned makes a layout due again.
+
         If it is not final, because the leases were unknown, the layouts are due once more.
         """
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
@@ -93,7 +119,8 @@ class MigLayouts:
                 continue
             why = result.reasons[layout.gpu_uuid]
             if is_final and not why:
-                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
+                instances = result.settled[layout.gpu_uuid]
+                self._settled[layout.gpu_uuid] = _State(layout, layout.enabled, layout.enabled, instances)
             if is_final or why.code not in LAYOUT_WAITS:
                 self._report(gpus[layout.gpu_uuid], why)
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}

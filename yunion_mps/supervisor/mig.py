@@ -9,11 +9,11 @@ a GPU in use; then nothing changes, and the reason says what the layout waits fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.errors import BusyError, DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.nvml import Nvml
@@ -50,12 +50,8 @@ class MigRecord(NamedTuple):
         store.record_mig(gpu_uuid, self._asdict())
 
     def owns(self, instance: MigInstance) -> bool:
-        """Whether we created it; one that was recorded before it was a MIG device has had no UUID yet."""
-        return any(
-            (one.id, one.profile, one.start) == (instance.id, instance.profile, instance.start)
-            and one.uuid in ("", instance.uuid)
-            for one in self.created
-        )
+        """Whether we created it."""
+        return any(one.is_same(instance) for one in self.created)
 
 
 class LayoutTask(NamedTuple):
@@ -83,23 +79,32 @@ class Losses(NamedTuple):
 class LayoutResult(NamedTuple):
     """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed.
 
-    `inventory` are the GPUs afterwards, None if they have not been scanned.
+    `settled` has the instances with which layouts are in effect, other programs' changes meanwhile not
+    included. `inventory` are the GPUs afterwards, None if they have not been scanned.
     """
 
     reasons: Mapping[str, Reason]
     changes: Mapping[str, str]
+    settled: Mapping[str, tuple[MigInstance, ...]] = {}
     inventory: Inventory | None = None
 
 
-def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResult:
-    """Bring the layouts into effect as far as possible, by driver calls that may be slow."""
+def carry_out(
+    tasks: Iterable[LayoutTask], mig: Mig, store: Store, is_ended: Callable[[], bool] = bool
+) -> LayoutResult:
+    """Bring the layouts into effect as far as possible, by driver calls that may be slow.
+
+    No step is made once `is_ended`.
+    """
     why: dict[str, Reason] = {}
     changes: dict[str, str] = {}
+    settled: dict[str, tuple[MigInstance, ...]] = {}
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
-        work = _LayoutWork(task, mig, store)
+        work = _LayoutWork(task, mig, store, is_ended)
         try:
             why[uuid] = work.apply()
+            settled[uuid] = work.settled
         except DriverError as error:
             code = error.code if error.code in _CODES else reasons.MIG_REFUSED
             why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
@@ -108,7 +113,7 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
         if work.done:
             changes[uuid] = ", ".join(work.done)
             log.info("%s: MIG: %s", name, changes[uuid])
-    return LayoutResult(why, changes)
+    return LayoutResult(why, changes, settled)
 
 
 def find_losses(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> dict[str, Losses]:
@@ -125,15 +130,19 @@ _CODES = (reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.DRIVER_HUNG, r
 class _LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
-    def __init__(self, task: LayoutTask, mig: Mig, store: Store) -> None:
+    def __init__(self, task: LayoutTask, mig: Mig, store: Store, is_ended: Callable[[], bool] = bool) -> None:
         self._task = task
+        self._is_ended = is_ended
         self._uuid = task.layout.gpu_uuid
         self._layout = task.layout
         self._mig = mig
         self._store = store
         self._record = MigRecord.read(store, self._uuid)
+        self._made: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = []
+        #: The instances with which the layout is in effect.
+        self.settled: tuple[MigInstance, ...] = ()
 
     def apply(self) -> Reason:
         """Return why the layout is not in effect; empty if it is."""
@@ -163,6 +172,7 @@ class _LayoutWork:
         self._remember_before(mode, existing)
         for instance in existing:
             self._destroy(instance)
+        self._begin_step()
         mode = self._mig.set_mode(self._uuid, to)
         shown = "on" if to else "off"
         if mode.enabled == to:
@@ -208,8 +218,11 @@ class _LayoutWork:
             if not instance.compute_instances:
                 self._mig.create_compute(self._uuid, instance.id)
                 self.done.append(f"completed g{instance.id} ({instance.profile})")
+        self.settled = (*(one for one in existing if one not in done.destroy), *self._made)
         if self.done:
-            self._note_ours(self._instances())
+            found = self._instances()
+            self._note_ours(found)
+            self.settled = tuple(sorted(_as_found(one, found) for one in self.settled))
         return NO_REASON
 
     def _change(self, existing: Sequence[MigInstance]) -> LayoutChange:
@@ -263,25 +276,44 @@ class _LayoutWork:
         A later one of another program with the same id is then not taken for ours.
         """
         ours = tuple(one for one in existing if self._is_ours(one))
+        if self._task.last.code == reasons.DRIVER_HUNG:
+            there = {one.id for one in ours}
+            late = (one for one in self._record.created if one.id not in there)
+            self.done += [f"destroyed g{one.id} ({one.profile}) by a call that hung" for one in late]
         if ours != self._record.created:
             self._write(self._record._replace(created=ours))
 
     def _destroy(self, instance: MigInstance) -> None:
+        self._begin_step()
+        # Without its compute instance, it has no UUID: should this be interrupted there, it is still ours.
+        without = (one._replace(uuid="") if one.id == instance.id else one for one in self._record.created)
+        self._write(self._record._replace(created=tuple(without)))
         self._mig.destroy(self._uuid, instance.id)
         kept = tuple(one for one in self._record.created if one.id != instance.id)
         self._write(self._record._replace(created=kept))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
 
     def _create(self, profile: MigProfile, start: int) -> None:
+        self._begin_step()
         number = self._mig.create(self._uuid, profile, start)
         made = MigInstance(number, profile.name, start, profile.size, "", 0)
         self._write(self._record._replace(created=(*self._record.created, made)))
+        self._made.append(made)
         self._mig.create_compute(self._uuid, number)
         self.done.append(f"created g{number} ({profile.name})")
+
+    def _begin_step(self) -> None:
+        if self._is_ended():
+            raise BusyError("the daemon is stopping")
 
     def _write(self, record: MigRecord) -> None:
         record.write(self._store, self._uuid)
         self._record = record
+
+
+def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:
+    """Return the instance with its UUID, unless another one has taken its place meanwhile."""
+    return next((other for other in found if one.is_same(other)), one)
 
 
 class _Forecast(_LayoutWork):
