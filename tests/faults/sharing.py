@@ -177,7 +177,7 @@ def type_changed(scene: Scene) -> None:
 
 @fault(SHARING, "another program changes the time slice of a GPU", gpus=_TWO)
 def time_slice_changed(scene: Scene) -> None:
-    """It is compared at a reload only, because reading it takes a program of NVIDIA's."""
+    """It is compared every five minutes, and at a reload."""
     scene.host.divide(4, f"{_TIME_SLICED}\n  time_slice: short")
     scene.serve()
     gpu = scene.host.gpus[1]
