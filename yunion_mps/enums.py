@@ -25,6 +25,9 @@ PLACEMENTS = (BINPACK, SPREAD)
 #: set_default_client_priority). They are hints to the CUDA driver.
 NORMAL = "normal"
 PRIORITIES = (NORMAL, "below_normal")
+CHANGE_KINDS = (
+    "control daemon", "budget", "compute mode", "MIG layout", "time slice", "reservation", "setting",
+)  # fmt: skip
 RELOAD_MODES = ("drain", "now")
 #: What a client is sent after its MPS server has disconnected it: nothing, SIGTERM, or also SIGKILL.
 NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"

@@ -44,6 +44,11 @@ class MigInstance(NamedTuple):
         """Whether it is one MIG device, or can become one by creating the compute instance that it lacks."""
         return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)
 
+    def is_same(self, now: MigInstance) -> bool:
+        """Whether `now` is this instance; one that was noted before it was a MIG device had no UUID yet."""
+        place = (self.id, self.profile, self.start)
+        return place == (now.id, now.profile, now.start) and self.uuid in ("", now.uuid)
+
 
 class MigLayout(NamedTuple):
     """Whether a GPU should be in MIG mode, and then with which instances, largest first.

@@ -270,6 +270,12 @@ class Plan(NamedTuple):
     time_slices: Mapping[str, str] = {}
 
     @property
+    def offered(self) -> frozenset[str]:
+        """The UUIDs of the GPUs whose devices can be leased."""
+        devices = (device.gpu_uuid for device in self.devices)
+        return frozenset({*devices, *(pool.gpu_uuid for pool in self.pools)})
+
+    @property
     def gpu_uuids(self) -> frozenset[str]:
         """Those of all divided GPUs that are usable, or were."""
         served = {uuid for domain in (*self.domains, *self.parked) for uuid in domain.gpu_uuids}

@@ -88,12 +88,17 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
     "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
+#: What ends by itself, as leases and jobs do, and what needs the operator.
+LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
+LAYOUT_NEEDS = frozenset({MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED})
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
 MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
     f"wait until it is created again: yunion-mps gpus; {_EVENTS}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
+TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
+    f"find what else sets it, and stop it; {_EVENTS}")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
     "The GPU is older than Volta: MPS serves it but enforces no limits.",
     "run only jobs that stay within their budgets; find those that do not: yunion-mps who")

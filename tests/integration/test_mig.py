@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,13 +85,31 @@ def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
     daemon.host.divide("mig: all-1g.10gb")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     found = gpu(daemon)
-    assert (found["state"], found["reason_code"]) == ("unavailable", reasons.MIG_IN_USE)
+    assert (found["state"], found["reason_code"]) == ("pending", reasons.MIG_IN_USE)
+    shown = daemon.status()
+    assert (shown["state"], [one["level"] for one in shown["problems"]]) == ("ready", ["pending"])
+    assert daemon.log.count("<6>the MIG layout of GPU 00:06.0 is pending") == 1
+    assert not re.search("^<[0-5]>", daemon.log, re.MULTILINE), "nothing is wrong"
     assert big in instances(daemon)
     leased = devices(daemon)[f"00:06.0-g{big.gpu_instance}"]
     assert (leased["state"], leased["reason"]) == ("leased", "")
     assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
     eventually(lambda: free(daemon) == 7, "seven free devices")
+
+
+def test_a_start_beside_leases_logs_nothing_about_a_layout_that_is_applied(daemon: Daemon) -> None:
+    daemon.host.divide(*["type: NVIDIA_GPU_SHARE\n  virtual_number: 2"] * 2)
+    daemon.start().wait_ready()
+    words = "holder.name=job&holder.ttl_s=600&devices=00:07.0-0&allow_unlimited=true"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.kill()
+    daemon.host.divide(MIG, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    eventually(lambda: profiles(daemon) == BALANCED, "the layout")
+    eventually(lambda: free(daemon) == 4, "its devices")
+    assert not re.search("^<[0-5]>", daemon.log, re.MULTILINE)
+    assert [event for event in daemon.get("/v1/events?kind=mig")[1]["events"] if event["code"]] == []
 
 
 def test_reload_now_does_not_wait_for_leases(daemon: Daemon) -> None:
@@ -267,7 +286,8 @@ def test_status_and_plan_say_what_a_layout_waits_for() -> None:
             plan = daemon.get("/v1/plan")[1]
             assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
             shown = host.run(["yunion-mps", "plan"], check=True).stdout
-            assert " ".join(shown.split()) == f"A reload would change nothing. Pending: {why}"
+            title = "A reload would change nothing else; these changes are pending:"
+            assert " ".join(shown.split()) == f"{title} Pending: {why}"
             shown = host.run(["yunion-mps", "status"]).stdout
             assert why in " ".join(shown.split())
             assert "no GPU on this host" not in shown

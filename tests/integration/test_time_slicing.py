@@ -104,3 +104,45 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     daemon.kill()
     assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[1].time_slice == "default"
+
+
+@pytest.fixture
+def exclusive(daemon: Daemon) -> Daemon:
+    """Its time-sliced GPU was in a mode that keeps a second process out."""
+    daemon.host.gpus[1].compute_mode = "exclusive_process"
+    daemon.host.divide(4, SHARED)
+    return daemon.start().wait_ready()
+
+
+def test_a_stop_keeps_the_mode_that_running_jobs_need(exclusive: Daemon) -> None:
+    exclusive.host.gpus[1].add_process(os.getpid(), 700)
+    assert exclusive.stop() == 0
+    assert modes(exclusive)[1] == "default"
+    assert "GPU 00:07.0 keeps its compute mode, because jobs without MPS use it" in exclusive.log
+    assert exclusive.run("--restore") == 1, exclusive.log
+    assert "end the processes on it, then run this again" in exclusive.log
+    assert modes(exclusive)[1] == "default"
+    exclusive.host.gpus[1].remove_process(os.getpid())
+    assert exclusive.run("--restore") == 0, exclusive.log
+    assert modes(exclusive)[1] == "exclusive_process"
+
+
+def test_a_stop_keeps_the_mode_that_a_leased_job_needs_to_start(exclusive: Daemon) -> None:
+    take(exclusive, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}&allow_unlimited=true")
+    assert exclusive.stop() == 0
+    assert modes(exclusive)[1] == "default"
+    exclusive.start().wait_ready()
+    (lease,) = leases_of(exclusive)
+    assert exclusive.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert exclusive.stop() == 0
+    assert modes(exclusive)[1] == "exclusive_process"
+
+
+def test_a_gpu_that_is_given_up_gets_its_mode_back_after_its_jobs(exclusive: Daemon) -> None:
+    exclusive.host.gpus[1].add_process(os.getpid(), 700)
+    exclusive.host.divide(4)
+    assert exclusive.ask("POST", "/v1/reload")[0] == 200
+    assert exclusive.polls()
+    assert modes(exclusive)[1] == "default"
+    exclusive.host.gpus[1].remove_process(os.getpid())
+    eventually(lambda: exclusive.polls() and modes(exclusive)[1] == "exclusive_process", "its mode")

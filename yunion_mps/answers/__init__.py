@@ -39,6 +39,7 @@ from yunion_mps.answers.host import (
     EventList as EventList,
     GpuCounts as GpuCounts,
     LeaseCounts as LeaseCounts,
+    Loss as Loss,
     MinuteUse as MinuteUse,
     Pending as Pending,
     ProblemDetails as ProblemDetails,

@@ -133,7 +133,11 @@ class Gpu(TypedDict):
         Field("How many devices it has, including those created for leases, and those of its MIG instances."),
     ]
     state: Annotated[
-        str, Field("Whether it serves devices.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.NOT_USED])
+        str,
+        Field(
+            "Whether it serves devices; `pending`: it does, but its MIG layout is not in effect yet.",
+            enum=[enums.AVAILABLE, enums.PENDING, enums.UNAVAILABLE, enums.NOT_USED],
+        ),
     ]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode

@@ -163,7 +163,7 @@ class Usage(TypedDict):
 class Change(TypedDict):
     """One difference between the state in effect and the desired state."""
 
-    kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "reservation", "setting"])]
+    kind: Annotated[str, Field(enum=enums.CHANGE_KINDS)]
     subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
     before: Annotated[str, Field("Empty if it is new.")]
     after: Annotated[str, Field("Empty if it is removed.")]
@@ -179,11 +179,20 @@ class Pending(TypedDict):
     leases: Annotated[list[str], Field("Ids of the leases that it waits for, if any.")]
 
 
+class Loss(TypedDict):
+    """A leased device, or a MIG instance of another program, that a MIG layout has no place for."""
+
+    subject: Annotated[str, Field("The address of the device, or of the instance.")]
+    lease: Annotated[str | None, Field("The lease that has the device; null for an instance.")]
+    holder: Annotated[str, Field("The holder of the lease, or what created the instance.")]
+
+
 class ChangeList(TypedDict):
     """What a reload changes, and when it takes effect."""
 
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
+    losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also take away.")]
 
 
 class Reexec(TypedDict):

@@ -291,13 +291,16 @@ def _notice(preflight: Preflight) -> str:
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:
-    return [_gpu_record(gpu, preflight.plan) for gpu in preflight.inventory.gpus]
+    after = preflight.plan_with_layouts()
+    return [_gpu_record(gpu, preflight.plan, after) for gpu in preflight.inventory.gpus]
 
 
-def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
+def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
+    """Return the record of a GPU, with the devices of its instances; `after` has all layouts in effect."""
     from yunion_mps.planning.division import describe_division, enforces_budgets
+    from yunion_mps.planning.mig import describe_layout
 
-    devices = [device for device in plan.devices if is_part(device.addr, gpu.address)]
+    devices = [device for device in after.devices if is_part(device.addr, gpu.address)]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
     sharing = plan.sharing.get(gpu.pci_address)
     if any(layout.enabled and layout.gpu_uuid == gpu.uuid for layout in plan.layouts):
@@ -311,7 +314,7 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "uuid": gpu.uuid,
         "name": gpu.name,
         "devices": len(devices),
-        "division": describe_division(plan, gpu.uuid),
+        "division": describe_layout(plan, gpu) if sharing == MIG else describe_division(plan, gpu.uuid),
         "memory_limit_mib": memory_mib,
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
@@ -323,7 +326,7 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if sharing else "not configured"),
+        or ("" if sharing or devices else "not configured"),
     }
 
 
@@ -348,7 +351,7 @@ def _note(gpu: GpuRecord) -> str:
     if gpu["reason"]:
         return gpu["reason"]
     if gpu["sharing"] == MIG:
-        return ""  # its instances have their own
+        return f"MIG layout: {gpu['division']}"
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
     why = WHY_UNENFORCED.get(gpu["sharing"] or "", "")
     unenforced = "" if gpu["budget_enforced"] else f"budgets are not enforced: the GPU is {why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +13,7 @@ from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, notes, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
+from yunion_mps.enums import NOTICE
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -28,13 +29,27 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.transport import Retrier, run_blocking
 from yunion_mps.overview import REEXEC as REEXEC_HINT
 from yunion_mps.overview import version_mismatch
-from yunion_mps.reasons import LEASES_PENDING, LIMITS_PENDING, hint_of
+from yunion_mps.reasons import (
+    DRIVER_HUNG,
+    LAYOUT_NEEDS,
+    LAYOUT_WAITS,
+    LEASES_PENDING,
+    LIMITS_PENDING,
+    hint_of,
+)
+from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ChangeList, MpsClient, Status
+    from yunion_mps.answers import ChangeList, ClientList, MpsClient, Status, StatusProblem
 
 
+#: What a MIG layout has no place for.
+_LOSSES = (
+    Column("DEVICE", "subject"),
+    Column("LEASE", lambda loss: (loss["lease"] or "")[:ID_LENGTH]),
+    Column("HOLDER", "holder"),
+)
 _FIELDS = ("kind", "subject", "before", "after", "effect")
 _COLUMNS = (
     Column("KIND", "kind", drop=1),
@@ -48,6 +63,11 @@ _POLL_S = 0.5
 _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 #: The default timeout of `--now`: servers end within moments.
 _NOW_S = 60
+#: What ends by itself is awaited, unlike what lasts until a lease ends or the operator acts.
+_AWAITED = {LIMITS_PENDING, *LAYOUT_WAITS}
+_NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
+_LASTING = {LEASES_PENDING, *_NEEDS}
+_REST = "everything else is in effect"
 #: How long a lease may last after its jobs: its holder may be their parent.
 _RELEASE_S = 2.0
 #: States in which a control daemon does not serve for a reason.
@@ -69,6 +89,8 @@ def plan(output: str) -> None:
     """
     answer = call(GET_PLAN)
     title = "A reload would change nothing."
+    if answer["pending"]:
+        title = "A reload would change nothing else; these changes are pending:"
     if answer["changes"]:
         title = "A reload would make these changes:"
         if answer["pending"]:
@@ -87,7 +109,10 @@ def _text(title: str, answer: ChangeList) -> str:
         wrapped("Pending:  " + ": ".join(filter(None, (entry["domain"], entry["pending"]))), 10)
         for entry in answer["pending"]
     )
-    return f"{title}\n{text}{pending}"
+    losses = ""
+    if answer["losses"]:
+        losses = f"A reload --now would also take these away:\n{table(_LOSSES, answer['losses'])}"
+    return f"{title}\n{text}{pending}{losses}"
 
 
 @click.command("reload", short_help="Reload the configuration.")
@@ -96,7 +121,9 @@ def _text(title: str, answer: ChangeList) -> str:
     help="Admit no new processes under the old limits, and wait for running jobs to end.",
 )  # fmt: skip
 @click.option(
-    "--now", is_flag=True, help="List the jobs that delay the change, ask for confirmation, and end them."
+    "--now",
+    is_flag=True,
+    help="List the jobs and leases that delay the change, ask for confirmation, and end them.",
 )
 @click.option(
     "--timeout", type=Duration(), metavar="DURATION",
@@ -112,8 +139,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
     fails if devices are still pending because of a lease.
 
-    A new MIG layout waits until no lease and no process uses what has to go. With --now, it does not wait for
-    leases, and it replaces unused instances that other programs created; processes must still end.
+    A new MIG layout waits until no lease and no process uses what has to go. With --drain, reload waits for
+    it. With --now, the layout does not wait for leases, and replaces unused instances that other programs
+    created, which are listed first; processes must still end.
 
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.
@@ -133,7 +161,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     jobs: list[MpsClient] = []
     if now:
         refuse_unattended(yes)
-        jobs = _confirm_end_of_jobs(yes)
+        jobs = _confirm(yes)
     # The reload must be accepted before any job is ended.
     answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
     status, waits = call(GET_STATUS), drain or now
@@ -162,19 +190,21 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
 
-def _confirm_end_of_jobs(yes: bool) -> list[MpsClient]:
-    """Print the jobs that `--now` would end, and return them; raises YunionError unless confirmed."""
-    would_end = _would_end(call(GET_PLAN), call(GET_STATUS))
-    if would_end is None:
-        return []
-    answer = call(GET_CLIENTS)
-    clients = [client for client in answer["clients"] if would_end(client)]
+def _confirm(yes: bool) -> list[MpsClient]:
+    """Print what `--now` would end, and return the jobs of that; raises YunionError unless confirmed."""
+    plan, verb = call(GET_PLAN), "will" if yes else "would"
+    would_end = _would_end(plan, call(GET_STATUS))
+    answer: ClientList | None = call(GET_CLIENTS) if would_end else None
+    clients = [client for client in answer["clients"] if would_end(client)] if answer and would_end else []
+    errors = answer["errors"] if answer else []
     if clients:
-        verb = "will" if yes else "would"
         click.echo(f"These jobs {verb} be ended:\n{clients_table(clients)}", nl=False, err=True)
-    for error in answer["errors"]:
+    for error in errors:
         print_notice(f"not all clients are known: {error}")
-    if clients or answer["errors"]:
+    if plan["losses"]:
+        losses = table(_LOSSES, plan["losses"])
+        click.echo(f"The MIG layouts {verb} take these away:\n{losses}", nl=False, err=True)
+    if clients or errors or plan["losses"]:
         confirm("End them?", yes)
     return clients
 
@@ -224,9 +254,10 @@ def _wait(timeout_s: int | None) -> Status:
     announced = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
-        pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
+        waits = _pending(status, _AWAITED)
+        pending = _texts(waits)
         if not pending:
-            _refuse_pending_devices(status)
+            _refuse_what_waits_longer(status)
             if announced:
                 print_notice("all changes are in effect")
             return status
@@ -235,13 +266,26 @@ def _wait(timeout_s: int | None) -> Status:
             announced = pending
         if timeout_s is not None and time.monotonic() > begin_s + timeout_s:
             hint = "it takes effect automatically; see: yunion-mps status"
-            raise YunionError(
-                f"still pending after {duration_text(timeout_s)}: {pending}", hint, LIMITS_PENDING
-            )
+            everything = _texts(_pending(status, _AWAITED | _LASTING))
+            what = f"still pending after {duration_text(timeout_s)}: {everything}; {_REST}"
+            raise YunionError(what, hint, waits[0]["code"])
         time.sleep(_POLL_S)
 
 
-def _refuse_pending_devices(status: Status) -> None:
+def _pending(status: Status, codes: Collection[str]) -> list[StatusProblem]:
+    return [one for one in status["problems"] if one["code"] in codes and one["level"] != NOTICE]
+
+
+def _texts(problems: Iterable[StatusProblem]) -> str:
+    return "; ".join(problem["text"] for problem in problems)
+
+
+def _refuse_what_waits_longer(status: Status) -> None:
+    """Raise YunionError if a lease or the operator has to act before all is in effect."""
+    lasting = _pending(status, _NEEDS)
+    if lasting:
+        what = f"still pending: {_texts(lasting)}; {_REST}"
+        raise YunionError(what, lasting[0]["hint"], lasting[0]["code"])
     end_s = time.monotonic() + _RELEASE_S
     while status["devices"]["pending"] and time.monotonic() < end_s:
         time.sleep(_POLL_S)
@@ -249,7 +293,7 @@ def _refuse_pending_devices(status: Status) -> None:
     if status["devices"]["pending"]:
         pending = "; ".join(entry["pending"] for entry in call(GET_PLAN)["pending"] if entry["leases"])
         if pending:
-            raise YunionError(f"still pending: {pending}", hint_of(LEASES_PENDING), LEASES_PENDING)
+            raise YunionError(f"still pending: {pending}; {_REST}", hint_of(LEASES_PENDING), LEASES_PENDING)
 
 
 def _refuse_if_not_serving(status: Status) -> None:

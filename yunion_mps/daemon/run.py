@@ -25,8 +25,8 @@ from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import FAILED
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.supervisor.changes import warnings
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.supervisor.snapshots import warnings
 
 if TYPE_CHECKING:
     from yunion_mps.service.queries import Queries

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 from types import ModuleType
@@ -97,7 +98,26 @@ def reason_of(error: DriverError) -> Reason:
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 
+class _Work:
+    """Work on a thread; once its caller has given it up, it makes no more driver calls."""
+
+    is_abandoned = False
+
+
+#: The `work` of each thread.
+_of_thread = threading.local()
+
+
+def refuse_if_abandoned() -> None:
+    """Raise DriverError if the caller of this thread's work has given it up."""
+    work: _Work | None = getattr(_of_thread, "work", None)
+    if work and work.is_abandoned:
+        what = "an earlier call took too long, so this one is not made"
+        raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
+
+
 def call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
+    refuse_if_abandoned()
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
@@ -135,15 +155,25 @@ class Deadline:
     def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
         """Return the result of `work` or raise its error; raises DriverError if it takes too long.
 
-        While an earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
+        Then the driver call that hangs may still succeed later, but `work` makes no call after it. While an
+        earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
         with `may_hang` makes the call on the caller's thread without a deadline.
         """
         if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
             raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
         outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
+        state = _Work()
+
+        def run() -> T:
+            _of_thread.work = state
+            try:
+                return work()
+            finally:
+                _of_thread.work = None  # the thread is used again
+
         try:
-            threads.start(work, lambda *given: outcome.put(given))
+            threads.start(run, lambda *given: outcome.put(given))
         except ShortageError:
             if not may_hang:
                 raise
@@ -151,6 +181,7 @@ class Deadline:
         try:
             result, error = outcome.get(timeout=self._timeout_s)
         except Empty:
+            state.is_abandoned = True
             self._hanging = outcome
             what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
             raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG)) from None

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.driver import bounded, call, driver_error, mib, optional, pynvml, text
+from yunion_mps.inventory.driver import (
+    bounded,
+    call,
+    driver_error,
+    mib,
+    optional,
+    pynvml,
+    refuse_if_abandoned,
+    text,
+)
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import Gpu
@@ -118,6 +127,7 @@ _REFUSALS = {
 
 def _change(what: str, function: Any, *arguments: Any) -> Any:
     """Call a function that changes something; its DriverError says `what` failed."""
+    refuse_if_abandoned()
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:

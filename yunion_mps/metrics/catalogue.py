@@ -201,7 +201,7 @@ CATALOGUE = (
                          "parent": gpu["parent"] or "", "mig_profile": gpu["mig_profile"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
-           (AVAILABLE, UNAVAILABLE, NOT_USED),
+           (AVAILABLE, PENDING, UNAVAILABLE, NOT_USED),
            lambda facts: ((*_of_gpu(gpu), gpu["state"]) for gpu in facts.gpus), _GPU),
     _gpu("yunion_mps_gpu_usable",
          "Whether the GPU itself can be used (1) or not (0), regardless of the state of its control daemon.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
@@ -125,6 +125,11 @@ def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, NO_REASON)
 
 
+def is_layout_pending(gpu: Gpu, snapshot: Snapshot, serving: Collection[str]) -> bool:
+    """Whether it only waits for its MIG layout, while it or an instance is `serving` (UUIDs)."""
+    return not gpu.reason and gpu.pci_address in snapshot.plan.unavailable and gpu.uuid in serving
+
+
 def domain_names(plan: Plan) -> dict[str, str]:
     """The domain of each GPU (UUID) that has devices or a pool; empty if it needs none."""
     names = {gpu.uuid: "" for gpu in plan.direct}
@@ -228,11 +233,18 @@ def gpu_json(
     load: GpuLoad,
     sharing: str | None,
     why_unusable: Reason,
+    serving: Collection[str],
 ) -> answers.Gpu:
-    """A GPU with the number of its devices, and how it is shared; None if it is not used at all."""
+    """A GPU with the number of its devices, and how it is shared; None if it is not used at all.
+
+    `serving` has the UUIDs of GPUs that serve devices, themselves or by an instance.
+    """
     uuid, plan = gpu.uuid or "", snapshot.plan
     capability = gpu.compute_capability
     reason = gpu_reason(gpu, snapshot) or why_unusable
+    state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
+    if is_layout_pending(gpu, snapshot, serving):
+        state = PENDING
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -249,7 +261,7 @@ def gpu_json(
         "index": gpu.nvml_index,
         "device_minor": gpu.minor,
         "devices": devices,
-        "state": UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED,
+        "state": state,
         "reason": reason,
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,

@@ -10,10 +10,11 @@ from collections.abc import Collection
 
 from yunion_mps.config import load
 from yunion_mps.enums import STOPPED, TIME_SLICES
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
@@ -33,7 +34,7 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.mig import MigRecord
 from yunion_mps.supervisor.mig import restore as restore_layouts
@@ -53,7 +54,7 @@ def check(paths: Paths) -> int:
         preflight.check()
     finally:
         preflight.close()
-    log.info("the configuration is valid: %d devices", len(preflight.plan.devices))
+    log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
     return 0
 
 
@@ -85,7 +86,9 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = load_served(paths).gpus
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    errors = restore_unused(COMPUTE_MODE, store, None, gpus_of(processes), gpus).not_restored
+    held = _held_by_processes(store)
+    used = {*gpus_of(processes), *held}
+    errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
     restore_unused(TIME_SLICE, store, None, (), gpus)
     for process in processes:
         log.error(
@@ -96,6 +99,8 @@ def _restore(paths: Paths, store: Store) -> int:
         name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
         if uuid in errors and errors[uuid].code == GPU_LOST:
             how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
+        if uuid in held:
+            how = "end the processes on it, then run this again: yunion-mps-daemon --restore"
         log.error("the compute mode of %s differs from the original; %s", name, how)
     for uuid, value in slices.items():
         how = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
@@ -106,6 +111,13 @@ def _restore(paths: Paths, store: Store) -> int:
         "everything is restored: no control daemon is running, and the GPUs have their original compute modes"
     )
     return 0
+
+
+def _held_by_processes(store: Store) -> set[str]:
+    """Return the UUIDs of the GPUs whose modes are not restored yet; recorded leases may have ended."""
+    with contextlib.suppress(DriverError), Nvml() as nvml:
+        return held_by_jobs(nvml, store, ())
+    return set()
 
 
 def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:

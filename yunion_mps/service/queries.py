@@ -15,19 +15,20 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import shorten
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import DOMAIN_NOT_READY, NO_REASON, Reason
+from yunion_mps.reasons import DOMAIN_NOT_READY, LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.service.devices import (
     devices_json,
     domain_json,
     gpu_json,
     gpu_reason,
+    is_layout_pending,
     pool_json,
     unusable_reasons,
     ways_in_effect,
 )
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.supervisor.changes import warnings
+from yunion_mps.supervisor.snapshots import warnings
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Queries:
         """Every GPU of the host as of the last poll; an unusable one has a reason."""
         snapshot = self._snapshot()
         ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
-        self.all_devices()  # which counts them
+        serving = self._serving()  # which counts the devices
         gpus = [
             gpu_json(
                 gpu,
@@ -139,6 +140,7 @@ class Queries:
                 self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
                 ways.get(gpu.uuid or ""),
                 why.get(gpu.uuid or "", NO_REASON),
+                serving,
             )
             for gpu in snapshot.inventory.gpus
         ]
@@ -146,6 +148,11 @@ class Queries:
         for gpu in gpus:
             gpu["budget_enforced"] = gpu["budget_enforced"] and gpu["uuid"] not in sliced
         return {"gpus": gpus, "total": len(gpus)}
+
+    def _serving(self) -> set[str]:
+        """The UUIDs of the GPUs with a device that can be used, and of those with one on an instance."""
+        serving = {device["gpu_uuid"] for device in self.all_devices() if device["state"] != UNAVAILABLE}
+        return serving | {gpu.parent for gpu in self._snapshot().inventory.gpus if gpu.uuid in serving}
 
     def pools(self) -> answers.PoolList:
         """The GPUs whose memory is leased in units."""
@@ -184,14 +191,18 @@ class Queries:
 
         `ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`.
         """
-        snapshot = self._snapshot()
+        snapshot, used = self._snapshot(), self._serving()
         if not snapshot.enabled:
             return "disabled"
         serving = sum(domain.state == READY for domain in snapshot.domains)
         unusable = unusable_reasons(snapshot)
         if not serving and all(unusable[gpu.uuid] for gpu in snapshot.plan.direct):
             return "failed"
-        broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
+        broken = any(
+            reason and not (reason.code in LAYOUT_WAITS and is_layout_pending(gpu, snapshot, used))
+            for gpu in snapshot.inventory.gpus
+            for reason in (gpu_reason(gpu, snapshot),)
+        )
         broken = broken or any(unusable.values())
         return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
@@ -284,7 +295,12 @@ class Queries:
     def unusable_gpus(self) -> frozenset[str]:
         """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
         snapshot = self._snapshot()
-        return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
+        serving = self._serving()
+        return frozenset(
+            gpu.address
+            for gpu in snapshot.inventory.gpus
+            if gpu_reason(gpu, snapshot) and not is_layout_pending(gpu, snapshot, serving)
+        )
 
     def _details(self, summary: answers.Device) -> answers.DeviceDetails:
         snapshot = self._snapshot()

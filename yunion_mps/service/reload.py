@@ -9,16 +9,18 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import APPLYING, STARTING
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
+from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event
+from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import layout_pending
+from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import count, decode_line
 
@@ -49,10 +51,18 @@ class LoopControl(NamedTuple):
 class Reloader:
     """Carries out reloads and re-execs, one at a time."""
 
-    def __init__(self, paths: Paths, supervisor: Supervisor, ledger: Ledger, control: LoopControl) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        ledger: Ledger,
+        containers: Containers,
+        control: LoopControl,
+    ) -> None:
         self._paths = paths
         self._supervisor = supervisor
         self._ledger = ledger
+        self._containers = containers
         self._control = control
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
@@ -62,10 +72,11 @@ class Reloader:
         async with self.lock:
             preflight = await self._run_preflight()
             try:
-                _, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+                plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+                losses = await self._losses(plan, preflight)
             finally:
                 self._close(preflight)
-        return self._answer(changes)
+        return self._answer(changes, losses)
 
     async def reload(
         self, requester: str = "a client", *, drain: bool = False, now: bool = False
@@ -88,7 +99,7 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
-            self._supervisor.force_layouts(now=now)
+            self._supervisor.layouts.force(now=now)
             await self.apply_layouts()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
@@ -169,7 +180,38 @@ class Reloader:
         while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
-    def _answer(self, changes: Sequence[Change]) -> answers.ChangeList:
+    async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:
+        """What MIG layouts take away if they do not wait for leases, nor for other programs' instances."""
+        supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
+        if nvml is None or not plan.layouts:
+            return []
+        found = await on_thread(
+            lambda: supervisor.layouts.losses(plan, preflight.inventory, leased, nvml, supervisor.store())
+        )
+        lost = {uuid for losses in found.values() for uuid in losses.uuids}
+        rows: list[answers.Loss] = [
+            {
+                "subject": device.addr,
+                "lease": lease.id,
+                "holder": describe_holder(lease.holder, self._containers),
+            }
+            for lease in self._ledger.leases.values()
+            for device in lease.devices
+            if device.gpu_uuid in lost
+        ]
+        addresses = {gpu.uuid: gpu.address for gpu in preflight.inventory.gpus}
+        rows += [
+            {
+                "subject": f"{addresses[uuid]}-g{one.id}",
+                "lease": None,
+                "holder": f"another program ({one.profile})",
+            }
+            for uuid, losses in found.items()
+            for one in losses.others
+        ]
+        return rows
+
+    def _answer(self, changes: Sequence[Change], losses: Sequence[answers.Loss] = ()) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
         pending: list[answers.Pending] = [
             {
@@ -181,7 +223,7 @@ class Reloader:
             if status.pending or status.state in (STARTING, APPLYING)
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
-        names = domain_names(snapshot.plan)
+        names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             devices = count(len(wait.pending), "device")
@@ -190,10 +232,11 @@ class Reloader:
         pending += [
             {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
             for uuid, why in snapshot.plan.pending.items()
+            if uuid not in layouts
         ]
         pending += [
-            {"domain": "", "pending": layout_pending(address, why), "leases": []}
-            for address, why in self._supervisor.pending_layouts.items()
+            {"domain": "", "pending": layout_pending(gpus.get(uuid, uuid), why), "leases": []}
+            for uuid, why in layouts.items()
         ]
         rows: list[answers.Change] = [
             {
@@ -206,7 +249,7 @@ class Reloader:
             }
             for change in changes
         ]
-        return {"changes": rows, "pending": pending}
+        return {"changes": rows, "pending": pending, "losses": [*losses]}
 
     async def _check_new_program(self) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""

@@ -34,6 +34,7 @@ from yunion_mps.service.holdings import (
 )
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
+from yunion_mps.supervisor.layouts import layout_pending
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -141,6 +142,11 @@ def _service_problems(
             name = f" ({gpu['name']})" if gpu["name"] else ""
             hint = hint_of(code, gpu=gpu["uuid"] or gpu["pci_address"])
             yield _problem(PROBLEM, code, f"GPU {gpu['addr']}{name}: {gpu['reason']}", hint, gpu=gpu["addr"])
+        elif gpu["state"] == PENDING:
+            code = gpu["reason_code"]
+            level = PENDING if code in reasons.LAYOUT_WAITS else PROBLEM
+            text = layout_pending(gpu["addr"], Reason(gpu["reason"], code))
+            yield _problem(level, code, text, hint_of(code, gpu=gpu["uuid"] or ""), gpu=gpu["addr"])
     for warning, its_gpu in warnings:
         yield _problem(WARNING, warning.code, warning, gpu=its_gpu and its_gpu.address)
     for domain in service["domains"]:

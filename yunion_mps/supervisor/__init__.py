@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
-from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits, notice, statuses
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, ComputeModes, ModeResult, ModeWork
+from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
+from yunion_mps.supervisor.compute_modes import (
+    COMPUTE_MODE,
+    ComputeModes,
+    ModeResult,
+    ModeWork,
+    held_by_jobs,
+)
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigLayouts, carry_out, restore
+from yunion_mps.supervisor.layouts import MigLayouts
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
@@ -40,6 +46,7 @@ from yunion_mps.supervisor.preflight import (
     leased_without_mps,
     left_running,
 )
+from yunion_mps.supervisor.snapshots import Snapshots
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 __all__ = ["Change", "Supervisor"]
@@ -61,15 +68,20 @@ class Supervisor:
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
-        self._layouts = MigLayouts(self._gpus, self.event_log.record)
+        self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
+        self._snapshots = Snapshots(
+            paths.host_conf,
+            self.desired,
+            self._gpus,
+            self.fleet,
+            self.layouts,
+            lambda: self._modes.time_slices.in_effect(self.desired.in_effect()),
+            self._warnings,
+        )
         #: Whether a stop has begun.
         self.stopping = False
         #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
-        self._version = 0
-        self._leftovers_notice = ""
-        self._warnings: dict[str, Reason] = {}
-        self._snapshot: Snapshot | None = None
         #: What the last poll found, and for what: if nothing of it changes, neither does anything else.
         self._polled: tuple[Inventory, Config, Plan, Inventory] | None = None
 
@@ -124,6 +136,7 @@ class Supervisor:
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
         self._modes.end()
+        self.layouts.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
@@ -145,9 +158,7 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
-        layouts, gpus = self.desired.plan.layouts, self._gpus.inventory.gpus
-        restored = restore(layouts, gpus, self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
-        self._layouts.note(restored, self.desired.plan)
+        self.layouts.restore(self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
@@ -178,41 +189,17 @@ class Supervisor:
 
     def snapshot(self) -> Snapshot:
         """Return the current state; the same object as long as nothing changes."""
-        if self._snapshot is None:
-            self._version += 1
-            warnings = [reason for reason in self._warnings.values() if reason]
-            warnings += self._modes.time_slices.refusals.values()
-            if self.event_log.write_error:
-                means = "events are kept in a temporary copy for now, and changes are refused"
-                what = f"{self.event_log.write_error}; {means}"
-                warnings.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
-            self._snapshot = Snapshot(
-                self._version,
-                self.config.enable_cuda_mps,
-                self._notice(),
-                self._modes.time_slices.in_effect(self.desired.in_effect()),
-                self._gpus.inventory,
-                statuses(self.domains, self.fleet.blocked, self._gpus.inventory.gpus),
-                (*self.desired.warnings, *warnings),
-            )
-        return self._snapshot
-
-    def _notice(self) -> Reason:
-        plan, host_conf = self.desired.plan, self._paths.host_conf
-        return notice(self.config, plan, host_conf, self._leftovers_notice, self.pending_layouts)
-
-    @property
-    def pending_layouts(self) -> dict[str, Reason]:
-        """Why MIG layouts are not in effect, by the GPU's address."""
-        uuids = {layout.gpu_uuid for layout in self.desired.plan.layouts}
-        why = {uuid: reason for uuid, reason in self._gpus.layout_reasons.items() if uuid in uuids}
-        return {gpu.address: why[gpu.uuid] for gpu in self._gpus.inventory.gpus if gpu.uuid in why}
+        return self._snapshots.get()
 
     def set_warning(self, about: str, reason: Reason) -> None:
         """Add a warning to the status; an empty reason removes it."""
-        if self._warnings.get(about, NO_REASON) != reason:
-            self._warnings[about] = reason
-            self._changed()
+        self._snapshots.set_warning(about, reason)
+
+    def _warnings(self) -> Iterator[Reason]:
+        yield from self._modes.time_slices.refusals.values()
+        if self.event_log.write_error:
+            means = "events are kept in a temporary copy for now, and changes are refused"
+            yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)
 
     # -- GPUs
 
@@ -262,7 +249,7 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
-        if self.desired.plan.pending or self._gpus.layout_reasons:
+        if self.desired.plan.pending or self.layouts.pending:
             return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
@@ -275,31 +262,32 @@ class Supervisor:
         """
         if not self.desired.plan.layouts or self.stopping or self.nvml is None:
             return ()
-        plan = self.snapshot().plan
-        offered = {*(device.gpu_uuid for device in plan.devices), *(pool.gpu_uuid for pool in plan.pools)}
-        busy = None if leased is None else offered.union(leased)
+        busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
-        return self._layouts.due(self.desired.plan, busy, restoring)
+        return self.layouts.due(busy, restoring)
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
         if self.nvml is None:
             return LayoutResult({}, {})
-        result = carry_out(tasks, Mig(self.nvml), self.store())
-        return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+        result = self.layouts.apply(tasks, self.nvml, self.store())
+        try:
+            return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
+        except DriverError:  # which the next poll reports
+            return result
 
     def note_layouts(self, result: LayoutResult, now_s: float) -> None:
         """Record what was done, and use the instances that there are now."""
-        self._layouts.note(result, self.desired.plan)
-        self._polled = None  # reasons may have changed without the GPUs
+        self.layouts.note(result)
+        self._changed()
         if result.inventory:
             self.update_gpus(result.inventory, now_s)
 
-    def force_layouts(self, *, now: bool) -> None:
-        """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
-        self._layouts.forced = {*self.desired.plan.layouts} if now else set()
-
     # -- compute modes
+
+    def compare_time_slices(self) -> None:
+        """Let the next work compare the time slices that are in effect with what the GPUs have."""
+        self._modes.time_slices.compare()
 
     def mode_work(self) -> ModeWork:
         return self._modes.due(self.desired.plan, self._store)
@@ -350,7 +338,7 @@ class Supervisor:
         return self._store
 
     def _changed(self) -> None:
-        self._snapshot = None
+        self._snapshots.changed()
 
     def _replan(self) -> None:
         """Plan for the GPUs as they are known now, and remember which of them serve."""
@@ -374,7 +362,7 @@ class Supervisor:
         tasks = self.layout_tasks(() if is_final else None)
         if tasks:
             result = self.apply_layouts(tasks)
-            self._layouts.note(result, self.desired.plan, is_final=is_final)
+            self.layouts.note(result, is_final=is_final)
             if result.inventory:
                 self._gpus.update(result.inventory, self.config, self.desired.plan)
             self.desired.replan()
@@ -389,9 +377,10 @@ class Supervisor:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
         leftovers = find_leftovers(store, self.desired.domains())
-        self._leftovers_notice = leftovers.notice
+        self._snapshots.leftovers = leftovers.notice
         if store:
-            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running)}
+            held = held_by_jobs(self.nvml, store, leased_without_mps(store))
+            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             gpus = self._gpus.inventory.gpus
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
             restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)

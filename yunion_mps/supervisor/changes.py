@@ -6,19 +6,18 @@ Changes are shown in advance, and recorded when they begin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
-from yunion_mps.enums import STOPPED
 from yunion_mps.errors import ConfigError
-from yunion_mps.models import Device, DomainPlan, DomainStatus, Event, Gpu, Inventory, Plan, Snapshot
+from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import describe_division, enforces_budgets, pools_of
+from yunion_mps.planning.division import describe_division, pools_of
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
@@ -47,10 +46,6 @@ PLANNED_KEYS = {
     "cuda_mps_multiuser",
     "over_budget",
 }
-
-_WAITS = Reason(
-    "waiting for the control daemon that currently serves its GPUs to end", reasons.LIMITS_PENDING
-)
 
 
 class LeaseWait(NamedTuple):
@@ -271,9 +266,6 @@ def _after_leases(effect: str, wait: LeaseWait | None) -> str:
     return f"{AT_ONCE} for {wait.total - waiting} of {wait.total} devices; for the others {end}"
 
 
-# -- the state in effect, as the snapshot has it
-
-
 def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
     """Return the plan with the devices and pools that clients get now, perhaps of an earlier plan."""
     served = {uuid for domain in domains for uuid in domain.in_effect.gpu_uuids}
@@ -288,76 +280,12 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
         for gpu in desired.direct
         if gpu.uuid in served
     }
-    order = _order(gpus)
+    order = order_of(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
     pending |= desired.pending
     return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
 
 
-def statuses(
-    domains: Sequence[Domain], blocked: Iterable[DomainPlan], gpus: Sequence[Gpu]
-) -> tuple[DomainStatus, ...]:
-    """Return the status of each domain, and of those that wait for the end of another, in the GPUs' order."""
-    active = [domain.status() for domain in domains]
-    names = {status.plan.name for status in active}
-    waiting = (plan for plan in blocked if plan.name not in names)
-    active += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
-    order = _order(gpus)
-    return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
-
-
-def notice(
-    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Mapping[str, Reason]
-) -> Reason:
-    """Return why the host offers no devices, if so, and the notice about `leftovers`.
-
-    `layouts` says why MIG layouts are not in effect, by the GPU's address.
-    """
-    why, code = "", reasons.CONTROL_DAEMON_LEFT
-    if not config.enable_cuda_mps:
-        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
-        code = reasons.DISABLED
-    elif not desired.domains and not desired.direct:
-        waits = [layout_pending(address, reason) for address, reason in layouts.items()]
-        others = [
-            f"{address}: {reason}"
-            for address, reason in desired.unavailable.items()
-            if reason not in layouts.values()
-        ]
-        if waits:
-            why, code = "; ".join([*waits, *others]), next(iter(layouts.values())).code
-        else:
-            each = "; ".join(others) or "no GPU was found"
-            why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
-    text = "; ".join(part for part in (why, leftovers) if part)
-    return Reason(text, code if text else "")
-
-
-def layout_pending(address: str, reason: Reason) -> str:
-    return f"the MIG layout of GPU {address} is pending: {reason}"
-
-
-def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
-    """Yield what an operator must know although all runs, such as budgets that are not enforced."""
-    for warning in snapshot.warnings:
-        yield warning, None
-    served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
-    for gpu in snapshot.inventory.gpus:
-        if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
-            what = (
-                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
-                "its clients can use all of its memory and threads"
-            )
-            yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
-        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served else None
-        if planned and not gpu.reason and gpu.compute_mode != planned:
-            what = (
-                f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
-                "a process that bypasses the control daemon could use it without limits"
-            )
-            yield Reason(what, reasons.COMPUTE_MODE_CHANGED), gpu
-
-
-def _order(gpus: Iterable[Gpu]) -> dict[str | None, int]:
+def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:
     return {gpu.uuid: place for place, gpu in enumerate(gpus)}

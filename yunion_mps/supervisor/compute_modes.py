@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.host import store as records
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Event, Gpu, Plan
+from yunion_mps.models import DEFAULT, Event, Gpu, Plan
 from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpu_settings import (
@@ -19,12 +21,15 @@ from yunion_mps.supervisor.gpu_settings import (
     SettingResult,
     SettingWork,
     carry_out,
+    name_of,
     originals,
     restore_unused,
 )
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.preflight import gpus_of, left_running
+from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
 from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices
+
+log = logging.getLogger(__name__)
 
 COMPUTE_MODE = Setting(records.COMPUTE_MODE, "compute mode", Nvml.set_compute_mode, Nvml.restore_compute_mode)
 
@@ -45,6 +50,21 @@ class ModeResult(NamedTuple):
     #: Why modes could not be restored.
     not_restored: Mapping[str, YunionError] = {}
     time_slices: SettingResult = NO_SLICES
+
+
+def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
+    """Return the UUIDs of the GPUs whose original modes would keep out processes of jobs without MPS.
+
+    Contexts that exist continue in such a mode, but a job that starts, or that creates another one, fails. So
+    they wait until the GPU is not among those `leased` and has no process.
+    """
+    strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
+    if not strict:
+        return set()
+    used: set[str] = set()
+    with contextlib.suppress(DriverError, ShortageError):
+        used = {uuid for uuid, pids in (nvml.processes() if nvml else {}).items() if pids}
+    return strict & (used | set(leased))
 
 
 class ComputeModes:
@@ -83,17 +103,25 @@ class ComputeModes:
         with self._lock:
             if self._ended:
                 return ModeResult({}, {})
-            gpus = self._gpus.inventory.gpus
-            modes = carry_out(COMPUTE_MODE, SettingWork(work.changes, work.restore), nvml, store, gpus)
+            gpus, restore = self._gpus.inventory.gpus, work.restore
+            if restore:
+                held = held_by_jobs(nvml, store, leased_without_mps(store))
+                restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
+            modes = carry_out(COMPUTE_MODE, SettingWork(work.changes, restore), nvml, store, gpus)
             return ModeResult(*modes, self.time_slices.set(work.time_slices, nvml, store))
 
     def end(self) -> None:
         self._ended = True
 
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
-        """Restore the modes of all GPUs except those in `left`; return whether there were any."""
+        """Restore all modes except those of GPUs in `left` or with jobs; return whether there were any."""
         with self._lock:  # wait for work that is under way
             gpus = self._gpus.inventory.gpus
+            held = held_by_jobs(nvml, store, leased_without_mps(store)) - set(left)
+            for uuid in held:
+                what = f"{name_of(uuid, gpus)} keeps its compute mode, because jobs without MPS use it"
+                log.warning("%s; %s", what, "after their end: yunion-mps-daemon --restore")
+            left = {*left, *held}
             slices = restore_unused(TIME_SLICE, store, nvml, (), gpus)
             result = ModeResult(*restore_unused(COMPUTE_MODE, store, nvml, left, gpus), slices)
             return self.note(result, "the original mode was restored")

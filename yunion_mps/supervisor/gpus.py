@@ -35,8 +35,6 @@ class Gpus:
         self._faults = _read_faults(paths.gpu_faults)
         #: Why compute modes could not be set, by GPU UUID.
         self.mode_errors: dict[str, DriverError] = {}
-        #: Why MIG layouts are not in effect, by GPU UUID.
-        self.layout_reasons: dict[str, Reason] = {}
         self._remembered: set[tuple[str | None, str]] | None = None
         gpus = [self._with_reason(gpu, config, plan.sharing) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
@@ -99,11 +97,6 @@ class Gpus:
             elif uuid in errors:
                 self._replace(self._with_mode_error(gpu))
 
-    def note_layouts(self, layout_reasons: Mapping[str, Reason]) -> None:
-        """Record by GPU UUID why layouts are not in effect; the reason is empty if one is."""
-        self.layout_reasons |= layout_reasons
-        self.layout_reasons = {uuid: why for uuid, why in self.layout_reasons.items() if why}
-
     def clear_faults(self) -> None:
         """Consider every GPU healthy, as the operator asks by a reload."""
         for gpu in self.inventory.gpus:
@@ -159,8 +152,7 @@ class Gpus:
         gpu = self._with_mode_error(gpu)
         way = sharing.get(gpu.pci_address)
         reason = unusable_reason(gpu, config, way) if way else gpu.reason
-        reason = reason or self._fault_of(gpu) or self.layout_reasons.get(gpu.uuid or "", NO_REASON)
-        return gpu._replace(reason=reason)
+        return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:
         return self._faults.get(gpu.physical_address, NO_REASON)

@@ -1,4 +1,4 @@
-"""MIG layouts: compared with what a GPU has, brought into effect, and restored.
+"""MIG layouts: brought into effect step by step, and restored.
 
 Before each step it is recorded what is ours, so that the daemon after one that was killed continues where it
 was, and never destroys an instance that another program created: only those whose creation was recorded are
@@ -13,15 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.errors import BusyError, DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
-from yunion_mps.models import Event, Gpu, Inventory, Plan
-from yunion_mps.planning.mig import change, describe
+from yunion_mps.models import Gpu, Inventory
+from yunion_mps.planning.mig import LayoutChange, change, describe
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.supervisor.gpus import Gpus
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +50,8 @@ class MigRecord(NamedTuple):
         store.record_mig(gpu_uuid, self._asdict())
 
     def owns(self, instance: MigInstance) -> bool:
-        """Whether we created it; one that was recorded before it was a MIG device has had no UUID yet."""
-        return any(
-            (one.id, one.profile, one.start) == (instance.id, instance.profile, instance.start)
-            and one.uuid in ("", instance.uuid)
-            for one in self.created
-        )
+        """Whether we created it."""
+        return any(one.is_same(instance) for one in self.created)
 
 
 class LayoutTask(NamedTuple):
@@ -74,105 +69,42 @@ class LayoutTask(NamedTuple):
     last: Reason = NO_REASON
 
 
+class Losses(NamedTuple):
+    """What a forced layout takes away: the UUIDs of GPUs and MIG devices, and instances of other programs."""
+
+    uuids: frozenset[str]
+    others: tuple[MigInstance, ...]
+
+
 class LayoutResult(NamedTuple):
     """By GPU UUID: why layouts are not in effect (an empty reason if they are), and what was changed.
 
-    `inventory` are the GPUs afterwards, None if they have not been scanned.
+    `settled` has the instances with which layouts are in effect, other programs' changes meanwhile not
+    included. `inventory` are the GPUs afterwards, None if they have not been scanned.
     """
 
     reasons: Mapping[str, Reason]
     changes: Mapping[str, str]
+    settled: Mapping[str, tuple[MigInstance, ...]] = {}
     inventory: Inventory | None = None
 
 
-class MigLayouts:
-    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+def carry_out(
+    tasks: Iterable[LayoutTask], mig: Mig, store: Store, is_ended: Callable[[], bool] = bool
+) -> LayoutResult:
+    """Bring the layouts into effect as far as possible, by driver calls that may be slow.
 
-    def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
-        self._gpus = gpus
-        self._emit = emit
-        #: What was found after a layout had come into effect, by GPU UUID.
-        self._settled: dict[str, _State] = {}
-        #: Those that an operator wants in effect now, until they are.
-        self.forced: set[MigLayout] = set()
-
-    def due(
-        self, plan: Plan, busy: Collection[str] | None, restoring: Collection[str]
-    ) -> tuple[LayoutTask, ...]:
-        """Return the layouts of GPUs that have changed since theirs came into effect.
-
-        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
-        """
-        known = None if busy is None else frozenset(busy)
-        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        tasks = []
-        for layout in plan.layouts:
-            gpu = gpus.get(layout.gpu_uuid)
-            last = self._gpus.layout_reasons.get(layout.gpu_uuid, NO_REASON)
-            if gpu is None or gpu.reason not in ("", last) or layout.gpu_uuid in restoring:
-                continue
-            state = _State.of(layout, gpu)
-            settled = self._settled.get(layout.gpu_uuid)
-            if settled != state:
-                self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, known, layout in self.forced, last))
-        return tuple(tasks)
-
-    def note(self, result: LayoutResult, plan: Plan, *, is_final: bool = True) -> None:
-        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
-
-        If it is not final, because the leases were unknown, the layouts are due once more.
-        """
-        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
-        for uuid, what in result.changes.items():
-            address = gpus[uuid].address if uuid in gpus else uuid
-            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
-        for layout in plan.layouts:
-            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
-                continue
-            if is_final and not result.reasons[layout.gpu_uuid]:
-                self._settled[layout.gpu_uuid] = _State.of(layout, gpus[layout.gpu_uuid])
-        self._gpus.note_layouts(result.reasons)
-        self.forced = {one for one in self.forced if self._gpus.layout_reasons.get(one.gpu_uuid)}
-
-    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
-        """Record that another program has changed what we had brought into effect."""
-        if settled is None or settled.layout != state.layout:
-            return
-        del self._settled[state.layout.gpu_uuid]
-        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
-            return  # another program created an instance beside ours
-        what = f"{settled} -> {state}"
-        consequence = "the layout is brought into effect again, unless something uses the GPU"
-        cause, code = "another program changed it", reasons.MIG_CHANGED
-        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
-
-
-class _State(NamedTuple):
-    """A layout, and the mode and instances with which it is in effect."""
-
-    layout: MigLayout
-    enabled: bool | None
-    pending: bool | None
-    instances: tuple[MigInstance, ...]
-
-    @classmethod
-    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
-        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
-
-    def __str__(self) -> str:
-        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"
-
-
-def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResult:
-    """Bring the layouts into effect as far as possible, by driver calls that may be slow."""
+    No step is made once `is_ended`.
+    """
     why: dict[str, Reason] = {}
     changes: dict[str, str] = {}
+    settled: dict[str, tuple[MigInstance, ...]] = {}
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
-        work = _LayoutWork(task, mig, store)
+        work = _LayoutWork(task, mig, store, is_ended)
         try:
             why[uuid] = work.apply()
+            settled[uuid] = work.settled
         except DriverError as error:
             code = error.code if error.code in _CODES else reasons.MIG_REFUSED
             why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
@@ -181,7 +113,15 @@ def carry_out(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> LayoutResu
         if work.done:
             changes[uuid] = ", ".join(work.done)
             log.info("%s: MIG: %s", name, changes[uuid])
-    return LayoutResult(why, changes)
+    return LayoutResult(why, changes, settled)
+
+
+def find_losses(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> dict[str, Losses]:
+    """Return by GPU UUID what would be lost if the layouts were forced; changes nothing.
+
+    Raises DriverError.
+    """
+    return {task.layout.gpu_uuid: _Forecast(task._replace(force=True), mig, store).losses() for task in tasks}
 
 
 _CODES = (
@@ -193,15 +133,19 @@ _CODES = (
 class _LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
-    def __init__(self, task: LayoutTask, mig: Mig, store: Store) -> None:
+    def __init__(self, task: LayoutTask, mig: Mig, store: Store, is_ended: Callable[[], bool] = bool) -> None:
         self._task = task
+        self._is_ended = is_ended
         self._uuid = task.layout.gpu_uuid
         self._layout = task.layout
         self._mig = mig
         self._store = store
         self._record = MigRecord.read(store, self._uuid)
+        self._made: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = []
+        #: The instances with which the layout is in effect.
+        self.settled: tuple[MigInstance, ...] = ()
 
     def apply(self) -> Reason:
         """Return why the layout is not in effect; empty if it is."""
@@ -231,6 +175,7 @@ class _LayoutWork:
         self._remember_before(mode, existing)
         for instance in existing:
             self._destroy(instance)
+        self._begin_step()
         mode = self._mig.set_mode(self._uuid, to)
         shown = "on" if to else "off"
         if mode.enabled == to:
@@ -263,12 +208,7 @@ class _LayoutWork:
 
     def _apply_instances(self, existing: Sequence[MigInstance]) -> Reason:
         self._note_ours(existing)
-        desired, fixed = self._layout.profiles, self._fixed(existing)
-        done = change(desired, existing, fixed)
-        if done.in_the_way and self._task.force:
-            done = change(
-                desired, existing, fixed - {one.id for one in done.in_the_way if not self._pids(one)}
-            )
+        done = self._change(existing)
         if done.in_the_way:
             return self._why_in_the_way(done.in_the_way)
         if done.is_due:
@@ -281,9 +221,20 @@ class _LayoutWork:
             if not instance.compute_instances:
                 self._mig.create_compute(self._uuid, instance.id)
                 self.done.append(f"completed g{instance.id} ({instance.profile})")
+        self.settled = (*(one for one in existing if one not in done.destroy), *self._made)
         if self.done:
-            self._note_ours(self._instances())
+            found = self._instances()
+            self._note_ours(found)
+            self.settled = tuple(sorted(_as_found(one, found) for one in self.settled))
         return NO_REASON
+
+    def _change(self, existing: Sequence[MigInstance]) -> LayoutChange:
+        desired, fixed = self._layout.profiles, self._fixed(existing)
+        done = change(desired, existing, fixed)
+        if done.in_the_way and self._task.force:
+            unused = {one.id for one in done.in_the_way if not self._pids(one)}
+            return change(desired, existing, fixed - unused)
+        return done
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
@@ -328,10 +279,15 @@ class _LayoutWork:
         A later one of another program with the same id is then not taken for ours.
         """
         ours = tuple(one for one in existing if self._is_ours(one))
+        if self._task.last.code == reasons.DRIVER_HUNG:
+            there = {one.id for one in ours}
+            late = (one for one in self._record.created if one.id not in there)
+            self.done += [f"destroyed g{one.id} ({one.profile}) by a call that hung" for one in late]
         if ours != self._record.created:
             self._write(self._record._replace(created=ours))
 
     def _destroy(self, instance: MigInstance) -> None:
+        self._begin_step()
         kept = tuple(one for one in self._record.created if one.id != instance.id)
         if self._is_ours(instance):  # its compute instance goes first: if the rest fails, it has no UUID
             left = instance._replace(uuid="", compute_instances=0)
@@ -341,15 +297,43 @@ class _LayoutWork:
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
 
     def _create(self, profile: MigProfile, start: int) -> None:
+        self._begin_step()
         number = self._mig.create(self._uuid, profile, start)
         made = MigInstance(number, profile.name, start, profile.size, "", 0)
         self._write(self._record._replace(created=(*self._record.created, made)))
+        self._made.append(made)
         self._mig.create_compute(self._uuid, number)
         self.done.append(f"created g{number} ({profile.name})")
+
+    def _begin_step(self) -> None:
+        if self._is_ended():
+            raise BusyError("the daemon is stopping")
 
     def _write(self, record: MigRecord) -> None:
         record.write(self._store, self._uuid)
         self._record = record
+
+
+def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:
+    """Return the instance with its UUID, unless another one has taken its place meanwhile."""
+    return next((other for other in found if one.is_same(other)), one)
+
+
+class _Forecast(_LayoutWork):
+    """What a layout leads to once no process uses its GPU."""
+
+    def losses(self) -> Losses:
+        mode = self._mig.mode(self._uuid)
+        if self._layout.enabled and not mode.enabled:
+            return Losses(frozenset({self._uuid}), ())
+        existing = self._instances() if mode.enabled else ()
+        goes = self._change(existing).destroy if self._layout.enabled else existing
+        others = tuple(one for one in goes if not self._is_ours(one))
+        return Losses(frozenset(one.uuid for one in goes if one.uuid), others)
+
+    def _pids(self, instance: MigInstance) -> set[int]:
+        del instance
+        return set()
 
 
 def _pids(pids: Iterable[int]) -> str:
@@ -363,7 +347,7 @@ def restore(
     store: Store,
     used: Iterable[str],
 ) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired; forget what was recorded.
+    """Restore the layouts from before our first change, where that is desired, and forget those restored.
 
     Where a GPU or instance that would have to go is `used` (UUIDs) or has processes, nothing changes.
     """
@@ -380,8 +364,11 @@ def restore(
             tasks.append(LayoutTask(former, gpu, busy))
     result = carry_out(tasks, mig, store)
     for uuid, why in result.reasons.items():
-        if not why or why.code == reasons.MIG_RESET_REQUIRED:
-            store.forget_mig(uuid)
         if why:
-            log.error("the MIG layout of GPU %s is not restored: %s", by_uuid[uuid].address, why)
+            needs_reset = why.code == reasons.MIG_RESET_REQUIRED
+            how = f"; reset it: nvidia-smi --gpu-reset -i {uuid}" if needs_reset else ""
+            what = f"the MIG layout of GPU {by_uuid[uuid].address} is not restored: {why}{how}"
+            log.error("%s; then: yunion-mps-daemon --restore", what)
+        else:
+            store.forget_mig(uuid)
     return result

@@ -13,7 +13,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.reasons import CONTROL_DAEMON_ERROR, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DRIVER_HUNG, MIG_IN_USE, MIG_RESET_REQUIRED, Reason
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done, Serve
@@ -45,6 +45,14 @@ CLIENTS = r"""These jobs will be ended:
 """
 
 
+REST = "everything else is in effect"
+LOSSES = """\
+DEVICE      LEASE     HOLDER
+00:06.0-g2  7c1f0e7a  python (PID 4260, alice)
+00:06.0-g5  -         another program (3g.40gb)
+"""
+
+
 def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapshot:
     """The reference case, with something pending; a new version with each call."""
     shown = snapshots.reference()
@@ -59,8 +67,9 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
 
 def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
     assert own.good("plan") == "A reload would change nothing.\n"
-    own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"]}
-    assert own.good("plan") == "A reload would change nothing.\n" + PENDING
+    own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"], "losses": []}
+    title = "A reload would change nothing else; these changes are pending:\n"
+    assert own.good("plan") == title + PENDING
     own.host.reloader.planned = RELOADED
     title = "These changes are pending, or would be made by a reload:\n"
     assert own.good("plan") == title + TABLE + PENDING
@@ -68,7 +77,7 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
 
 def test_a_missing_value_before_or_after_is_a_dash(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
-    own.host.reloader.planned = {"changes": [change], "pending": []}
+    own.host.reloader.planned = {"changes": [change], "pending": [], "losses": []}
     assert "control daemon  host     -       1 GPU in /p  at once\n" in own.good("plan")
 
 
@@ -84,6 +93,7 @@ def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
     own.host.reloader.planned = {
         "changes": [],
         "pending": [{"domain": "host", "pending": waits, "leases": []}],
+        "losses": [],
     }
     lines = own.on_terminal(80, "plan")
     assert max(map(len, lines)) <= 80
@@ -138,7 +148,7 @@ def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, option
 def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
     own.host.snapshot = pending()
     told = f"yunion-mps: waiting: host: {WAITS}\n"
-    told += f"yunion-mps: still pending after 1s: host: {WAITS} [limits_pending]\n"
+    told += f"yunion-mps: still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n"
     told += "yunion-mps: it takes effect automatically; see: yunion-mps status\n"
     assert own("reload", "--drain", "--timeout", "1") == (1, SAME, told)
 
@@ -169,7 +179,7 @@ def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
     own.host.clients.found = by_hand.clients()
     done = own("reload", "--now", "--yes", "--timeout", "1")
     assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
-    assert f"still pending after 1s: host: {WAITS} [limits_pending]\n" in done.err
+    assert f"still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n" in done.err
 
 
 TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
@@ -183,7 +193,7 @@ def named_by_now(serve: Serve, waits: str, changes: list[Any], *found: Any) -> l
     ]
     cli = serve(TWO._replace(domains=tuple(domains)))
     cli.host.clients.found = by_hand.clients(*found)
-    cli.host.reloader.planned = {"changes": changes, "pending": []}
+    cli.host.reloader.planned = {"changes": changes, "pending": [], "losses": []}
     process = cli.start("reload", "--now", "--yes")
     eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
     cli.host.snapshot = TWO._replace(version=TWO.version + 1)
@@ -255,6 +265,53 @@ def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
     own.host.reloader.planned = PLANNED
     with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "")
+
+
+FOREIGN = {"subject": "00:06.0-g5", "lease": None, "holder": "another program (3g.40gb)"}
+LOSING: by_hand.Json = {**by_hand.NOTHING, "losses": [by_hand.EXAMPLES["Loss"], FOREIGN]}
+
+
+def test_a_plan_names_the_leases_and_instances_that_now_would_take_away(own: Cli) -> None:
+    own.host.reloader.planned = LOSING
+    title = "A reload would change nothing.\nA reload --now would also take these away:\n"
+    assert own.good("plan") == title + LOSSES
+
+
+def test_reload_now_asks_before_it_takes_leased_instances_away(own: Cli) -> None:
+    own.host.reloader.planned = LOSING
+    code, text = own.answered(b"n\n", "reload", "--now")
+    assert (code, own.host.reloader.done) == (1, ["plan"])
+    assert text == f"The MIG layouts would take these away:\n{LOSSES}End them? [y/N]: n\n{NOT_DONE}"
+    done = own("reload", "--now", "--yes")
+    assert (done.code, own.host.reloader.done) == (0, ["plan", "plan", "reload now"])
+    assert done.err == f"The MIG layouts will take these away:\n{LOSSES}"
+
+
+def without_its_layout(reason: Reason) -> Snapshot:
+    """The reference case, whose GPU serves although its MIG layout is not in effect."""
+    shown = snapshots.reference()
+    plan = shown.plan._replace(unavailable={shown.inventory.gpus[0].pci_address: reason})
+    return shown._replace(version=id(plan), plan=plan)
+
+
+@pytest.mark.parametrize("option", ["--drain", "--now"])
+def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
+    why = "the MIG layout of GPU 00:06.0 is pending: it waits for leases"
+    own.host.snapshot = without_its_layout(Reason("it waits for leases", MIG_IN_USE))
+    done = own("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
+    assert done.code == 1
+    assert done.err.startswith(
+        f"yunion-mps: waiting: {why}\nyunion-mps: still pending after 1s: {why}; {REST} [mig_in_use]\n"
+    )
+
+
+@pytest.mark.parametrize("code", [MIG_RESET_REQUIRED, DRIVER_HUNG])
+def test_a_reload_does_not_wait_for_what_needs_the_operator(own: Cli, code: str) -> None:
+    own.host.snapshot = without_its_layout(Reason("it needs a reset", code))
+    done = own("reload", "--drain")
+    why = "the MIG layout of GPU 00:06.0 is pending: it needs a reset"
+    assert done.code == 1
+    assert done.err.startswith(f"yunion-mps: still pending: {why}; {REST} [{code}]\n")
 
 
 LOOK = "see: journalctl -u yunion-mps-daemon"

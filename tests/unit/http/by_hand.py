@@ -36,7 +36,7 @@ EXAMPLES: Json = {
     for name, schema in json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text()).items()
 }
 
-NOTHING: Json = {"changes": [], "pending": []}
+NOTHING: Json = {"changes": [], "pending": [], "losses": []}
 AT_ONCE: Json = {
     "kind": "setting",
     "subject": "cuda_mps_stop_timeout_s",
@@ -47,7 +47,7 @@ AT_ONCE: Json = {
 }
 LATE: Json = EXAMPLES["Change"]
 WAITS = EXAMPLES["Pending"]["pending"]
-PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
+PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": [], "losses": []}
 RELOADED: Json = {**PLANNED, "pending": [EXAMPLES["Pending"]]}
 
 SERVER: Json = EXAMPLES["MpsServer"]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.driver import Deadline
+from yunion_mps.inventory.driver import Deadline, call
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
 from yunion_mps.reasons import DRIVER_HUNG, hint_of
 
@@ -31,6 +31,27 @@ def test_no_call_is_made_until_one_that_hangs_has_ended() -> None:
         deadline.call(lambda: 4711)
     gate.set()
     eventually(lambda: answers(deadline))
+
+
+def test_work_that_was_given_up_makes_no_call_after_the_one_that_hung() -> None:
+    deadline, gate, ended = Deadline(timeout_s=0.05), threading.Event(), threading.Event()
+    made: list[str] = []
+
+    def work() -> None:
+        try:
+            call(gate.wait)
+            call(made.append, "destroyed")
+        finally:
+            ended.set()
+
+    with pytest.raises(DriverError):
+        deadline.call(work)
+    gate.set()
+    assert ended.wait(60)
+    assert made == []
+    eventually(lambda: answers(deadline))
+    deadline.call(lambda: call(made.append, "next"))
+    assert made == ["next"], "work on the same thread is another's"
 
 
 def answers(deadline: Deadline) -> bool:
@@ -147,8 +168,8 @@ def test_a_gpu_is_read_as_nvidia_smi_shows_it(open_host: OpenHost) -> None:
 
 def test_values_that_the_driver_does_not_report_are_unknown(open_host: OpenHost) -> None:
     host = open_host([{"kind": "h100", "mig": True}, {"kind": "t4"}])
-    for call in ("Temperature", "PowerUsage", "EnforcedPowerLimit"):
-        host.sim.fail(f"nvmlDeviceGet{call}", "not_supported", gpu=0)
+    for what in ("Temperature", "PowerUsage", "EnforcedPowerLimit"):
+        host.sim.fail(f"nvmlDeviceGet{what}", "not_supported", gpu=0)
     in_mig, other = (read(host).gpus[gpu.uuid] for gpu in host.sim.gpus)
     assert in_mig == GpuLoad(memory_used_mib=0)
     assert other == GpuLoad(0, 0, 32, 8.75, 70.0)

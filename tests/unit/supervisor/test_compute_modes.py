@@ -11,8 +11,8 @@ from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
-from yunion_mps.supervisor.changes import warnings
 from yunion_mps.supervisor.compute_modes import ModeResult
+from yunion_mps.supervisor.snapshots import warnings
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED
-from yunion_mps.supervisor.mig import LayoutTask, restore
+from yunion_mps.supervisor.mig import LayoutTask, find_losses, restore
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost
 
@@ -180,6 +180,30 @@ def test_an_instance_made_in_our_place_is_not_ours(mig_host: MakeMigHost) -> Non
     (other,) = host.sim.create_mig_devices(0, "7g.80gb")
     assert host.apply("all-1g.10gb").code == reasons.MIG_FOREIGN_INSTANCE
     assert host.sim.gpus[0].mig_devices() == [other]
+
+
+@pytest.mark.parametrize("names", [["all-1g.10gb"], ["4g.40gb", "3g.40gb"], ["3g.40gb"], [DISABLED]])
+@pytest.mark.parametrize("has_process", [False, True])
+def test_what_now_would_take_away_is_what_it_takes(
+    mig_host: MakeMigHost, names: list[str], has_process: bool
+) -> None:
+    host = mig_host()
+    host.apply("3g.40gb", "2g.20gb")
+    ours = {one.uuid for one in host.gpu.mig_instances}
+    host.sim.create_mig_devices(0, "1g.10gb")
+    before = host.gpu.mig_instances
+    busy = frozenset({before[0].uuid})
+    task = LayoutTask(host.layout(*names), host.gpu, busy)
+    if has_process:
+        host.process(before[1].id)
+    losses = find_losses([task], host.mig, host.store)[str(host.gpu.uuid)]
+    assert host.gpu.mig_instances == before
+    if has_process:  # what is listed is what goes once it has ended
+        host.sim.gpus[0].remove_process(4321)
+    assert host.apply(*names, busy=busy, force=True) == ""
+    gone = {one.uuid for one in before} - {one.uuid for one in host.gpu.mig_instances}
+    assert losses.uuids == gone
+    assert {one.uuid for one in losses.others} == gone - ours
 
 
 #: What each refusal that NVML documents means, its reason code, and a command that its hint names.

@@ -7,11 +7,15 @@ from collections.abc import Callable
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.cli.config import gpu_records
 from yunion_mps.errors import ConfigError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device
+from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import client_environment
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.devices import devices_json
+from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
 from unit.supervised import MakeHost, Supervise, Supervised
@@ -32,7 +36,7 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
     """As the monitor does in each poll, or with `now` a reload, after it has been accepted."""
     made.rescan()
     if now is not None:
-        made.supervisor.force_layouts(now=now)
+        made.supervisor.layouts.force(now=now)
     made.set_modes()
     tasks = made.supervisor.layout_tasks(leased or set())
     if tasks:
@@ -63,6 +67,11 @@ def begun(make_host: MakeHost, supervise: Supervise) -> Begun:
 
 def devices(made: Supervised) -> tuple[Device, ...]:
     return made.snapshot.plan.devices
+
+
+def waits(made: Supervised) -> Reason:
+    """Why the layout of the first GPU is pending; empty if it is in effect."""
+    return made.snapshot.plan.unavailable.get("0000:00:06.0", NO_REASON)
 
 
 def test_each_instance_is_a_device(begun: Begun) -> None:
@@ -180,8 +189,8 @@ def test_a_mode_that_is_switched_off_is_switched_on_again(begun: Begun) -> None:
 
 def test_a_layout_that_waits_says_for_what(begun: Begun) -> None:
     host, made = begun(MIG, description=[{"kind": "a100"}])
-    gpu = made.snapshot.inventory.gpus[0]
-    assert (gpu.reason, gpu.reason.code) == (
+    why = waits(made)
+    assert (why, why.code) == (
         "MIG mode will be on after the next reset of the GPU",
         reasons.MIG_RESET_REQUIRED,
     )
@@ -189,7 +198,7 @@ def test_a_layout_that_waits_says_for_what(begun: Begun) -> None:
     assert devices(made) == ()
     host.gpus[0].reset()
     apply_layouts(made)
-    assert made.snapshot.inventory.gpus[0].reason == ""
+    assert waits(made) == ""
     assert made.available == 4
 
 
@@ -199,7 +208,7 @@ def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> Non
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb")
     made.accept()
     apply_layouts(made, {leased.gpu_uuid})
-    assert made.snapshot.inventory.gpus[0].reason.code == reasons.MIG_IN_USE
+    assert waits(made).code == reasons.MIG_IN_USE
     assert leased.gpu_uuid in {one.uuid for one in host.gpus[0].mig_devices()}
     apply_layouts(made)
     assert [one.profile for one in host.gpus[0].mig_devices()] == ["1g.10gb"] * 7
@@ -231,7 +240,7 @@ def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: Begun) -
         made.accept()
         apply_layouts(made, leased, now=now)
         assert len(host.gpus[1].mig_devices()) == profiles
-        assert made.snapshot.inventory.gpus[0].reason.code == reasons.MIG_RESET_REQUIRED
+        assert waits(made).code == reasons.MIG_RESET_REQUIRED
 
 
 def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun) -> None:
@@ -318,3 +327,31 @@ def test_a_control_daemon_that_all_find_is_refused_beside_instances(
     configured(host, MIG, "type: NVIDIA_MPS; virtual_number: 2")
     with pytest.raises(ConfigError, match="which is split into MIG instances"):
         supervise(host)
+
+
+DIVISIONS = [
+    (MIG, 4, "mig"),
+    ("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2", 4, "mig"),
+    ("type: NVIDIA_GPU_SHARE; mig: [2g.20gb]; virtual_number: 3", 3, "mig"),
+    ("type: NVIDIA_MPS; mig: all-disabled; virtual_number: 3", 3, "mps"),
+]
+
+
+@pytest.mark.parametrize(("entry", "number", "sharing"), DIVISIONS)
+@pytest.mark.parametrize("mig", [False, True])
+def test_a_check_counts_the_devices_that_a_layout_will_give(
+    begun: Begun, make_host: MakeHost, entry: str, number: int, sharing: str, mig: bool
+) -> None:
+    host = make_host([{"kind": "h100", "mig": mig}])
+    configured(host, entry)
+    preflight = run_preflight(Paths(str(host.root)))
+    try:
+        before, waits_for = gpu_records(preflight), preflight.plan.unavailable
+    finally:
+        preflight.close()
+    assert before[0]["devices"] == number
+    assert before[0]["reason"] == waits_for.get("0000:00:06.0", "")
+    host, made = begun(entry)
+    after = gpu_records(made.preflight._replace(inventory=made.snapshot.inventory, plan=made.snapshot.plan))
+    assert (after[0]["devices"], after[0]["reason"], after[0]["sharing"]) == (number, "", sharing)
+    assert made.available == number

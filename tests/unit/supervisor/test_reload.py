@@ -9,8 +9,9 @@ from yunion_mps.errors import HostError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
-from yunion_mps.supervisor.changes import LeaseWait, warnings
+from yunion_mps.supervisor.changes import LeaseWait
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.supervisor.snapshots import warnings
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
 

@@ -1,0 +1,130 @@
+"""MIG layouts that are changed or restored while leases, other programs or the driver are in the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.mig_devices import instances, profiles
+from integration.test_mig import BALANCED, MIG, daemon
+from simhost import SimHost
+from simhost.mps import StandIns
+
+__all__ = ["daemon"]
+
+
+def lease(daemon: Daemon, profile: str) -> str:
+    """Lease an instance of this profile by name, and return its address."""
+    (one,) = [one for one in instances(daemon) if one.profile == profile]
+    address = f"00:06.0-g{one.gpu_instance}"
+    words = f"holder.name=job&holder.ttl_s=600&devices={address}"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    return address
+
+
+def create(daemon: Daemon, profile: str) -> str:
+    """Create an instance as another program does, and return its address."""
+    before = {one.gpu_instance for one in instances(daemon)}
+    daemon.host.create_mig_devices(0, profile)
+    (one,) = [one for one in instances(daemon) if one.gpu_instance not in before]
+    return f"00:06.0-g{one.gpu_instance}"
+
+
+def losses(daemon: Daemon) -> dict[str, str]:
+    shown = daemon.host.run(["yunion-mps", "plan", "-o", "json"], check=True).stdout
+    return {one["subject"]: one["holder"] for one in json.loads(shown)["losses"]}
+
+
+def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    leased, foreign = lease(daemon, "3g.40gb"), create(daemon, "1g.10gb")
+    assert losses(daemon) == {}
+    daemon.host.divide("mig: 7g.80gb")
+    named = {leased: "job of root", foreign: "another program (1g.10gb)"}
+    assert losses(daemon) == named
+    assert len(instances(daemon)) == 3, "a plan changes nothing"
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("The MIG layouts will take these away:\n")
+    assert [word in done.stderr for word in (*named, *named.values())] == [True] * 4
+    assert profiles(daemon) == ["7g.80gb"]
+    assert losses(daemon) == {}
+
+
+def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease(daemon, "3g.40gb")
+    daemon.host.divide("mig: all-1g.10gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
+    assert done.returncode == 1
+    assert "still pending after 1s: the MIG layout of GPU 00:06.0 is pending" in done.stderr
+    assert "1 x 3g.40gb to end; everything else is in effect [mig_in_use]" in done.stderr
+    with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
+        eventually(lambda: daemon.polls(), "a poll")
+        assert process.poll() is None
+        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert process.wait() == 0
+    assert profiles(daemon) == ["1g.10gb"] * 7
+
+
+def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: all-1g.10gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert profiles(daemon) == ["1g.10gb"] * 7
+    daemon.host.divide(MIG)
+    assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
+    assert profiles(daemon) == BALANCED
+
+
+def test_restore_fails_until_the_gpu_is_reset() -> None:
+    with SimHost.create([{"kind": "a100", "mig": True}]) as host:
+        host.divide("mig: all-disabled\n  virtual_number: 2\n  mig_restore: true")
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            host.gpus[0].reset()
+            eventually(lambda: not host.gpus[0].mig, "the mode")
+            daemon.kill()
+            for _ in range(2):
+                assert daemon.run("--restore") == 1, daemon.log
+                assert (
+                    "MIG mode will be on after the next reset of the GPU; reset it: nvidia-smi" in daemon.log
+                )
+            host.gpus[0].reset()
+            assert daemon.run("--restore") == 0, daemon.log
+            assert host.gpus[0].mig
+
+
+@pytest.mark.parametrize("entry", ["virtual_number: 2", "mig: all-3g.40gb\n  virtual_number: 2"])
+def test_an_idle_mps_server_is_ended_for_a_layout(daemon: Daemon, entry: str) -> None:
+    """By the real control daemon, which does not end one with clients."""
+    host = daemon.host
+    with StandIns(host) as stand_ins:
+        host.divide(entry)
+        daemon.env["PATH"] = host.env["PATH"]
+        daemon.start().wait_ready()
+        place = Path(daemon.status()["domains"][0]["pipe_directory"])
+        job = stand_ins.attached(place)
+        (server,) = stand_ins.servers()
+        on = [one.gpu_instance for one in instances(daemon) if one.uuid in str(place)]
+        host.gpus[0].add_process(server, 100, on=(on[0], 0) if on else None)
+        host.divide(MIG)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        eventually(lambda: daemon.polls(), "a poll")
+        assert stand_ins.servers() == [server]
+        job.end()
+        eventually(lambda: not stand_ins.servers(), "the end of the server")
+        host.gpus[0].remove_process(server)
+        eventually(lambda: profiles(daemon) == BALANCED, "the layout")
+
+
+def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_scope="gpu")
+    assert daemon.run("--check") == 0
+    assert "the configuration is valid: 6 devices" in daemon.log, "four instances, and two of the other GPU"

@@ -1,0 +1,128 @@
+"""MIG layouts while the driver hangs, or while other programs change what has just been applied."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError
+from yunion_mps.inventory.driver import Deadline
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import Scanner
+from yunion_mps.reasons import Reason
+from yunion_mps.supervisor.mig import LayoutTask, carry_out
+
+from integration.daemon_host import eventually
+from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
+from unit.supervisor.test_mig_devices import Begun, apply_layouts, begun, waits
+
+__all__ = ["begun"]
+
+#: So long that only a call that hangs takes longer.
+DEADLINE_S = 2.0
+
+
+def answers(host: MigHost) -> bool:
+    try:
+        return bool(host.gpu.uuid)
+    except DriverError:
+        return False
+
+
+def hung(host: MigHost, call: str, *names: str) -> tuple[LayoutTask, Reason]:
+    """Apply a layout while this call hangs, and let the call go on after it was given up."""
+    task = LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)
+    host.mig.deadline = host.nvml.deadline = Deadline(DEADLINE_S)
+    host.sim.fail(call, "success", delay_ms=3_600_000)
+    why = host.result(task).reasons[task.layout.gpu_uuid]
+    host.sim.clear()
+    eventually(lambda: answers(host), "the driver's answer")
+    return task, why
+
+
+def test_an_instance_is_not_destroyed_after_its_call_was_given_up(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    task, why = hung(host, "nvmlComputeInstanceDestroy", "all-1g.10gb")
+    assert why.code == reasons.DRIVER_HUNG
+    assert host.has.endswith("3g.40gb"), "the first has lost its compute instance only"
+    assert host.gpu.mig_instances[0].compute_instances == 0
+    assert len(host.ours) == 2
+    assert host.result(task._replace(last=why)).reasons == {host.gpu.uuid: ""}
+    assert host.has == "7 x 1g.10gb"
+
+
+def test_what_a_call_destroys_after_it_was_given_up_is_reported(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    first = host.gpu.mig_instances[0].id
+    task, why = hung(host, "nvmlGpuInstanceDestroy", "all-1g.10gb")
+    assert host.has == "1 x 3g.40gb"
+    result = host.result(task._replace(last=why))
+    assert f"destroyed g{first} (3g.40gb) by a call that hung" in result.changes[str(host.gpu.uuid)]
+    assert host.has == "7 x 1g.10gb"
+
+
+def test_an_instance_that_is_created_late_is_used_but_not_ours(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    task, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
+    assert (why.code, host.has, host.ours) == (reasons.DRIVER_HUNG, "1 x 7g.80gb", [])
+    result = host.result(task._replace(last=why))
+    assert result.reasons == {host.gpu.uuid: ""}
+    assert (len(host.sim.gpus[0].mig_devices()), host.ours) == (1, [])
+
+
+def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("3g.40gb")
+    task = LayoutTask(host.layout("all-1g.10gb"), host.gpu, NOTHING_BUSY)
+    result = carry_out([task], host.mig, host.store, lambda: True)
+    assert result.reasons[str(host.gpu.uuid)].code == reasons.BUSY
+    assert host.has == "1 x 3g.40gb"
+
+
+def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2")
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  mig: 3g.40gb\n"
+    )
+    made.reload()
+    made.rescan()
+    made.set_modes()
+    tasks = made.supervisor.layout_tasks(set())
+    assert made.supervisor.nvml
+    made.supervisor.nvml.deadline = Deadline(DEADLINE_S)
+    host.fail("nvmlDeviceSetMigMode", "success", delay_ms=3_600_000)
+    result = made.supervisor.apply_layouts(tasks)
+    assert result.inventory is None
+    made.supervisor.note_layouts(result, time.monotonic())
+    assert waits(made).code == reasons.DRIVER_HUNG
+    host.clear()
+    eventually(lambda: host.gpus[0].mig, "the call that hung")
+
+
+@pytest.mark.parametrize("change", ["destroyed", "made again", "created"])
+def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change: str) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
+    host.reboot()
+    made.rescan()
+    tasks = made.supervisor.layout_tasks(set())
+    nvml, gpu = made.supervisor.nvml, host.gpus[0]
+    assert isinstance(nvml, Nvml)
+    result = made.supervisor.layouts.apply(tasks, nvml, made.supervisor.store())
+    big = next(one for one in gpu.mig_devices() if one.profile == "3g.40gb")
+    if change != "created":
+        gpu.end_instances(big.gpu_instance)
+    if change != "destroyed":
+        host.create_mig_devices(0, "3g.40gb" if change == "made again" else "1g.10gb")
+    scanned = Scanner(made.paths).scan(nvml)
+    made.supervisor.note_layouts(result._replace(inventory=scanned), time.monotonic())
+    assert made.supervisor.layout_tasks(set()), "it is compared again"
+    apply_layouts(made)
+    assert sorted(one.profile for one in gpu.mig_devices())[-1] == "3g.40gb"
+    assert made.available == 2
+    reported = [event.code for event in made.events].count(reasons.MIG_CHANGED)
+    assert reported == (1 if change == "created" else 2), (
+        "the reboot; what is beside the layout harms nothing"
+    )

@@ -1,0 +1,175 @@
+"""MIG layouts: which are due, because they differ from what a GPU has, and which are pending."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.mig import MigInstance, MigLayout
+from yunion_mps.models import Event, Gpu, Inventory, Plan
+from yunion_mps.planning.mig import describe
+from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
+from yunion_mps.supervisor.changes import DesiredState
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.mig import (
+    LayoutResult,
+    LayoutTask,
+    Losses,
+    carry_out,
+    find_losses,
+    restore,
+)
+
+log = logging.getLogger(__name__)
+
+
+class MigLayouts:
+    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+
+    def __init__(self, gpus: Gpus, desired: DesiredState, emit: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._desired = desired
+        self._emit = emit
+        #: What was found after a layout had come into effect, by GPU UUID.
+        self._settled: dict[str, _State] = {}
+        #: Those that an operator wants in effect now, until they are.
+        self._forced: set[MigLayout] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+        #: Why layouts are not in effect, by GPU UUID, and what of that was reported.
+        self._reasons: dict[str, Reason] = {}
+        self._reported: dict[str, Reason] = {}
+
+    @property
+    def pending(self) -> dict[str, Reason]:
+        """Why the layouts of working GPUs are not in effect, by GPU UUID."""
+        working = self._gpus.healthy & {layout.gpu_uuid for layout in self._desired.plan.layouts}
+        return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
+
+    def force(self, *, now: bool) -> None:
+        """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
+        self._forced = {*self._desired.plan.layouts} if now else set()
+
+    def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
+        """Return the layouts of GPUs that have changed since theirs came into effect.
+
+        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
+        """
+        known = None if busy is None else frozenset(busy)
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        tasks = []
+        for layout in self._desired.plan.layouts:
+            gpu = gpus.get(layout.gpu_uuid)
+            last = self._reasons.get(layout.gpu_uuid, NO_REASON)
+            if gpu is None or gpu.reason or layout.gpu_uuid in restoring:
+                continue
+            state = _State.of(layout, gpu)
+            settled = self._settled.get(layout.gpu_uuid)
+            if settled != state:
+                self._note_external_change(settled, state, gpu)
+                tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last))
+        return tuple(tasks)
+
+    def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
+        """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
+        with self._lock:
+            return carry_out(tasks, Mig(nvml), store, lambda: self._ended)
+
+    def end(self) -> None:
+        """Change nothing more but to restore: a stop has begun."""
+        self._ended = True
+
+    def restore(self, nvml: Nvml | None, store: Store, used: Collection[str]) -> None:
+        """Restore the layouts whose entries say so, except where GPUs or instances are `used` (UUIDs)."""
+        with self._lock:  # wait for work that is under way
+            self.note(restore(self._desired.plan.layouts, self._gpus.inventory.gpus, nvml, store, used))
+
+    def losses(
+        self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store
+    ) -> dict[str, Losses]:
+        """Return by GPU UUID what a `reload --now` to this plan would take away; raises DriverError.
+
+        `leased` has the UUIDs of leased GPUs. Run it on a thread, because it calls the driver.
+        """
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
+        busy = frozenset({*leased, *plan.offered})
+        layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
+        tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
+        return find_losses(tasks, Mig(nvml), store)
+
+    def note(self, result: LayoutResult, *, is_final: bool = True) -> None:
+        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
+
+        What another program changed before the GPUs were scanned makes a layout due again.
+
+        If it is not final, because the leases were unknown, the layouts are due once more.
+        """
+        gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        for uuid, what in result.changes.items():
+            address = gpus[uuid].address if uuid in gpus else uuid
+            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+        for layout in self._desired.plan.layouts:
+            if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
+                continue
+            why = result.reasons[layout.gpu_uuid]
+            if is_final and not why:
+                instances = result.settled[layout.gpu_uuid]
+                self._settled[layout.gpu_uuid] = _State(layout, layout.enabled, layout.enabled, instances)
+            if is_final or why.code not in LAYOUT_WAITS:
+                self._report(gpus[layout.gpu_uuid], why)
+        self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
+        self._forced = {one for one in self._forced if one.gpu_uuid in self._reasons}
+
+    def _report(self, gpu: Gpu, why: Reason) -> None:
+        """Report that the layout is pending, or in effect at last; to wait for jobs is nothing wrong."""
+        before = self._reported.pop(str(gpu.uuid), NO_REASON)
+        if not why:
+            if before:
+                log.info("the MIG layout of GPU %s is in effect", gpu.address)
+                self._emit(Event("info", "mig", gpu.address, "in effect", f"it was pending: {before}"))
+            return
+        self._reported[str(gpu.uuid)] = why
+        if why != before:
+            is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
+            severity = "warning" if is_wrong else "info"
+            log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
+            consequence = "instances of it that exist already serve"
+            self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
+
+    def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
+        """Record that another program has changed what we had brought into effect."""
+        if settled is None or settled.layout != state.layout:
+            return
+        del self._settled[state.layout.gpu_uuid]
+        if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
+            return  # another program created an instance beside ours
+        what = f"{settled} -> {state}"
+        consequence = "the layout is brought into effect again, unless something uses the GPU"
+        cause, code = "another program changed it", reasons.MIG_CHANGED
+        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+def layout_pending(address: str, reason: Reason) -> str:
+    return f"the MIG layout of GPU {address} is pending: {reason}"
+
+
+class _State(NamedTuple):
+    """A layout, and the mode and instances with which it is in effect."""
+
+    layout: MigLayout
+    enabled: bool | None
+    pending: bool | None
+    instances: tuple[MigInstance, ...]
+
+    @classmethod
+    def of(cls, layout: MigLayout, gpu: Gpu) -> _State:
+        return cls(layout, gpu.mig_enabled, gpu.mig_pending, gpu.mig_instances)
+
+    def __str__(self) -> str:
+        return (describe(self.instances) or "no instances") if self.enabled else "MIG mode off"

@@ -1,0 +1,138 @@
+"""Snapshots: what the answers of the daemon show of the GPUs and domains, and what an operator must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from yunion_mps import reasons
+from yunion_mps.enums import STOPPED
+from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.mps.domain import Domain
+from yunion_mps.planning.division import enforces_budgets
+from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.settings import Config
+from yunion_mps.supervisor.changes import DesiredState, order_of
+from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.layouts import MigLayouts, layout_pending
+
+_WAITS = Reason(
+    "waiting for the control daemon that currently serves its GPUs to end", reasons.LIMITS_PENDING
+)
+
+
+class Snapshots:
+    """Makes a snapshot of the current state whenever that has changed."""
+
+    def __init__(
+        self,
+        host_conf: str,
+        desired: DesiredState,
+        gpus: Gpus,
+        fleet: Fleet,
+        layouts: MigLayouts,
+        plan: Callable[[], Plan],
+        warnings: Callable[[], Iterable[Reason]],
+    ) -> None:
+        """`plan` returns what is in effect, and `warnings` those that others keep."""
+        self._host_conf = host_conf
+        self._desired = desired
+        self._gpus = gpus
+        self._fleet = fleet
+        self._layouts = layouts
+        self._plan = plan
+        self._others = warnings
+        #: What the operator has to do about a control daemon of an earlier run.
+        self.leftovers = ""
+        self._warnings: dict[str, Reason] = {}
+        self._version = 0
+        self._snapshot: Snapshot | None = None
+
+    def changed(self) -> None:
+        self._snapshot = None
+
+    def get(self) -> Snapshot:
+        """Return the current state; the same object as long as nothing changes."""
+        if self._snapshot is None:
+            self._version += 1
+            desired, gpus, pending = self._desired, self._gpus.inventory, self._layouts.pending
+            waiting = [(gpu, pending[gpu.uuid]) for gpu in gpus.gpus if gpu.uuid in pending]
+            plan = self._plan()
+            unavailable = {**plan.unavailable, **{gpu.pci_address: why for gpu, why in waiting}}
+            plan = plan._replace(pending={**plan.pending, **pending}, unavailable=unavailable)
+            noted = (reason for reason in self._warnings.values() if reason)
+            self._snapshot = Snapshot(
+                self._version,
+                desired.config.enable_cuda_mps,
+                _notice(desired.config, plan, self._host_conf, self.leftovers, waiting),
+                plan,
+                gpus,
+                _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
+                (*desired.warnings, *noted, *self._others()),
+            )
+        return self._snapshot
+
+    def set_warning(self, about: str, reason: Reason) -> None:
+        """Add a warning to the status; an empty reason removes it."""
+        if self._warnings.get(about, NO_REASON) != reason:
+            self._warnings[about] = reason
+            self.changed()
+
+
+def _statuses(
+    domains: Sequence[Domain], blocked: Iterable[DomainPlan], gpus: Sequence[Gpu]
+) -> tuple[DomainStatus, ...]:
+    """Return the status of each domain, and of those that wait for the end of another, in the GPUs' order."""
+    active = [domain.status() for domain in domains]
+    names = {status.plan.name for status in active}
+    waiting = (plan for plan in blocked if plan.name not in names)
+    active += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
+    order = order_of(gpus)
+    return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
+
+
+def _notice(
+    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Sequence[tuple[Gpu, Reason]]
+) -> Reason:
+    """Return why the host offers no devices, if so, and the notice about `leftovers`.
+
+    `layouts` has the GPUs whose MIG layouts are not in effect, and why.
+    """
+    why, code = "", reasons.CONTROL_DAEMON_LEFT
+    if not config.enable_cuda_mps:
+        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
+        code = reasons.DISABLED
+    elif not desired.domains and not desired.direct:
+        waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
+        named = {gpu.pci_address for gpu, _ in layouts}
+        others = [
+            f"{address}: {reason}" for address, reason in desired.unavailable.items() if address not in named
+        ]
+        if waits:
+            why, code = "; ".join([*waits, *others]), layouts[0][1].code
+        else:
+            each = "; ".join(others) or "no GPU was found"
+            why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
+    text = "; ".join(part for part in (why, leftovers) if part)
+    return Reason(text, code if text else "")
+
+
+def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
+    """Yield what an operator must know although all runs, such as budgets that are not enforced."""
+    for warning in snapshot.warnings:
+        yield warning, None
+    served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
+    for gpu in snapshot.inventory.gpus:
+        if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
+            what = (
+                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
+                "its clients can use all of its memory and threads"
+            )
+            yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
+        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served else None
+        if planned and not gpu.reason and gpu.compute_mode != planned:
+            what = (
+                f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
+                "a process that bypasses the control daemon could use it without limits"
+            )
+            yield Reason(what, reasons.COMPUTE_MODE_CHANGED), gpu
