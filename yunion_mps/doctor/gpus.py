@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.enums import MPS, TERMINATE, TIME_SLICING
@@ -23,15 +24,21 @@ from yunion_mps.reasons import (
     DEVICE_NODES,
     DRIVER_ERROR,
     GPU_ERROR,
+    LAYOUT_WAITS,
     MIG_ENABLED,
+    MIG_PENDING,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
     PROGRAM_MISSING,
     TEMPORARY,
     VGPU,
     Reason,
+    hint_of,
 )
 from yunion_mps.text import count
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
@@ -199,14 +206,20 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    ours, unavailable, served = host.our_gpus(), host.plan()[0].unavailable, host.served_gpus()
-    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled]  # the others are reported by `mig`
+    plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
+    split = {layout.gpu_uuid for layout in plan.layouts}
+    ours = host.our_gpus()
+    # The others are reported by `mig`.
+    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
     if not ours:
         raise SkipError
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     findings = []
     for gpu in ours:
-        reason = gpu.reason or unavailable.get(gpu.pci_address)
+        reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
+        if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
+            findings.append(_pending_layout(gpu, reason, known.get(gpu.pci_address)))
+            continue
         answer = served.get(gpu.pci_address)
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
@@ -215,10 +228,18 @@ def gpus(host: Host) -> Findings:
     return findings or [ok(f"{len(ours)} divided, all working")]
 
 
+def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Finding:
+    if known and known["reason"]:
+        reason = Reason(known["reason"], known["reason_code"])
+    level = warning if reason.code in LAYOUT_WAITS else problem
+    return level(f"{_gpu_name(gpu)}: {reason}", hint_of(reason.code, gpu=gpu.pci_address), reason.code)
+
+
 @check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
+    split = {layout.gpu_uuid for layout in host.plan()[0].layouts}
     for gpu in host.our_gpus():
-        if gpu.mig_enabled:
+        if gpu.mig_enabled and gpu.uuid not in split:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
 

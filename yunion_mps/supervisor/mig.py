@@ -348,7 +348,7 @@ class _LayoutWork:
 
 
 def _what_was_done(instance: MigInstance) -> str:
-    """Return what another program did: that of our instances without a compute instance of ours is unknown."""
+    """Return what another program did; without a UUID, the GPU instance itself may have been ours."""
     if instance.uuid:
         return "created"
     return "divided into compute instances" if instance.compute_instances else "left without compute instance"

@@ -118,6 +118,7 @@ def _what_to_do(why: Reason, gpu: Gpu, leases: Iterable[_Lease]) -> str:
     names = sorted({lease.name for lease in leases if lease.gpu_uuid in parts})
     if why.code == reasons.MIG_IN_USE and names:
         release = "; ".join(f"yunion-mps lease release {name}" for name in names)
-        return f"release what is leased: systemctl start yunion-mps-daemon; {release}; systemctl stop yunion-mps-daemon"
+        start, stop = (f"systemctl {verb} yunion-mps-daemon" for verb in ("start", "stop"))
+        return f"release what is leased: {start}; {release}; {stop}"
     reset = f"reset it: nvidia-smi --gpu-reset -i {gpu.uuid}; then: "
     return f"{reset if why.code == reasons.MIG_RESET_REQUIRED else 'then: '}yunion-mps-daemon --restore"

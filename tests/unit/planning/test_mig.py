@@ -152,7 +152,12 @@ def test_an_impossible_layout_is_refused_with_what_is_possible(
 
 def test_a_gpu_without_mig_has_no_layout() -> None:
     with pytest.raises(LayoutError, match="has no MIG mode"):
-        resolve(["all-balanced"], gpu())
+        resolve(["all-balanced"], gpu()._replace(mig_enabled=None))
+
+
+def test_a_gpu_whose_driver_reports_no_profiles_has_no_layout() -> None:
+    with pytest.raises(LayoutError, match="has a MIG mode, but its driver reports no MIG profiles"):
+        resolve(["all-balanced"], gpu()._replace(mig_enabled=False))
 
 
 # -- properties

@@ -264,8 +264,8 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     (other,) = host.gpu.mig_instances
     why = host.apply("4g.40gb")
     assert (why, why.code) == (
-        f"instance g{other.id} (4g.40gb), which another program left without compute instance, "
-        "is in the way of its MIG layout",
+        f"instance g{other.id} (4g.40gb), which another program left without compute instance, is in the way "
+        "of its MIG layout",
         reasons.MIG_FOREIGN_INSTANCE,
     )
     assert host.gpu.mig_instances == (other,)
