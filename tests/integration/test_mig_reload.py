@@ -142,3 +142,9 @@ def test_a_leftover_instance_is_destroyed_once_its_job_has_ended(daemon: Daemon)
     assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     eventually(lambda: profiles(daemon) == ["3g.40gb"], "the end of the instance")
     eventually(lambda: gpu(daemon)["reason"] == "", "the layout")
+
+
+def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_scope="gpu")
+    assert daemon.run("--check") == 0
+    assert "the configuration is valid: 6 devices" in daemon.log, "four instances, and two of the other GPU"
