@@ -1,4 +1,4 @@
-"""MIG layouts after a stop: what is restored, what stays, and how a mode that needs a reset comes into effect."""
+"""MIG layouts after a stop: what is restored, what stays, and how a reset brings a mode."""
 
 from __future__ import annotations
 

@@ -263,11 +263,8 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     host.sim.run(["nvidia-smi", "mig", "-cgi", "4g.40gb"], check=True)
     (other,) = host.gpu.mig_instances
     why = host.apply("4g.40gb")
-    assert (why, why.code) == (
-        f"instance g{other.id} (4g.40gb), which another program left without compute instance, is in the way "
-        "of its MIG layout",
-        reasons.MIG_FOREIGN_INSTANCE,
-    )
+    what = f"instance g{other.id} (4g.40gb), which another program left without compute instance"
+    assert (why, why.code) == (f"{what}, is in the way of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
     assert host.gpu.mig_instances == (other,)
     assert host.apply("3g.40gb") == "", "beside it"
     assert other in host.gpu.mig_instances
@@ -286,8 +283,5 @@ def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host:
     host.sim.run(["nvidia-smi", "mig", "-cci", "0,0", "-gi", ours.id], check=True)
     for names in (["all-7g.80gb"], ["all-1g.10gb"]):
         why = host.apply(*names)
-        assert (why, why.code) == (
-            f"instance g{ours.id} (7g.80gb), which another program divided into compute instances, "
-            "is in the way of its MIG layout",
-            reasons.MIG_FOREIGN_INSTANCE,
-        )
+        what = f"instance g{ours.id} (7g.80gb), which another program divided into compute instances"
+        assert (why, why.code) == (f"{what}, is in the way of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
