@@ -253,8 +253,8 @@ def test_a_change_to_places_leads_there_or_names_what_prevents_it(
     if done.in_the_way:
         assert done == LayoutChange(in_the_way=done.in_the_way)
         return
-    wanted = {(place.profile.name, place.start) for place in places}
-    assert {(instance.profile, instance.start) for instance in after(done)} == wanted
+    expected = {(place.profile.name, place.start) for place in places}
+    assert {(instance.profile, instance.start) for instance in after(done)} == expected
 
 
 @given(possible(), st.data())
