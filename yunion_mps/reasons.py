@@ -72,8 +72,9 @@ MIG_IN_USE = _code("mig_in_use",
     "wait for them to end: yunion-mps who; or do not wait for leases: yunion-mps reload --now; "
     "end a process: yunion-mps terminate PID")
 MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
-    "A MIG instance that another program created is in the way of the layout.",
-    "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it")
+    "A MIG instance that another program created, or divided, is in the way of the layout.",
+    "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it; "
+    "list instances, also those without a MIG device: nvidia-smi mig -i {gpu} -lgi")
 MIG_RESET_REQUIRED = _code("mig_reset_required", "The GPU must be reset before its MIG mode can change.",
     "reboot; or: systemctl stop yunion-mps-daemon; nvidia-smi --gpu-reset -i {gpu}; "
     "systemctl start yunion-mps-daemon")

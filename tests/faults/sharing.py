@@ -118,7 +118,7 @@ def layout_hangs(scene: Scene) -> None:
 
 @fault(SHARING, "MIG mode can be switched on only by a reset of the GPU (A100)", gpus=_NEEDS_RESET)
 def reset_required(scene: Scene) -> None:
-    scene.host.divide("mig: 3g.20gb")
+    scene.host.divide("mig: 3g.20gb\n  mig_restore: true")
     scene.inject(scene.daemon.start, answers=False)
     scene.daemon.wait_ready()
     (gpu,) = scene.daemon.get("/v1/gpus")[1]["gpus"]

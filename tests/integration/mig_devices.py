@@ -21,5 +21,10 @@ def devices(daemon: Daemon) -> dict[str, dict[str, Any]]:
     return {row["addr"]: row for row in rows if row["addr"].startswith("00:06.0")}
 
 
+def gpu(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.get("/v1/gpus")[1]["gpus"][0]
+    return found
+
+
 def free(daemon: Daemon) -> int:
     return sum(row["state"] == "free" for row in devices(daemon).values())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from yunion_mps import reasons
@@ -16,7 +14,7 @@ from yunion_mps.identity import gpu_of
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
-from integration.mig_devices import devices, free, instances, profiles
+from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.podman_host import spec_of
 from simhost import SimHost
 
@@ -31,11 +29,6 @@ def daemon() -> Iterator[Daemon]:
         with Daemon(host) as made:
             made.configure(cuda_mps_scope="gpu")
             yield made
-
-
-def gpu(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.get("/v1/gpus")[1]["gpus"][0]
-    return found
 
 
 BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
@@ -215,48 +208,6 @@ def test_after_a_kill_in_a_destruction_the_next_daemon_finishes(daemon: Daemon, 
     daemon.start().wait_ready()
     eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the layout")
     eventually(lambda: free(daemon) == 7, "its devices")
-
-
-def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
-    daemon.host.divide(f"{MIG}\n  mig_restore: true")
-    daemon.start().wait_ready()
-    assert daemon.host.gpus[0].mig
-    assert daemon.stop(signal.SIGTERM) == 0
-    assert not daemon.host.gpus[0].mig
-
-
-def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
-    daemon.host.divide(f"{MIG}\n  mig_restore: true")
-    daemon.start().wait_ready()
-    daemon.kill()
-    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
-    daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
-    assert daemon.run("--restore") == 1, daemon.log
-    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
-    assert f"PID {os.getpid()}" in daemon.log
-    daemon.host.gpus[0].remove_process(os.getpid())
-    assert daemon.run("--restore") == 0, daemon.log
-    assert not daemon.host.gpus[0].mig
-    assert "everything is restored" in daemon.log
-
-
-def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    daemon.kill()
-    assert daemon.run("--restore") == 0, daemon.log
-    assert profiles(daemon) == BALANCED
-
-
-def test_restore_names_a_layout_whose_entry_cannot_be_read(daemon: Daemon) -> None:
-    daemon.host.divide(f"{MIG}\n  mig_restore: true")
-    daemon.start().wait_ready()
-    daemon.kill()
-    daemon.host.divide(f"{MIG}\n  mig_restore: 7")
-    assert daemon.run("--restore") == 1, daemon.log
-    assert "is to be restored, because the configuration has errors" in daemon.log
-    daemon.host.divide(f"{MIG}\n  mig_restore: true")
-    assert daemon.run("--restore") == 0, daemon.log
-    assert not daemon.host.gpus[0].mig
 
 
 def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:

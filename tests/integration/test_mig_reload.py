@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from yunion_mps import reasons
 
 from integration.daemon_host import Daemon, eventually
-from integration.mig_devices import instances, profiles
+from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
 from simhost import SimHost
 from simhost.mps import StandIns
@@ -122,6 +123,26 @@ def test_an_idle_mps_server_is_ended_for_a_layout(daemon: Daemon, entry: str) ->
         eventually(lambda: not stand_ins.servers(), "the end of the server")
         host.gpus[0].remove_process(server)
         eventually(lambda: profiles(daemon) == BALANCED, "the layout")
+
+
+def test_a_leftover_instance_is_destroyed_once_its_job_has_ended(daemon: Daemon) -> None:
+    daemon.host.divide("mig: all-2g.20gb")
+    daemon.start().wait_ready()
+    last = sorted(devices(daemon))[-1]
+    words = f"holder.name=job&holder.ttl_s=600&devices={last}"
+    status, lease = daemon.ask("POST", "/v1/leases", words)
+    assert status == 201
+    daemon.host.divide("mig: 3g.40gb")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert profiles(daemon) == ["2g.20gb", "3g.40gb"]
+    found = gpu(daemon)
+    assert (found["state"], found["reason_code"]) == ("pending", reasons.MIG_IN_USE)
+    why = "its MIG layout waits for leases and MPS servers of 1 x 2g.20gb to end"
+    assert why in daemon.get("/v1/plan")[1]["pending"][0]["pending"]
+    assert free(daemon) == 1, "that of the new instance"
+    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    eventually(lambda: profiles(daemon) == ["3g.40gb"], "the end of the instance")
+    eventually(lambda: gpu(daemon)["reason"] == "", "the layout")
 
 
 def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> None:

@@ -147,7 +147,7 @@ def quote(node: Node) -> str:
     if isinstance(node, MappingNode):
         return "a mapping"
     if isinstance(node, SequenceNode):
-        return "a list"
+        return "a list" if node.value else "an empty list"
     if node.tag.endswith(":null"):
         return "empty (null)"
     text = node.value if len(node.value) <= 40 else node.value[:39] + "…"

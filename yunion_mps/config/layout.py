@@ -23,7 +23,7 @@ def layout(key: str, node: Node) -> tuple[str, ...]:
             raise InvalidValueError(key, node, "not a MIG layout", f"write a layout, {_EXAMPLE}")
         return (value,)
     if not node.value:
-        raise InvalidValueError(key, node, "an empty list", f"write a layout, {_EXAMPLE}")
+        raise InvalidValueError(key, node, "not a MIG layout", f"write a layout, {_EXAMPLE}")
     names = []
     for item in node.value:
         value = value_of(item)

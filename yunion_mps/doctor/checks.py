@@ -126,20 +126,23 @@ class Host:
         except YunionError:
             return None
 
-    def served_gpus(self) -> dict[str, answers.Gpu]:
-        """Return the GPUs that the daemon divides, by PCI address; empty if it does not run or denies access.
-
-        If the configuration has changed or has errors, these are not the planned ones.
-        """
+    def known_gpus(self) -> dict[str, answers.Gpu]:
+        """Return the daemon's GPUs by PCI address; empty if it does not run or denies access."""
         if not self.known_status():
             return {}
         try:
-            gpus = self.gpus()
+            return {gpu["pci_address"]: gpu for gpu in self.gpus()}
         except YunionError:
             return {}
+
+    def served_gpus(self) -> dict[str, answers.Gpu]:
+        """Return those of the daemon's GPUs that it divides, by PCI address.
+
+        If the configuration has changed or has errors, these are not the planned ones.
+        """
         return {
-            gpu["pci_address"]: gpu
-            for gpu in gpus
+            address: gpu
+            for address, gpu in self.known_gpus().items()
             if (gpu["devices"] and gpu["sharing"] != MIG) or gpu["memory_free_mib"] is not None
         }
 

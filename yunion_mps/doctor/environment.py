@@ -14,7 +14,7 @@ from typing import NamedTuple
 from yunion_mps.containers.command import device_in, variables_in, words_after_run
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
-from yunion_mps.doctor.gpus import library_version
+from yunion_mps.doctor.driver import library_version
 from yunion_mps.enums import FREE
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text

@@ -1,193 +1,41 @@
-"""The driver with its programs, and the divided GPUs: whether MPS can do there what we promise."""
+"""The divided GPUs: whether MPS can do there what we promise."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.enums import MPS, TERMINATE, TIME_SLICING
-from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import environment_of, name_of
+from yunion_mps.host.proc import name_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
-from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
+from yunion_mps.mps.processes import is_server
 from yunion_mps.planning.division import enforces_budgets, max_clients
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
-    DEVICE_NODES,
-    DRIVER_ERROR,
     GPU_ERROR,
+    LAYOUT_WAITS,
     MIG_ENABLED,
+    MIG_PENDING,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
-    PROGRAM_MISSING,
     TEMPORARY,
     VGPU,
     Reason,
+    hint_of,
 )
 from yunion_mps.text import count
 
-#: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
-_MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
-#: NVIDIA's control program contains its release as a separate string (535, 550).
-_PROGRAM_VERSION = re.compile(r"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
-_LIBRARY_VERSION = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
-_LIBRARY = "libcuda.so.1"
-#: Where drivers install libraries, besides those in the loader's cache.
-_LIBRARY_FOLDERS = (
-    "/usr/lib/*-linux-gnu",
-    "/usr/lib/*-linux-gnu/nvidia/current",
-    "/usr/lib64",
-    "/usr/local/nvidia/lib64",
-    "/run/nvidia/driver/usr/lib/*-linux-gnu",
-    "/run/nvidia/driver/usr/lib64",
-)
-
-_NOT_NEEDED = "not needed while enable_cuda_mps is false"
 _UPDATE_DRIVER = "update the driver, or set over_budget: report"
 _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container with PIDs of its own"
-_UPDATE = "finish the driver update (all packages in the same version), then reboot"
-
-
-@check("driver", DRIVER_ERROR)
-def driver(host: Host) -> Findings:
-    """The driver, and whether its kernel module, library and programs have the same version."""
-    try:
-        version = host.inventory().driver.version
-    except DriverError as error:
-        if host.is_mps_disabled():
-            raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
-        return [problem(error.message, error.hint)]
-    findings = [
-        (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
-            f"{what} is version {other}, but the driver is version {version}", _UPDATE
-        )
-        for what, other in _versions(host)
-        if other != version
-    ]
-    return findings or [ok(f"version {version}; kernel module, library and programs match")]
-
-
-@check("programs", PROGRAM_MISSING)
-def programs(host: Host) -> Findings:
-    """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
-    if host.is_mps_disabled():
-        raise SkipError(_NOT_NEEDED)
-    try:
-        program = find_control_program()
-    except HostError as error:
-        return [problem(error.message, error.hint)]
-    findings: list[Finding] = []
-    pids = host.control_pids()
-    searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
-    for path in searched:
-        if not shutil.which(SERVER, path=path):
-            what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
-            findings.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
-    for pid in pids:
-        if _is_deleted(pid):
-            what = (
-                f"the executable of the control daemon (PID {pid}) was replaced or removed after it started"
-            )
-            hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
-            findings.append(warning(what, hint))
-    if not _libraries(host):
-        what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
-        hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
-        findings.append(warning(what, hint))
-    return findings or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
-
-
-@check("device nodes", DEVICE_NODES)
-def nodes(host: Host) -> Findings:
-    """The device nodes: an MPS server runs as its client's user, so all users must have access."""
-    minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
-    if not minors:
-        raise SkipError
-    missing, closed, groups = [], [], set()
-    for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
-        path = host.paths.under(f"/dev/{name}")
-        try:
-            info = os.stat(path)
-        except OSError:
-            missing.append(path)
-            continue
-        if info.st_mode & 0o006 != 0o006:
-            if info.st_mode & 0o060 == 0o060 and info.st_gid != 0:
-                groups.add(info.st_gid)
-            else:
-                closed.append(path)
-    if missing:
-        hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
-        return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
-    if closed:
-        hint = (
-            "until the next boot: chmod a+rw; permanently: set the option NVreg_DeviceFileMode=0666 of the "
-            "nvidia module"
-        )
-        return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
-    restriction = (
-        f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
-    )
-    return [ok(f"all exist and can be opened{restriction}")]
-
-
-def library_version(path: str) -> str | None:
-    """Return the release in a library's name, `535.261.03` of libcuda.so.535.261.03; None without one."""
-    match = _LIBRARY_VERSION.search(os.path.realpath(path))
-    return match[1] if match else None
-
-
-def _versions(host: Host) -> Iterator[tuple[str, str]]:
-    """Yield the name and version of each part of the driver whose version is known."""
-    match = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
-    if match:
-        yield "the loaded kernel module", match[1]
-    for path in _libraries(host):
-        version = library_version(path)
-        if version:
-            yield path, version
-    for pid in host.control_pids():
-        yield from _program_version(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
-    try:
-        yield from _program_version(find_control_program(), PROGRAM)
-    except HostError:  # reported by `programs`
-        return
-
-
-def _program_version(path: str, what: str) -> Iterator[tuple[str, str]]:
-    versions = set(_PROGRAM_VERSION.findall(read_text(path)))  # empty for another user's process
-    if len(versions) == 1:
-        yield what, versions.pop()
-
-
-def _libraries(host: Host) -> list[str]:
-    """Return the libcuda that programs load here: the first that the loader's rules find."""
-    under = host.paths.under
-    named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
-    candidates = [os.path.join(folder, _LIBRARY) for folder in named]
-    # The loader's cache (ldconfig(8)).
-    cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_text(under("/etc/ld.so.cache")))
-    candidates += cached
-    for folder in _LIBRARY_FOLDERS:
-        candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
-    return [path for path in candidates if os.path.exists(path)][:1]
-
-
-def _is_deleted(pid: int) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/exe").endswith(" (deleted)")
-    except OSError:
-        return False
-
-
 #: Reasons of the domain that serves a GPU, which the check of the daemon reports.
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
@@ -199,14 +47,20 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    ours, unavailable, served = host.our_gpus(), host.plan()[0].unavailable, host.served_gpus()
-    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled]  # the others are reported by `mig`
+    plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
+    split = {layout.gpu_uuid for layout in plan.layouts}
+    ours = host.our_gpus()
+    # The others are reported by `mig`.
+    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
     if not ours:
         raise SkipError
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     findings = []
     for gpu in ours:
-        reason = gpu.reason or unavailable.get(gpu.pci_address)
+        reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
+        if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
+            findings.append(_pending_layout(gpu, reason, known.get(gpu.pci_address)))
+            continue
         answer = served.get(gpu.pci_address)
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
@@ -217,10 +71,18 @@ def gpus(host: Host) -> Findings:
     return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
 
 
+def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Finding:
+    if known and known["reason"]:
+        reason = Reason(known["reason"], known["reason_code"])
+    level = warning if reason.code in LAYOUT_WAITS else problem
+    return level(f"{_gpu_name(gpu)}: {reason}", hint_of(reason.code, gpu=gpu.pci_address), reason.code)
+
+
 @check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
+    split = {layout.gpu_uuid for layout in host.plan()[0].layouts}
     for gpu in host.our_gpus():
-        if gpu.mig_enabled:
+        if gpu.mig_enabled and gpu.uuid not in split:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
 

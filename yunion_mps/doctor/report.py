@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict
 
-from yunion_mps.doctor import daemon, environment, files, gpus, mps
+from yunion_mps.doctor import daemon, driver, environment, files, gpus, mps
 from yunion_mps.doctor.checks import NAGIOS_CODES, SKIPPED, UNKNOWN, Check, Finding, Host, findings_of
 from yunion_mps.enums import PROBLEM
 from yunion_mps.errors import YunionError
@@ -17,7 +17,7 @@ from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED
 
 #: Each check is declared once, by `@check(NAME, CODE)`, in one of these modules, whose order is the report's.
-MODULES = (daemon, gpus, mps, files, environment)
+MODULES = (daemon, driver, gpus, mps, files, environment)
 HOST_CHECKS = tuple(
     value for module in MODULES for value in vars(module).values() if isinstance(value, Check)
 )

@@ -34,16 +34,24 @@ class LayoutError(ValueError):
 
 
 class Placement(NamedTuple):
-    """A GPU instance to create: its profile, and the first memory slice that it occupies."""
+    """A GPU instance to create: its profile, and the first memory slice that it occupies.
+
+    `is_whole`: it becomes one MIG device; otherwise it gets no compute instance.
+    """
 
     profile: MigProfile
     start: int
+    is_whole: bool = True
 
 
 class LayoutChange(NamedTuple):
-    """What leads to a layout; if instances are `in_the_way` and prevent it, nothing else."""
+    """What leads to a layout; if instances are `in_the_way` and prevent it, nothing else.
+
+    Of those to `keep`, some are to `complete` by the compute instance that they lack.
+    """
 
     keep: tuple[MigInstance, ...] = ()
+    complete: tuple[MigInstance, ...] = ()
     destroy: tuple[MigInstance, ...] = ()
     create: tuple[Placement, ...] = ()
     in_the_way: tuple[MigInstance, ...] = ()
@@ -67,8 +75,11 @@ def resolve(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
 
 def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
     if not gpu.mig_profiles:
-        hint = "remove mig, or check that the driver offers it: nvidia-smi -q -d MIG"
-        raise LayoutError(f"{_name(gpu)} has no MIG mode", hint)
+        if gpu.mig_enabled is None:
+            hint = "remove mig, or check that the driver offers it: nvidia-smi -q -d MIG"
+            raise LayoutError(f"{_name(gpu)} has no MIG mode", hint)
+        hint = "remove mig, or update the driver; see: nvidia-smi mig -lgip"
+        raise LayoutError(f"{_name(gpu)} has a MIG mode, but its driver reports no MIG profiles", hint)
     if not names[0].startswith(ALL):
         return [_profile(name, gpu) for name in names]
     if names[0] == DISABLED:
@@ -102,25 +113,51 @@ def describe_layout(plan: Plan, gpu: Gpu) -> str:
 
 
 def change(
-    desired: Sequence[MigProfile], existing: Sequence[MigInstance], fixed: Collection[int]
+    desired: Sequence[MigProfile],
+    existing: Sequence[MigInstance],
+    fixed: Collection[int],
+    useless: Collection[int] = (),
 ) -> LayoutChange:
     """Return how to get from the instances that exist to those desired, with as few changes as possible.
 
-    Instances with an id in `fixed` are never destroyed: they are kept if they are desired, and otherwise
-    avoided. If that is impossible, those of them that would have to go are `in_the_way`.
+    Instances with an id in `fixed` are never destroyed: they are kept if they are desired and not among those
+    `useless` (ids), and otherwise avoided. If that is impossible, those of them that would have to go are
+    `in_the_way`.
     """
     desired = _in_order(desired)
     stay = [one for one in existing if one.id in fixed]
-    for keep in _kept(desired, existing):
+    useful = [one for one in existing if one.id not in useless]
+    for keep in _kept(desired, useful):
         occupied = {*keep, *stay}
         rest = _without(desired, keep)
         places = _place(rest, tuple(occupied))
         if places is not None:
             destroy = tuple(one for one in existing if one not in occupied)
-            return LayoutChange(keep, destroy, places)
-    free = change(desired, existing, ())
+            complete = tuple(one for one in keep if not one.compute_instances)
+            return LayoutChange(keep, complete, destroy, places)
+    free = change(desired, existing, (), useless)
     blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
     return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
+
+
+def change_to(
+    places: Sequence[Placement], existing: Sequence[MigInstance], fixed: Collection[int]
+) -> LayoutChange:
+    """Return how to get from the instances that exist to instances at these places.
+
+    Instances with an id in `fixed` are never destroyed: those that occupy a place are `in_the_way`.
+    """
+    there = {(one.profile, one.start): one for one in existing}
+    kept = [(place, there.get((place.profile.name, place.start))) for place in places]
+    keep = tuple(one for _, one in kept if one)
+    complete = tuple(one for place, one in kept if one and place.is_whole and not one.compute_instances)
+    create = tuple(place for place, one in kept if not one)
+    rest = [one for one in existing if one not in keep]
+    stay = [one for one in rest if one.id in fixed]
+    blocking = tuple(one for one in stay if _blocks(one, create))
+    if blocking:
+        return LayoutChange(in_the_way=blocking)
+    return LayoutChange(keep, complete, tuple(one for one in rest if one not in stay), create)
 
 
 class Instances(NamedTuple):

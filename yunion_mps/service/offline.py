@@ -37,8 +37,8 @@ from yunion_mps.reasons import GPU_LOST
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.mig import MigRecord
-from yunion_mps.supervisor.mig import restore as restore_layouts
-from yunion_mps.supervisor.preflight import Preflight, gpus_of, leased_gpus, left_running, run_preflight
+from yunion_mps.supervisor.mig_restore import restore as restore_layouts
+from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -135,7 +135,7 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
         return False
     gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
     try:
-        restore_layouts(layouts, gpus, preflight.nvml, store, {*used, *leased_gpus(store)})
+        restore_layouts(layouts, gpus, preflight.nvml, store, used, keeps_requests=False)
     finally:
         preflight.close()
     changed, to_restore = _changed_layouts(store), {one.gpu_uuid for one in layouts if one.restore}

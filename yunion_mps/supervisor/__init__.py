@@ -42,7 +42,6 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
-    leased_gpus,
     leased_without_mps,
     left_running,
 )
@@ -158,7 +157,7 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
-        self.layouts.restore(self.nvml, self._store, {*gpus_of(left), *leased_gpus(self._store)})
+        self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:

@@ -23,8 +23,8 @@ from yunion_mps.supervisor.mig import (
     Losses,
     carry_out,
     find_losses,
-    restore,
 )
+from yunion_mps.supervisor.mig_restore import restore
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class MigLayouts:
     def restore(self, nvml: Nvml | None, store: Store, used: Collection[str]) -> None:
         """Restore the layouts whose entries say so, except where GPUs or instances are `used` (UUIDs)."""
         with self._lock:  # wait for work that is under way
-            self.note(restore(self._desired.plan.layouts, self._gpus.inventory.gpus, nvml, store, used))
+            layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
+            self.note(restore(layouts, gpus, nvml, store, used, keeps_requests=True))
 
     def losses(
         self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store

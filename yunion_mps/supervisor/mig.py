@@ -1,4 +1,4 @@
-"""MIG layouts: brought into effect step by step, and restored.
+"""MIG layouts: brought into effect step by step.
 
 Before each step it is recorded what is ours, so that the daemon after one that was killed continues where it
 was, and never destroys an instance that another program created: only those whose creation was recorded are
@@ -9,17 +9,16 @@ a GPU in use; then nothing changes, and the reason says what the layout waits fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.mig import MigInstance, MigLayout, MigProfile
+from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
-from yunion_mps.planning.mig import LayoutChange, change, describe
+from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to, describe
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -28,11 +27,11 @@ log = logging.getLogger(__name__)
 class MigRecord(NamedTuple):
     """What the state file says of a GPU: its mode and layout before our first change, and what we created.
 
-    `before` has the profile's name of each instance, None while nothing was changed.
+    `before` is None while nothing was changed.
     """
 
     enabled_before: bool = False
-    before: tuple[str, ...] | None = None
+    before: tuple[MigInstance, ...] | None = None
     created: tuple[MigInstance, ...] = ()
 
     @classmethod
@@ -40,9 +39,10 @@ class MigRecord(NamedTuple):
         """Return the record; an empty one, which owns no instance, if there is none."""
         value = store.recorded_mig(gpu_uuid)
         try:
-            before = None if value["before"] is None else tuple(map(str, value["before"]))
-            created = tuple(MigInstance(*instance) for instance in value["created"])
-            return cls(bool(value["enabled_before"]), before, created)
+            before, created = value["before"], _instances_in(value["created"])
+            return cls(
+                bool(value["enabled_before"]), None if before is None else _instances_in(before), created
+            )
         except (TypeError, KeyError, ValueError):
             return cls()
 
@@ -54,12 +54,19 @@ class MigRecord(NamedTuple):
         return any(one.is_same(instance) for one in self.created)
 
 
+def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:
+    return tuple(MigInstance(*row) for row in rows)
+
+
 class LayoutTask(NamedTuple):
     """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
     leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
     too, and leases do not count. `last` is why it was not in effect before.
+
+    With `places`, its instances belong there, and it waits for all of ours that it does not have. `leases`
+    names those of the GPUs and MIG devices (UUIDs), if they are known.
     """
 
     layout: MigLayout
@@ -67,6 +74,8 @@ class LayoutTask(NamedTuple):
     busy: frozenset[str] | None
     force: bool = False
     last: Reason = NO_REASON
+    places: tuple[Placement, ...] | None = None
+    leases: Mapping[str, str] = {}
 
 
 class Losses(NamedTuple):
@@ -197,6 +206,8 @@ class _LayoutWork:
         if pids:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
             return Reason(what, reasons.MIG_IN_USE)
+        if self._uuid in task.leases:
+            return Reason(f"the GPU is leased: {task.leases[self._uuid]}", reasons.MIG_IN_USE)
         if self._uuid in task.busy and not task.force:
             return Reason(
                 "MIG mode is switched on once leases and MPS servers of the GPU have ended",
@@ -216,25 +227,44 @@ class _LayoutWork:
         for instance in done.destroy:
             self._destroy(instance)
         for place in done.create:
-            self._create(place.profile, place.start)
-        for instance in done.keep:
-            if not instance.compute_instances:
-                self._mig.create_compute(self._uuid, instance.id)
-                self.done.append(f"completed g{instance.id} ({instance.profile})")
+            self._create(place)
+        for instance in done.complete:
+            self._begin_step()
+            self._mig.create_compute(self._uuid, instance.id)
+            self.done.append(f"completed g{instance.id} ({instance.profile})")
         self.settled = (*(one for one in existing if one not in done.destroy), *self._made)
         if self.done:
             found = self._instances()
             self._note_ours(found)
             self.settled = tuple(sorted(_as_found(one, found) for one in self.settled))
-        return NO_REASON
+        left = self._left(done, existing)
+        return self._why_in_the_way(left, "is not part of its MIG layout") if left else NO_REASON
 
     def _change(self, existing: Sequence[MigInstance]) -> LayoutChange:
-        desired, fixed = self._layout.profiles, self._fixed(existing)
-        done = change(desired, existing, fixed)
-        if done.in_the_way and self._task.force:
+        places, fixed = self._task.places, self._fixed(existing)
+        if places is not None:
+            done = change_to(places, existing, fixed)
+            left = self._left(done, existing)
+            return LayoutChange(in_the_way=left) if left and not done.in_the_way else done
+        desired, empty = self._layout.profiles, self._empty(existing)
+        done = change(desired, existing, fixed, empty)
+        if not self._task.force:
+            return done
+        if done.in_the_way:
             unused = {one.id for one in done.in_the_way if not self._pids(one)}
-            return change(desired, existing, fixed - unused)
-        return done
+            done = change(desired, existing, fixed - unused, empty)
+        leased = tuple(one for one in self._left(done, existing) if not self._pids(one))
+        return done._replace(destroy=(*done.destroy, *leased))
+
+    def _left(self, done: LayoutChange, existing: Iterable[MigInstance]) -> tuple[MigInstance, ...]:
+        """Return our instances that the layout does not have, but that are in use."""
+        if done.in_the_way:
+            return ()
+        return tuple(one for one in existing if self._is_ours(one) and one not in (*done.keep, *done.destroy))
+
+    def _empty(self, existing: Iterable[MigInstance]) -> set[int]:
+        """Return the ids of other programs' instances that have no compute instance yet."""
+        return {one.id for one in existing if not one.compute_instances and not self._is_ours(one)}
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
@@ -250,16 +280,21 @@ class _LayoutWork:
     def _pids(self, instance: MigInstance) -> set[int]:
         return self._mig.processes(self._uuid, instance.id)
 
-    def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
+    def _why_in_the_way(
+        self, instances: Iterable[MigInstance], why: str = "is in the way of its MIG layout"
+    ) -> Reason:
+        task = self._task
         for instance in instances:
             name = f"instance g{instance.id} ({instance.profile})"
             pids = self._pids(instance)
             if pids:
-                what = f"{name} is in the way of its MIG layout, but processes use it ({_pids(pids)})"
-                return Reason(what, reasons.MIG_IN_USE)
-            if not self._is_ours(instance) and not self._task.force:
-                what = f"{name}, which another program created, is in the way of its MIG layout"
+                return Reason(f"{name} {why}, but processes use it ({_pids(pids)})", reasons.MIG_IN_USE)
+            if not self._is_ours(instance) and not task.force:
+                what = f"{name}, which another program {_what_was_done(instance)}, {why}"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
+            if instance.uuid in task.leases:
+                what = f"{name} {why}, but it is leased: {task.leases[instance.uuid]}"
+                return Reason(what, reasons.MIG_IN_USE)
         what = f"its MIG layout waits for leases and MPS servers of {describe(instances)} to end"
         return Reason(what, reasons.MIG_IN_USE)
 
@@ -270,8 +305,7 @@ class _LayoutWork:
 
     def _remember_before(self, mode: MigMode, existing: Iterable[MigInstance]) -> None:
         if self._record.before is None:
-            before = tuple(one.profile for one in existing)
-            self._write(self._record._replace(enabled_before=mode.enabled, before=before))
+            self._write(self._record._replace(enabled_before=mode.enabled, before=tuple(existing)))
 
     def _note_ours(self, existing: Sequence[MigInstance]) -> None:
         """Record our instances with their UUIDs, and forget those that are gone.
@@ -296,13 +330,15 @@ class _LayoutWork:
         self._write(self._record._replace(created=kept))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
 
-    def _create(self, profile: MigProfile, start: int) -> None:
+    def _create(self, place: Placement) -> None:
         self._begin_step()
-        number = self._mig.create(self._uuid, profile, start)
-        made = MigInstance(number, profile.name, start, profile.size, "", 0)
+        profile = place.profile
+        number = self._mig.create(self._uuid, profile, place.start)
+        made = MigInstance(number, profile.name, place.start, profile.size, "", 0)
         self._write(self._record._replace(created=(*self._record.created, made)))
         self._made.append(made)
-        self._mig.create_compute(self._uuid, number)
+        if place.is_whole:
+            self._mig.create_compute(self._uuid, number)
         self.done.append(f"created g{number} ({profile.name})")
 
     def _begin_step(self) -> None:
@@ -312,6 +348,13 @@ class _LayoutWork:
     def _write(self, record: MigRecord) -> None:
         record.write(self._store, self._uuid)
         self._record = record
+
+
+def _what_was_done(instance: MigInstance) -> str:
+    """Return what another program did; without a UUID, the GPU instance itself may have been ours."""
+    if instance.uuid:
+        return "created"
+    return "divided into compute instances" if instance.compute_instances else "left without compute instance"
 
 
 def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:
@@ -338,37 +381,3 @@ class _Forecast(_LayoutWork):
 
 def _pids(pids: Iterable[int]) -> str:
     return f"PID {', '.join(map(str, sorted(pids)))}"
-
-
-def restore(
-    layouts: Iterable[MigLayout],
-    gpus: Collection[Gpu],
-    nvml: Nvml | None,
-    store: Store,
-    used: Iterable[str],
-) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired, and forget those restored.
-
-    Where a GPU or instance that would have to go is `used` (UUIDs) or has processes, nothing changes.
-    """
-    if nvml is None:
-        return LayoutResult({}, {})
-    mig, by_uuid, busy = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}, frozenset(used)
-    tasks = []
-    for layout in layouts:
-        gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
-        if layout.restore and gpu and record.before is not None:
-            profiles = {profile.name: profile for profile in gpu.mig_profiles}
-            before = tuple(profiles[name] for name in record.before if name in profiles)
-            former = MigLayout(layout.gpu_uuid, record.enabled_before, before)
-            tasks.append(LayoutTask(former, gpu, busy))
-    result = carry_out(tasks, mig, store)
-    for uuid, why in result.reasons.items():
-        if why:
-            needs_reset = why.code == reasons.MIG_RESET_REQUIRED
-            how = f"; reset it: nvidia-smi --gpu-reset -i {uuid}" if needs_reset else ""
-            what = f"the MIG layout of GPU {by_uuid[uuid].address} is not restored: {why}{how}"
-            log.error("%s; then: yunion-mps-daemon --restore", what)
-        else:
-            store.forget_mig(uuid)
-    return result

@@ -54,6 +54,17 @@ def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: Ex
     assert (page["state"], page["problems"], page["wrong"], page["errors"]) == ("ready", [], 0, [])
 
 
+def test_a_layout_that_needs_a_reset_is_reported_with_its_reason(stack: ExitStack) -> None:
+    scene = Scene(stack, {"kind": "a100"})
+    scene.host.divide("mig: all-1g.5gb")
+    seen = scene.start().look()
+    found = seen.one("GPUs", "problem")
+    assert found["what"].endswith("MIG mode will be on after the next reset of the GPU")
+    assert (found["code"], "nvidia-smi --gpu-reset" in found["hint"]) == ("mig_reset_required", True)
+    scene.host.gpus[0].reset()
+    assert "problem MIG" not in scene.look().bad(), "though the layout may not be there yet"
+
+
 def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
     """As a Nagios or NRPE plugin it has to be quick; here each check may take 10 minutes."""
     assert ready.look("--timeout", "600").code == 0

@@ -55,7 +55,7 @@ PROFILES = "write the profiles of instances, for example [3g.40gb, 1g.10gb, 1g.1
     [
         ("mig: balanced", f'4: mig is "balanced", not a MIG layout: {LAYOUT}'),
         ("mig: 7", f"4: mig is 7, not a MIG layout: {LAYOUT}"),
-        ("mig: []", f"4: mig is a list, an empty list: {LAYOUT}"),
+        ("mig: []", f"4: mig is an empty list, not a MIG layout: {LAYOUT}"),
         ("mig: [all-1g.10gb]", f'4: mig is "all-1g.10gb", not a MIG profile: {PROFILES}'),
         ("mig_restore: true\n  virtual_number: 2", "4: mig_restore is not allowed without mig: remove it"),
         ("mig: all-balanced\n  slices: [{memory: 8GiB}]",

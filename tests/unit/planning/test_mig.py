@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import Gpu
-from yunion_mps.planning.mig import LayoutChange, LayoutError, change, describe, layouts, resolve
+from yunion_mps.planning.mig import LayoutChange, LayoutError, change, change_to, describe, layouts, resolve
 
 from simhost.mig import PROFILES
 from unit.builders import gpu
@@ -152,7 +152,12 @@ def test_an_impossible_layout_is_refused_with_what_is_possible(
 
 def test_a_gpu_without_mig_has_no_layout() -> None:
     with pytest.raises(LayoutError, match="has no MIG mode"):
-        resolve(["all-balanced"], gpu())
+        resolve(["all-balanced"], gpu()._replace(mig_enabled=None))
+
+
+def test_a_gpu_whose_driver_reports_no_profiles_has_no_layout() -> None:
+    with pytest.raises(LayoutError, match="has a MIG mode, but its driver reports no MIG profiles"):
+        resolve(["all-balanced"], gpu()._replace(mig_enabled=False))
 
 
 # -- properties
@@ -232,6 +237,24 @@ def test_a_layout_that_is_in_effect_needs_no_change(case: tuple[Gpu, tuple[MigPr
     existing = after(change(desired, (), ()))
     assert not change(desired, existing, ()).is_due
     assert not change(desired, tuple(reversed(existing)), [one.id for one in existing]).is_due
+
+
+@given(possible(), st.data())
+def test_a_change_to_places_leads_there_or_names_what_prevents_it(
+    case: tuple[Gpu, tuple[MigProfile, ...]], data: st.DataObject
+) -> None:
+    one, former = case
+    places = change(former, (), ()).create
+    existing = after(change(resolve([data.draw(st.sampled_from(layouts(one)[:-1]))], one), (), ()))
+    fixed = data.draw(st.sets(st.sampled_from([one.id for one in existing])))
+    done = change_to(places, existing, fixed)
+    assert not {instance.id for instance in done.destroy} & fixed
+    assert {instance.id for instance in done.in_the_way} <= fixed
+    if done.in_the_way:
+        assert done == LayoutChange(in_the_way=done.in_the_way)
+        return
+    expected = {(place.profile.name, place.start) for place in places}
+    assert {(instance.profile, instance.start) for instance in after(done)} == expected
 
 
 @given(possible(), st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED
-from yunion_mps.supervisor.mig import LayoutTask, find_losses, restore
+from yunion_mps.supervisor.mig import LayoutTask, find_losses
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost
 
@@ -268,34 +268,51 @@ def test_instances_are_created_again_after_a_reboot(mig_host: MakeMigHost) -> No
     assert host.apply("all-1g.10gb") == "", "they are ours again"
 
 
-# -- what is restored
-
-
-@pytest.mark.parametrize("before", [[], ["1g.10gb", "3g.40gb"]])
-def test_the_layout_from_before_is_restored_only_if_so_configured(
-    mig_host: MakeMigHost, before: list[str]
-) -> None:
-    host = mig_host([{"kind": "h100", "mig": bool(before)}])
-    if before:
-        host.sim.create_mig_devices(0, *before)
-    had = (host.gpu.mig_enabled, host.has)
-    host.apply("all-2g.20gb", force=True)
-    restore([host.layout("all-2g.20gb")], [host.gpu], host.nvml, host.store, ())
-    assert host.has.endswith("3 x 2g.20gb")
-    restore([host.layout("all-2g.20gb", restore=True)], [host.gpu], host.nvml, host.store, ())
-    assert (host.gpu.mig_enabled, host.has) == had
-    assert host.ours == []
-
-
-def test_leased_instances_are_not_taken_away_by_a_restoration(
-    mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_leftover_of_ours_is_destroyed_once_nothing_uses_it(mig_host: MakeMigHost) -> None:
     host = mig_host()
-    host.apply("all-3g.40gb")
-    leased = {host.gpu.mig_instances[0].uuid}
-    former = [host.layout("all-3g.40gb", restore=True)]
-    restore(former, [host.gpu], host.nvml, host.store, leased)
-    assert host.has == "2 x 3g.40gb"
-    assert "its MIG layout waits for leases and MPS servers of 1 x 3g.40gb to end" in caplog.text
-    restore(former, [host.gpu], host.nvml, host.store, ())
-    assert host.gpu.mig_enabled is False
+    host.apply("all-2g.20gb")
+    last = max(host.gpu.mig_instances, key=lambda one: one.start)
+    leased = frozenset({last.uuid})
+    why = host.apply("3g.40gb", busy=leased)
+    assert (why, why.code) == (
+        "its MIG layout waits for leases and MPS servers of 1 x 2g.20gb to end",
+        reasons.MIG_IN_USE,
+    )
+    assert host.has == "1 x 2g.20gb + 1 x 3g.40gb"
+    host.process(last.id)
+    assert (
+        host.apply("3g.40gb", force=True)
+        == f"instance g{last.id} (2g.20gb) is not part of its MIG layout, but processes use it (PID 4321)"
+    )
+    host.sim.gpus[0].remove_process(4321)
+    assert host.apply("3g.40gb", busy=leased, force=True) == ""
+    assert host.has == "1 x 3g.40gb"
+
+
+def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.run(["nvidia-smi", "mig", "-cgi", "4g.40gb"], check=True)
+    (other,) = host.gpu.mig_instances
+    why = host.apply("4g.40gb")
+    what = f"instance g{other.id} (4g.40gb), which another program left without compute instance"
+    assert (why, why.code) == (f"{what}, is in the way of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
+    assert host.gpu.mig_instances == (other,)
+    assert host.apply("3g.40gb") == "", "beside it"
+    assert other in host.gpu.mig_instances
+    losses = find_losses([LayoutTask(host.layout("4g.40gb"), host.gpu, NOTHING_BUSY)], host.mig, host.store)
+    assert losses[str(host.gpu.uuid)].others == (other,)
+    assert host.apply("4g.40gb", force=True) == ""
+    assert host.has == "1 x 4g.40gb"
+    assert all(one.uuid for one in host.gpu.mig_instances)
+
+
+def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-7g.80gb")
+    (ours,) = host.gpu.mig_instances
+    host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    host.sim.run(["nvidia-smi", "mig", "-cci", "0,0", "-gi", ours.id], check=True)
+    for names in (["all-7g.80gb"], ["all-1g.10gb"]):
+        why = host.apply(*names)
+        what = f"instance g{ours.id} (7g.80gb), which another program divided into compute instances"
+        assert (why, why.code) == (f"{what}, is in the way of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)

@@ -307,7 +307,7 @@ def test_a_value_that_is_no_layout_is_refused_like_any_other(
 ) -> None:
     host = make_host(H100)
     configured(host, f"type: NVIDIA_MPS; mig: {text}")
-    with pytest.raises(ConfigError, match=r"host_container_device.yml:4: mig is .*, (not a MIG|an empty)"):
+    with pytest.raises(ConfigError, match=r"host_container_device.yml:4: mig is .*, not a MIG"):
         supervise(host)
 
 

@@ -64,13 +64,14 @@ def test_what_a_call_destroys_after_it_was_given_up_is_reported(mig_host: MakeMi
     assert host.has == "7 x 1g.10gb"
 
 
-def test_an_instance_that_is_created_late_is_used_but_not_ours(mig_host: MakeMigHost) -> None:
+def test_an_instance_that_is_created_late_is_not_ours(mig_host: MakeMigHost) -> None:
     host = mig_host()
     task, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
     assert (why.code, host.has, host.ours) == (reasons.DRIVER_HUNG, "1 x 7g.80gb", [])
     result = host.result(task._replace(last=why))
-    assert result.reasons == {host.gpu.uuid: ""}
-    assert (len(host.sim.gpus[0].mig_devices()), host.ours) == (1, [])
+    assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_FOREIGN_INSTANCE
+    assert host.ours == []
+    assert host.apply("all-7g.80gb", force=True) == ""
 
 
 def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> None:

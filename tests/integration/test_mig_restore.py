@@ -1,0 +1,120 @@
+"""MIG layouts after a stop: what is restored, what stays, and how a reset brings a mode."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from yunion_mps import reasons
+
+from integration.daemon_host import Daemon, eventually
+from integration.mig_devices import devices, free, gpu, instances, profiles
+from integration.test_mig import BALANCED, MIG, daemon
+from simhost import SimHost
+
+__all__ = ["daemon"]
+
+
+def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    assert daemon.host.gpus[0].mig
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert not daemon.host.gpus[0].mig
+
+
+def reset(host: SimHost) -> None:
+    host.run(["nvidia-smi", "--gpu-reset", "-i", host.gpus[0].uuid], check=True)
+
+
+@pytest.mark.parametrize("restores", ["", "\n  mig_restore: true"])
+@pytest.mark.parametrize("how", [reset, SimHost.reboot])
+def test_the_hint_of_a_mode_that_needs_a_reset_leads_to_the_layout(
+    restores: str, how: Callable[[SimHost], None]
+) -> None:
+    with SimHost.create([{"kind": "a100"}]) as host:
+        host.divide(f"mig: all-3g.20gb{restores}")
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+            assert daemon.stop(signal.SIGTERM) == 0
+            assert host.gpus[0].mig_pending
+            how(host)
+            daemon.start().wait_ready()
+            eventually(lambda: free(daemon) == 2, "its devices")
+
+
+def test_restore_cancels_a_mode_that_needs_a_reset() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host:
+        host.divide("mig: all-3g.20gb\n  mig_restore: true")
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+            assert daemon.stop(signal.SIGTERM) == 0
+            assert daemon.log.count("cancel this: yunion-mps-daemon --restore") == 1
+            assert daemon.run("--restore") == 0, daemon.log
+            assert not host.gpus[0].mig_pending
+
+
+def test_what_a_stop_restores_does_not_block_the_next_start(daemon: Daemon) -> None:
+    daemon.host.gpus[0].mig = True
+    daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-cgi", "9:4,19:0", "-C"], check=True)
+    daemon.host.divide("mig: all-1g.10gb\n  mig_restore: true")
+    daemon.start().wait_ready()
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    for _ in range(2):
+        eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the layout")
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert profiles(daemon) == ["1g.10gb", "3g.40gb"]
+        daemon.start().wait_ready()
+
+
+def test_a_stop_names_the_lease_because_of_which_nothing_is_restored(daemon: Daemon) -> None:
+    daemon.host.divide("mig: all-3g.40gb\n  mig_restore: true")
+    daemon.start().wait_ready()
+    address = sorted(devices(daemon))[0]
+    words = f"holder.name=job&holder.ttl_s=600&devices={address}"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert profiles(daemon) == ["3g.40gb"] * 2
+    assert f"but it is leased: job (device {address}); release what is leased: " in daemon.log
+    assert "yunion-mps lease release job; systemctl stop yunion-mps-daemon" in daemon.log
+    assert daemon.log.count("not restored") == 1
+
+
+def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
+    assert daemon.run("--restore") == 1, daemon.log
+    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
+    assert f"PID {os.getpid()}" in daemon.log
+    daemon.host.gpus[0].remove_process(os.getpid())
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
+    assert "everything is restored" in daemon.log
+
+
+def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.kill()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert profiles(daemon) == BALANCED
+
+
+def test_restore_names_a_layout_whose_entry_cannot_be_read(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    daemon.host.divide(f"{MIG}\n  mig_restore: 7")
+    assert daemon.run("--restore") == 1, daemon.log
+    assert "is to be restored, because the configuration has errors" in daemon.log
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig

@@ -1,0 +1,124 @@
+"""MIG layouts from before the first change: what is restored, and what is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from yunion_mps import reasons
+from yunion_mps.mig import DISABLED, MigInstance
+from yunion_mps.supervisor.mig_restore import restore
+
+from unit.mig_host import MakeMigHost, MigHost
+
+
+def restored(host: MigHost, *names: str, keeps_requests: bool = True, used: tuple[str, ...] = ()) -> str:
+    """Restore, as a stop or `--restore` does, what was before this layout; return why it is not restored."""
+    layout = host.layout(*names, restore=True)
+    result = restore([layout], [host.gpu], host.nvml, host.store, used, keeps_requests=keeps_requests)
+    return result.reasons.get(str(host.gpu.uuid), "")
+
+
+def places(host: MigHost) -> list[tuple[str, int, int]]:
+    """The profile, first memory slice and number of compute instances of each instance."""
+    return sorted((one.profile, one.start, one.compute_instances) for one in host.gpu.mig_instances)
+
+
+@pytest.mark.parametrize("before", [[], ["1g.10gb", "3g.40gb"]])
+def test_the_layout_from_before_is_restored_only_if_so_configured(
+    mig_host: MakeMigHost, before: list[str]
+) -> None:
+    host = mig_host([{"kind": "h100", "mig": bool(before)}])
+    if before:
+        host.sim.create_mig_devices(0, *before)
+    had = (host.gpu.mig_enabled, places(host))
+    host.apply("all-2g.20gb", force=True)
+    stays = host.layout("all-2g.20gb")
+    restore([stays], [host.gpu], host.nvml, host.store, (), keeps_requests=True)
+    assert host.has.endswith("3 x 2g.20gb")
+    assert restored(host, "all-2g.20gb") == ""
+    assert (host.gpu.mig_enabled, places(host)) == had
+
+
+def test_what_a_restoration_creates_is_ours(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.create_mig_devices(0, "3g.40gb", "1g.10gb")
+    host.apply("all-1g.10gb", force=True)
+    for _ in range(2):
+        assert restored(host, "all-1g.10gb") == ""
+        assert host.has == "1 x 1g.10gb + 1 x 3g.40gb"
+        assert host.apply("all-1g.10gb") == "", "no reload --now after each restart"
+        assert host.has == "7 x 1g.10gb"
+
+
+def test_instances_are_restored_at_their_places_without_their_divisions(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.run(["nvidia-smi", "mig", "-cgi", "9:4,14:0,19:2"], check=True)
+    by_start = {one.start: one.id for one in host.gpu.mig_instances}
+    host.sim.run(["nvidia-smi", "mig", "-cci", "0,0", "-gi", by_start[4]], check=True)
+    host.sim.run(["nvidia-smi", "mig", "-cci", "-gi", by_start[2]], check=True)
+    assert places(host) == [("1g.10gb", 2, 1), ("2g.20gb", 0, 0), ("3g.40gb", 4, 2)]
+    host.apply("all-1g.10gb", force=True)
+    assert restored(host, "all-1g.10gb") == ""
+    assert places(host) == [("1g.10gb", 2, 1), ("2g.20gb", 0, 0), ("3g.40gb", 4, 0)]
+
+
+@pytest.mark.parametrize(("was", "names"), [(False, ["all-1g.5gb"]), (True, [DISABLED])])
+def test_a_stop_leaves_a_mode_alone_that_a_reset_brings(
+    mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture, was: bool, names: list[str]
+) -> None:
+    host = mig_host([{"kind": "a100", "mig": was}])
+    caplog.set_level("INFO")
+    assert host.apply(*names).code == reasons.MIG_RESET_REQUIRED
+    assert restored(host, *names) == ""
+    assert (host.gpu.mig_enabled, host.gpu.mig_pending) == (was, not was)
+    assert caplog.text.count("after its next reset, as configured") == 1
+    assert restored(host, *names, keeps_requests=False) == ""
+    assert (host.gpu.mig_enabled, host.gpu.mig_pending) == (was, was)
+
+
+def test_after_the_reset_the_layout_is_applied_and_restored(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "a100"}])
+    host.apply("all-1g.5gb")
+    restored(host, "all-1g.5gb")
+    host.sim.gpus[0].reset()
+    assert host.apply("all-1g.5gb") == ""
+    assert restored(host, "all-1g.5gb") == "MIG mode will be off after the next reset of the GPU"
+    assert (host.gpu.mig_pending, host.has) == (False, "")
+    assert host.apply("all-1g.5gb") == "", "a start without a reset between"
+
+
+def lease(host: MigHost, name: str, instance: MigInstance, binding: str = "name") -> None:
+    device = {"addr": f"00:06.0-g{instance.id}", "gpu_uuid": instance.uuid}
+    value = {"id": "f4e5", "holder": {"name": name, "binding": binding}, "devices": [device]}
+    host.store.write("INSERT INTO lease VALUES (?, ?)", [("f4e5", json.dumps(value))])
+
+
+@pytest.mark.parametrize(("binding", "shown"), [("name", "job"), ("pid", "f4e5")])
+@pytest.mark.parametrize("was", [False, True])
+def test_what_is_not_restored_because_of_a_lease_names_it(
+    mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture, was: bool, binding: str, shown: str
+) -> None:
+    host = mig_host([{"kind": "h100", "mig": was}])
+    host.apply("all-3g.40gb")
+    one = max(host.gpu.mig_instances, key=lambda one: one.start)
+    lease(host, "job", one, binding)
+    why = restored(host, "all-3g.40gb")
+    assert host.has == "2 x 3g.40gb"
+    device = f"00:06.0-g{one.id}"
+    leased = f"is leased: {shown} (device {device})"
+    assert why == f"instance g{one.id} (3g.40gb) is in the way of its MIG layout, but it {leased}"
+    assert f"lease release {shown}; systemctl stop yunion-mps-daemon" in caplog.text
+    host.store.write("DELETE FROM lease WHERE id = ?", [("f4e5",)])
+    assert restored(host, "all-3g.40gb") == ""
+    assert (host.gpu.mig_enabled, host.has) == (was, "")
+
+
+def test_an_instance_that_a_server_left_running_uses_is_not_restored(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    used = (host.gpu.mig_instances[0].uuid,)
+    assert restored(host, "all-3g.40gb", used=used)
+    assert host.has == "2 x 3g.40gb"
+    assert restored(host, "all-3g.40gb") == ""
+    assert host.gpu.mig_enabled is False

@@ -1,0 +1,172 @@
+"""The driver: its versions, programs, libraries and device nodes."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from collections.abc import Iterator
+
+from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.errors import DriverError, HostError
+from yunion_mps.host.files import read_text
+from yunion_mps.host.proc import environment_of
+from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
+from yunion_mps.reasons import (
+    DEVICE_NODES,
+    DRIVER_ERROR,
+    PROGRAM_MISSING,
+)
+
+#: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
+_MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
+#: NVIDIA's control program contains its release as a separate string (535, 550).
+_PROGRAM_VERSION = re.compile(r"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
+_LIBRARY_VERSION = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
+
+_LIBRARY = "libcuda.so.1"
+#: Where drivers install libraries, besides those in the loader's cache.
+_LIBRARY_FOLDERS = (
+    "/usr/lib/*-linux-gnu",
+    "/usr/lib/*-linux-gnu/nvidia/current",
+    "/usr/lib64",
+    "/usr/local/nvidia/lib64",
+    "/run/nvidia/driver/usr/lib/*-linux-gnu",
+    "/run/nvidia/driver/usr/lib64",
+)
+
+_NOT_NEEDED = "not needed while enable_cuda_mps is false"
+_UPDATE = "finish the driver update (all packages in the same version), then reboot"
+
+
+@check("driver", DRIVER_ERROR)
+def driver(host: Host) -> Findings:
+    """The driver, and whether its kernel module, library and programs have the same version."""
+    try:
+        version = host.inventory().driver.version
+    except DriverError as error:
+        if host.is_mps_disabled():
+            raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
+        return [problem(error.message, error.hint)]
+    findings = [
+        (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
+            f"{what} is version {other}, but the driver is version {version}", _UPDATE
+        )
+        for what, other in _versions(host)
+        if other != version
+    ]
+    return findings or [ok(f"version {version}; kernel module, library and programs match")]
+
+
+@check("programs", PROGRAM_MISSING)
+def programs(host: Host) -> Findings:
+    """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
+    if host.is_mps_disabled():
+        raise SkipError(_NOT_NEEDED)
+    try:
+        program = find_control_program()
+    except HostError as error:
+        return [problem(error.message, error.hint)]
+    findings: list[Finding] = []
+    pids = host.control_pids()
+    searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
+    for path in searched:
+        if not shutil.which(SERVER, path=path):
+            what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
+            findings.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
+    for pid in pids:
+        if _is_deleted(pid):
+            what = (
+                f"the executable of the control daemon (PID {pid}) was replaced or removed after it started"
+            )
+            hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
+            findings.append(warning(what, hint))
+    if not _libraries(host):
+        what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
+        hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
+        findings.append(warning(what, hint))
+    return findings or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
+
+
+@check("device nodes", DEVICE_NODES)
+def nodes(host: Host) -> Findings:
+    """The device nodes: an MPS server runs as its client's user, so all users must have access."""
+    minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
+    if not minors:
+        raise SkipError
+    missing, closed, groups = [], [], set()
+    for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
+        path = host.paths.under(f"/dev/{name}")
+        try:
+            info = os.stat(path)
+        except OSError:
+            missing.append(path)
+            continue
+        if info.st_mode & 0o006 != 0o006:
+            if info.st_mode & 0o060 == 0o060 and info.st_gid != 0:
+                groups.add(info.st_gid)
+            else:
+                closed.append(path)
+    if missing:
+        hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
+        return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
+    if closed:
+        hint = (
+            "until the next boot: chmod a+rw; permanently: set the option NVreg_DeviceFileMode=0666 of the "
+            "nvidia module"
+        )
+        return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
+    restriction = (
+        f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
+    )
+    return [ok(f"all exist and can be opened{restriction}")]
+
+
+def library_version(path: str) -> str | None:
+    """Return the release in a library's name, `535.261.03` of libcuda.so.535.261.03; None without one."""
+    match = _LIBRARY_VERSION.search(os.path.realpath(path))
+    return match[1] if match else None
+
+
+def _versions(host: Host) -> Iterator[tuple[str, str]]:
+    """Yield the name and version of each part of the driver whose version is known."""
+    match = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
+    if match:
+        yield "the loaded kernel module", match[1]
+    for path in _libraries(host):
+        version = library_version(path)
+        if version:
+            yield path, version
+    for pid in host.control_pids():
+        yield from _program_version(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
+    try:
+        yield from _program_version(find_control_program(), PROGRAM)
+    except HostError:  # reported by `programs`
+        return
+
+
+def _program_version(path: str, what: str) -> Iterator[tuple[str, str]]:
+    versions = set(_PROGRAM_VERSION.findall(read_text(path)))  # empty for another user's process
+    if len(versions) == 1:
+        yield what, versions.pop()
+
+
+def _libraries(host: Host) -> list[str]:
+    """Return the libcuda that programs load here: the first that the loader's rules find."""
+    under = host.paths.under
+    named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
+    candidates = [os.path.join(folder, _LIBRARY) for folder in named]
+    # The loader's cache (ldconfig(8)).
+    cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_text(under("/etc/ld.so.cache")))
+    candidates += cached
+    for folder in _LIBRARY_FOLDERS:
+        candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
+    return [path for path in candidates if os.path.exists(path)][:1]
+
+
+def _is_deleted(pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/exe").endswith(" (deleted)")
+    except OSError:
+        return False

@@ -1,0 +1,124 @@
+"""MIG layouts from before our first change: restored where the configuration says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.errors import DriverError
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.mig import MigLayout
+from yunion_mps.models import Gpu
+from yunion_mps.planning.mig import Placement
+from yunion_mps.reasons import Reason
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out
+
+log = logging.getLogger(__name__)
+
+
+class _Lease(NamedTuple):
+    """A recorded lease of a device: what `yunion-mps lease release` calls it, and what the device is."""
+
+    name: str
+    address: str
+    gpu_uuid: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (device {self.address})"
+
+
+def restore(
+    layouts: Iterable[MigLayout],
+    gpus: Collection[Gpu],
+    nvml: Nvml | None,
+    store: Store,
+    used: Iterable[str],
+    *,
+    keeps_requests: bool,
+) -> LayoutResult:
+    """Restore the layouts from before our first change, where that is desired.
+
+    Where a GPU or instance that would have to go is `used` (UUIDs), leased or has processes, nothing changes.
+    With `keeps_requests`, nor does it where we have only asked for another mode, which the next reset brings.
+    What a restoration creates stays recorded as ours.
+    """
+    if nvml is None:
+        return LayoutResult({}, {})
+    mig, by_uuid, leases = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}, _leases(store)
+    busy, names = {*used, *(one.gpu_uuid for one in leases)}, _names(leases)
+    tasks = {}
+    for layout in layouts:
+        gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
+        if not layout.restore or gpu is None or record.before is None:
+            continue
+        if keeps_requests and _is_requested(layout, record, mig):
+            what = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"
+            log.info("GPU %s: %s; cancel this: yunion-mps-daemon --restore", gpu.address, what)
+            continue
+        former = MigLayout(layout.gpu_uuid, record.enabled_before)
+        places = _places(record, gpu)
+        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), places=places, leases=names)
+    result = carry_out(tasks.values(), mig, store)
+    for uuid, why in result.reasons.items():
+        task, record = tasks[uuid], MigRecord.read(store, uuid)
+        if why:
+            what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
+            log.error("%s; %s", what, _what_to_do(why, task.gpu, leases))
+        elif record.created and task.layout.enabled:
+            MigRecord(created=record.created).write(store, uuid)
+        else:
+            store.forget_mig(uuid)
+    return result
+
+
+def _is_requested(layout: MigLayout, record: MigRecord, mig: Mig) -> bool:
+    """Whether only the mode is to change, and only at the GPU's next reset."""
+    with contextlib.suppress(DriverError):  # the restoration reports it
+        mode = mig.mode(layout.gpu_uuid)
+        return mode.enabled == record.enabled_before and mode.pending == layout.enabled != mode.enabled
+    return False
+
+
+def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
+    profiles = {profile.name: profile for profile in gpu.mig_profiles}
+    return tuple(
+        Placement(profiles[one.profile], one.start, bool(one.uuid))
+        for one in record.before or ()
+        if one.profile in profiles
+    )
+
+
+def _leases(store: Store) -> list[_Lease]:
+    """Return the recorded leases of devices; a damaged row holds nothing."""
+    leases = []
+    for (text,) in store.read("SELECT value FROM lease"):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(text)
+            holder = row["holder"]
+            name = holder["name"] if holder["binding"] == "name" else row["id"]
+            leases += [_Lease(name, device["addr"], device["gpu_uuid"]) for device in row["devices"]]
+    return leases
+
+
+def _names(leases: Iterable[_Lease]) -> Mapping[str, str]:
+    names: dict[str, list[str]] = {}
+    for lease in leases:
+        names.setdefault(lease.gpu_uuid, []).append(str(lease))
+    return {uuid: ", ".join(some) for uuid, some in names.items()}
+
+
+def _what_to_do(why: Reason, gpu: Gpu, leases: Iterable[_Lease]) -> str:
+    parts = {str(gpu.uuid), *(one.uuid for one in gpu.mig_instances)}
+    names = sorted({lease.name for lease in leases if lease.gpu_uuid in parts})
+    if why.code == reasons.MIG_IN_USE and names:
+        release = "; ".join(f"yunion-mps lease release {name}" for name in names)
+        start, stop = (f"systemctl {verb} yunion-mps-daemon" for verb in ("start", "stop"))
+        return f"release what is leased: {start}; {release}; {stop}"
+    reset = f"reset it: nvidia-smi --gpu-reset -i {gpu.uuid}; then: "
+    return f"{reset if why.code == reasons.MIG_RESET_REQUIRED else 'then: '}yunion-mps-daemon --restore"
