@@ -56,12 +56,12 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
 
 def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    lease(daemon, "3g.40gb")
+    number = lease(daemon, "3g.40gb").partition("-")[2]
     daemon.host.divide("mig: all-1g.10gb")
     done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
     assert done.returncode == 1
     assert "still pending after 1s: the MIG layout of GPU 00:06.0 is pending" in done.stderr
-    assert "1 x 3g.40gb to end; everything else is in effect [mig_in_use]" in done.stderr
+    assert f"lease job of root on instance {number} (3g.40gb) to end; everything else" in done.stderr
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         eventually(lambda: daemon.polls(), "a poll")
         assert process.poll() is None

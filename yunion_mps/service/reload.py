@@ -92,6 +92,7 @@ class Reloader:
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise
+            self._supervisor.layouts.force(now=now)
             await self.set_modes()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
@@ -99,7 +100,6 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
-            self._supervisor.layouts.force(now=now)
             await self.apply_layouts()
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"

@@ -69,6 +69,7 @@ class Supervisor:
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
+        self.desired.forced = lambda: self.layouts.forced
         self._snapshots = Snapshots(
             paths.host_conf, self.desired, self._gpus, self.fleet, self.layouts, self._warnings
         )
@@ -258,7 +259,11 @@ class Supervisor:
             return ()
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
-        return self.layouts.due(busy, restoring)
+        before = self.layouts.pending
+        tasks = self.layouts.due(busy, restoring)
+        if self.layouts.pending != before:
+            self._changed()
+        return tasks
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""

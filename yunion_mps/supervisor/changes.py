@@ -6,7 +6,7 @@ Changes are shown in advance, and recorded when they begin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -104,12 +104,28 @@ class DesiredState:
         self._target: Plan = preflight.plan
         #: Returns how the GPUs (UUIDs) of leased devices are shared.
         self.ways_leased: Callable[[], Mapping[str, str]] = dict
+        #: Returns the leases of GPUs (UUIDs) as text.
+        self.holders: Callable[[], Mapping[str, str]] = dict
+        #: Returns the GPUs (UUIDs) whose MIG layouts do not wait for leases.
+        self.forced: Callable[[], Collection[str]] = tuple
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
         """Return the plan's domains, with their directories below our root directory."""
         return [below_root(domain, self._paths) for domain in (plan or self.plan).domains]
+
+    def users(self) -> dict[str, str]:
+        """Return what uses GPUs and MIG instances (UUIDs) now: leases, and MPS servers, as text."""
+        gpus = {str(gpu.uuid): gpu.address for gpu in self._gpus.inventory.gpus}
+        users = {uuid: [holders] for uuid, holders in self.holders().items()}
+        for domain in self._fleet.domains:
+            servers, uuids = domain.server_pids(), domain.in_effect.gpu_uuids
+            for uuid in uuids if servers else ():
+                others = [f"GPU {gpus.get(other, other)}" for other in uuids if other != uuid]
+                shared = f", which also serves {', '.join(others)}" if others else ""
+                users.setdefault(uuid, []).append(f"{describe_servers(servers)}{shared}")
+        return {uuid: " and ".join(names) for uuid, names in users.items()}
 
     def in_effect(self) -> Plan:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
@@ -143,8 +159,10 @@ class DesiredState:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
 
     def _aim_at(self, target: Plan) -> None:
-        gpus = self._gpus.inventory.gpus
-        self._target, self.plan = target, keep_sharing(target, self.plan, self.ways_leased(), gpus)
+        gpus, forced = self._gpus.inventory.gpus, self.forced()
+        ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
+        leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
+        self._target, self.plan = target, keep_sharing(target, self.plan, leased, gpus, self.holders())
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -275,16 +293,31 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
     devices += direct_devices(desired.host_id, desired.direct, rest)
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
-    pending = {
-        gpu.uuid: Reason(f"it changes to {gpu.sharing} once its MPS servers end", reasons.LIMITS_PENDING)
-        for gpu in desired.direct
-        if gpu.uuid in served
-    }
+    pending = dict(_leaving(desired, domains, gpus))
     order = order_of(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
     pending |= desired.pending
     return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
+
+
+def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> Iterator[tuple[str, Reason]]:
+    """Yield the GPUs (UUIDs) that a control daemon serves until its servers have ended, and what follows.
+
+    They have no new leases, which would delay that for ever.
+    """
+    stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
+    what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
+    what |= {gpu.uuid: f"it changes to {gpu.sharing}" for gpu in desired.direct}
+    for domain in domains:
+        servers = domain.server_pids()
+        end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
+        for uuid in domain.in_effect.gpu_uuids:
+            if uuid not in stay:
+                happens = what.get(uuid, "it is given up")
+                yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
+            elif domain.is_draining:
+                yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)
 
 
 def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:

@@ -19,7 +19,7 @@ from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Gpu, Inventory
-from yunion_mps.planning.mig import LayoutChange, change, describe
+from yunion_mps.planning.mig import LayoutChange, change
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class LayoutTask(NamedTuple):
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
     leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
-    too, and leases do not count. `last` is why it was not in effect before.
+    too, and leases do not count. `last` is why it was not in effect before, and `users` describes the leases
+    and MPS servers of GPUs and MIG devices (UUIDs).
     """
 
     layout: MigLayout
@@ -67,6 +68,7 @@ class LayoutTask(NamedTuple):
     busy: frozenset[str] | None
     force: bool = False
     last: Reason = NO_REASON
+    users: Mapping[str, str] = {}
 
 
 class Losses(NamedTuple):
@@ -195,10 +197,7 @@ class _LayoutWork:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
             return Reason(what, reasons.MIG_IN_USE)
         if self._uuid in task.busy and not task.force:
-            return Reason(
-                "MIG mode is switched on once leases and MPS servers of the GPU have ended",
-                reasons.MIG_IN_USE,
-            )
+            return mode_waits(task.users.get(self._uuid, ""))
         return NO_REASON
 
     # -- the instances
@@ -257,8 +256,9 @@ class _LayoutWork:
             if not self._is_ours(instance) and not self._task.force:
                 what = f"{name}, which another program created, is in the way of its MIG layout"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
-        what = f"its MIG layout waits for leases and MPS servers of {describe(instances)} to end"
-        return Reason(what, reasons.MIG_IN_USE)
+        users, known = self._task.users, "leases and MPS servers"
+        waits = [f"{users.get(one.uuid, known)} on instance g{one.id} ({one.profile})" for one in instances]
+        return Reason(f"its MIG layout waits for {', '.join(waits)} to end", reasons.MIG_IN_USE)
 
     # -- steps, each recorded
 
@@ -331,6 +331,12 @@ class _Forecast(_LayoutWork):
     def _pids(self, instance: MigInstance) -> set[int]:
         del instance
         return set()
+
+
+def mode_waits(users: str) -> Reason:
+    """Return why MIG mode is not switched on yet: because of these leases and MPS servers of the GPU."""
+    what = f"MIG mode is switched on after the end of {users or 'its leases and its control daemon'}"
+    return Reason(what, reasons.MIG_IN_USE)
 
 
 def _pids(pids: Iterable[int]) -> str:

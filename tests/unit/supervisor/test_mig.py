@@ -122,7 +122,7 @@ def test_a_leased_instance_is_destroyed_only_now(mig_host: MakeMigHost) -> None:
     leased = frozenset({host.gpu.mig_instances[1].uuid})
     why = host.apply("all-1g.10gb", busy=leased)
     assert (why, why.code) == (
-        "its MIG layout waits for leases and MPS servers of 1 x 3g.40gb to end",
+        "its MIG layout waits for leases and MPS servers on instance g2 (3g.40gb) to end",
         reasons.MIG_IN_USE,
     )
     assert host.has == "2 x 3g.40gb"
@@ -265,6 +265,6 @@ def test_leased_instances_are_not_taken_away_by_a_restoration(
     former = [host.layout("all-3g.40gb", restore=True)]
     restore(former, [host.gpu], host.nvml, host.store, leased)
     assert host.has == "2 x 3g.40gb"
-    assert "its MIG layout waits for leases and MPS servers of 1 x 3g.40gb to end" in caplog.text
+    assert "waits for leases and MPS servers on instance g1 (3g.40gb) to end" in caplog.text
     restore(former, [host.gpu], host.nvml, host.store, ())
     assert host.gpu.mig_enabled is False
