@@ -29,6 +29,7 @@ from yunion_mps.supervisor.compute_modes import (
     ModeResult,
     ModeWork,
     held_by_jobs,
+    slices_held_by_jobs,
 )
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
@@ -374,9 +375,11 @@ class Supervisor:
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.leftovers = leftovers.notice
         if store:
-            held = held_by_jobs(self.nvml, store, leased_without_mps(store))
+            leased = leased_without_mps(store)
+            held = held_by_jobs(self.nvml, store, leased)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             gpus = self._gpus.inventory.gpus
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
-            restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)
+            sliced = slices_held_by_jobs(self.nvml, store, leased) - set(gpus_of(leftovers.running))
+            restore_unused(TIME_SLICE, store, self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus)
         return leftovers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -174,6 +175,37 @@ def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: B
     changes = [(change.before, change.after) for change in made.reload() if change.kind == "time slice"]
     assert changes == [("short", "original"), ("long", "medium")]
     assert slices(host) == ["default", "medium"]
+
+
+@pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
+def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, after: str) -> None:
+    gpus = [{"kind": "h100"}, {"kind": "h100"}]
+    host, made = begin(gpus, 4, shared("long"), cuda_mps_pipe_directory="/run/mps")
+    ledger, storage = lease(made), LeaseStorage(made.supervisor.store(), made.paths.lease_copies)
+    storage.write(ledger.leases["0" * 36])
+    host.divide(4, f"virtual_number: {after}")
+    made.reload()
+    assert slices(host)[1] == "long"
+    made.stop()
+    assert slices(host)[1] == "long"
+    again = made.again()
+    assert slices(host)[1] == "long"
+    again.supervisor.desired.ways_leased = dict
+    LeaseStorage(again.supervisor.store(), made.paths.lease_copies).delete("0" * 36)
+    again.rescan()
+    again.set_modes()
+    assert slices(host)[1] == "default"
+
+
+def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None:
+    host, made = begin(TWO, 4, shared("long"))
+    host.gpus[1].add_process(os.getpid(), 100)
+    host.divide(4)
+    made.reload()
+    assert slices(host)[1] == "long"
+    host.gpus[1].remove_process(os.getpid())
+    made.set_modes()
+    assert slices(host)[1] == "default"
 
 
 def test_a_time_slice_that_is_right_already_is_neither_set_nor_restored(begin: Begin) -> None:
