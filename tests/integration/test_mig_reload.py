@@ -70,6 +70,39 @@ def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemo
     assert profiles(daemon) == ["1g.10gb"] * 7
 
 
+def test_reload_now_names_what_it_did_at_once(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease(daemon, "3g.40gb")
+    daemon.host.divide("mig: all-1g.10gb")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"], check=True)
+    assert "Reloaded with these changes:" in done.stdout
+    assert "destroyed g" in done.stdout
+    assert "created g" in done.stdout
+
+
+def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -> None:
+    daemon.host.divide(2)
+    daemon.start().wait_ready()
+    words = "holder.name=job&holder.ttl_s=600&devices=00:06.0-0"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.host.divide(MIG)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    status = daemon.status()
+    assert status["notice"] == ""
+    reasons = [problem["text"] for problem in status["problems"]]
+    assert any(text.endswith("after the end of lease job of root") for text in reasons), reasons
+    refused = daemon.host.run(["yunion-mps", "run", "--device", "00:06.0-1", "true"])
+    assert refused.returncode == 1, refused.stderr
+    assert "lease job of root" in refused.stderr
+    shown = daemon.host.run(["yunion-mps", "env", "00:06.0-0"])
+    assert shown.returncode == 0, shown.stderr
+    assert daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"]).returncode == 1
+    daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+    assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
+    assert profiles(daemon) == BALANCED
+
+
 def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     daemon.host.divide("mig: all-1g.10gb")

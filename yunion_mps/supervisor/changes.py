@@ -69,6 +69,27 @@ class LeaseWait(NamedTuple):
 FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
+class Uses(NamedTuple):
+    """By GPU (UUID) as text: the leases and MPS servers on it, and the leases that it stays as it is for."""
+
+    users: Mapping[str, str] = {}
+    kept_for: Mapping[str, str] = {}
+
+    def end(self, uuids: Iterable[str]) -> str:
+        """Return when these GPUs are shared otherwise; empty if no lease is in the way."""
+        holders = dict.fromkeys(self.kept_for[uuid] for uuid in uuids if uuid in self.kept_for)
+        return f"after the end of {' and '.join(holders)}" if holders else ""
+
+    def unused(self, plan: Plan, gpus: Iterable[Gpu], gpu: Gpu) -> str:
+        """Return when a GPU gets its layout: once nothing uses what the plan has no place for."""
+        parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
+        users = [self.users[one] for one in parts if one in self.users and one not in plan.offered]
+        return f"{_WHEN_UNUSED}; now {', '.join(users)}" if users else _WHEN_UNUSED
+
+
+_UNUSED = Uses()
+
+
 class Change(NamedTuple):
     """A change from `before` to `after`; `effect` says when it takes effect, and for which devices."""
 
@@ -142,7 +163,9 @@ class DesiredState:
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
         before, gpus, waits = self.in_effect(), self._gpus.inventory.gpus, find_lease_waits(plan.devices)
-        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits)
+        kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        uses = Uses(self.users(), {uuid: who for uuid, who in self.holders().items() if uuid in kept})
+        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits, uses)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -159,10 +182,13 @@ class DesiredState:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
 
     def _aim_at(self, target: Plan) -> None:
+        self._target, self.plan = target, self._keep_leased(target)
+
+    def _keep_leased(self, target: Plan) -> Plan:
         gpus, forced = self._gpus.inventory.gpus, self.forced()
         ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
         leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
-        self._target, self.plan = target, keep_sharing(target, self.plan, leased, gpus, self.holders())
+        return keep_sharing(target, self.plan, leased, gpus, self.holders())
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -174,34 +200,36 @@ class DesiredState:
 def changes_to(
     plan: Plan,
     before: Plan,
-    gpus: Iterable[Gpu],
+    gpus: Sequence[Gpu],
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
+    uses: Uses = _UNUSED,
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
-    changes = _control_daemons(plan, domains)
+    changes = _control_daemons(plan, domains, uses)
     serving = [domain.in_effect for domain in domains]
     for gpu in gpus:
         domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
         effect = _when_servers_end(domain) if domain else AT_ONCE
+        kept = uses.end([str(gpu.uuid)])
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
-            means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
+            means = kept or _after_leases(effect, lease_waits.get(gpu.uuid or ""))
             changes.append(Change("budget", gpu.address, old, new, means))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
-            when = AT_ONCE if new_mode else effect
+            when = kept or (AT_ONCE if new_mode else effect)
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout != new_layout:
-            when = _WHEN_UNUSED if new_layout else AT_ONCE
+            when = uses.unused(plan, gpus, gpu) if new_layout else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout or "as it is", when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
-            changes.append(Change("time slice", gpu.address, *shown, AT_ONCE))
+            changes.append(Change("time slice", gpu.address, *shown, kept or AT_ONCE))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -238,7 +266,7 @@ def _as_written(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
+def _control_daemons(plan: Plan, domains: Sequence[Domain], uses: Uses) -> list[Change]:
     removals = []
     kept = []
     for domain in domains:
@@ -251,13 +279,15 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
                     domain.in_effect.name,
                     _describe_control_daemon(domain.in_effect),
                     "",
-                    _when_servers_end(domain),
+                    uses.end(domain.in_effect.gpu_uuids) or _when_servers_end(domain),
                 )
             )
     waits = [change.effect for change in removals if not change.at_once]
     effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
-    started = [(plan.name, "", _describe_control_daemon(plan), effect) for plan in new]
+    started = [
+        (plan.name, "", _describe_control_daemon(plan), uses.end(plan.gpu_uuids) or effect) for plan in new
+    ]
     return removals + [Change("control daemon", *change) for change in started]
 
 

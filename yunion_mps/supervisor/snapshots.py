@@ -100,11 +100,13 @@ def _notice(
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
-    elif not desired.domains and not desired.direct:
+    elif not desired.domains and not desired.direct and not desired.offered:
         waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
         named = {gpu.pci_address for gpu, _ in layouts}
         others = [
-            f"{address}: {reason}" for address, reason in desired.unavailable.items() if address not in named
+            f"{address.removeprefix('0000:')}: {reason}"
+            for address, reason in desired.unavailable.items()
+            if address not in named
         ]
         if waits:
             why, code = "; ".join([*waits, *others]), layouts[0][1].code

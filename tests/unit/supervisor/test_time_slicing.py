@@ -117,6 +117,23 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     assert not made.supervisor.is_urgent
 
 
+@pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
+def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
+    host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
+    ledger = lease(made)
+    made.supervisor.desired.holders = ledger.holders_by_gpu
+    host.divide(4, f"virtual_number: {after}")
+    effects = {(change.kind, change.subject): change.effect for change in made.accept()}
+    if "mig" in after:
+        assert effects["MIG layout", "00:07.0"].endswith("has to go; now lease job of root")
+        return
+    assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
+        "after the end of lease job of root"
+    }
+    made.set_modes()
+    assert modes(host) == ["exclusive_process", "default"]
+
+
 def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
     host, first = begin(TWO, 4, SHARED)
     store = Store(first.paths)
