@@ -88,6 +88,8 @@ MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices 
     f"wait until it is created again: yunion-mps gpus; {_EVENTS}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
+TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
+    f"find what else sets it, and stop it; {_EVENTS}")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
     "The GPU is older than Volta: MPS serves it but enforces no limits.",
     "run only jobs that stay within their budgets; find those that do not: yunion-mps who")

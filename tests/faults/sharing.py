@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from yunion_mps import reasons
 
@@ -94,6 +95,27 @@ def instance_in_use(scene: Scene) -> None:
     scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 3)
 
 
+@fault(SHARING, "the driver hangs for over a minute while a layout is applied", takes_s=70, gpus=_MIG)
+def layout_hangs(scene: Scene) -> None:
+    """In every call of the layout: tests/unit/supervisor/test_mig_hangs.py."""
+    _serve(scene, "mig: [3g.40gb, 2g.20gb]", lease="3g.40gb")
+    scene.host.divide("mig: [3g.40gb, 1g.10gb, 1g.10gb]")
+    scene.host.fail("nvmlComputeInstanceDestroy", "success", delay_ms=3_600_000)
+    scene.inject(lambda: scene.daemon.signal(signal.SIGHUP))
+    answered: list[dict[str, object]] = []
+
+    def reported() -> str:
+        answered.append(scene.daemon.status())
+        return scene.find("did not answer within 60 s")
+
+    until(reported, "the deadline", scene.trouble)
+    assert len(answered) > 10, "requests waited for the layout"
+    scene.expect_report("did not answer within 60 s")
+    scene.repair(scene.host.clear, "the driver's answer")
+    scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 3)
+    scene.record_report("did not answer within 60 s")
+
+
 @fault(SHARING, "MIG mode can be switched on only by a reset of the GPU (A100)", gpus=_NEEDS_RESET)
 def reset_required(scene: Scene) -> None:
     scene.host.divide("mig: 3g.20gb")
@@ -155,7 +177,7 @@ def type_changed(scene: Scene) -> None:
 
 @fault(SHARING, "another program changes the time slice of a GPU", gpus=_TWO)
 def time_slice_changed(scene: Scene) -> None:
-    """It is compared at a reload only, because reading it takes a program of NVIDIA's."""
+    """It is compared every five minutes, and at a reload."""
     scene.host.divide(4, f"{_TIME_SLICED}\n  time_slice: short")
     scene.serve()
     gpu = scene.host.gpus[1]

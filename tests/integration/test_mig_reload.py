@@ -154,3 +154,9 @@ def test_an_idle_mps_server_is_ended_for_a_layout(daemon: Daemon, entry: str) ->
         eventually(lambda: not stand_ins.servers(), "the end of the server")
         host.gpus[0].remove_process(server)
         eventually(lambda: profiles(daemon) == BALANCED, "the layout")
+
+
+def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_scope="gpu")
+    assert daemon.run("--check") == 0
+    assert "the configuration is valid: 6 devices" in daemon.log, "four instances, and two of the other GPU"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, TypedDict
 
 import click
 
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.enums import TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.enums import MIG, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import ConfigError
+from yunion_mps.identity import gpu_of
 from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.text import count
@@ -273,15 +275,20 @@ def _notice(preflight: Preflight) -> str:
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:
-    return [_gpu_record(gpu, preflight.plan) for gpu in preflight.inventory.gpus]
+    after = preflight.plan_with_layouts()
+    on_instances = Counter(gpu_of(device.addr).partition("-g")[0] for device in after.devices)
+    return [_gpu_record(gpu, preflight.plan, on_instances[gpu.address]) for gpu in preflight.inventory.gpus]
 
 
-def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
+def _gpu_record(gpu: Gpu, plan: Plan, on_instances: int) -> GpuRecord:
+    """Return the record of a GPU; with a MIG layout, it has the devices of all its instances."""
     from yunion_mps.planning.division import describe_division, enforces_budgets
+    from yunion_mps.planning.mig import describe_layout
 
+    layout = describe_layout(plan, gpu)
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
-    sharing = plan.sharing.get(gpu.pci_address)
+    sharing = MIG if layout and not devices else plan.sharing.get(gpu.pci_address)
     budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
     memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
     mode = plan.compute_modes.get(gpu.uuid or "")
@@ -290,8 +297,8 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "addr": gpu.address,
         "uuid": gpu.uuid,
         "name": gpu.name,
-        "devices": len(devices),
-        "division": describe_division(plan, gpu.uuid),
+        "devices": on_instances if layout else len(devices),
+        "division": layout if sharing == MIG else describe_division(plan, gpu.uuid),
         "memory_limit_mib": memory_mib,
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
@@ -300,7 +307,7 @@ def _gpu_record(gpu: Gpu, plan: Plan) -> GpuRecord:
         "sharing": sharing,
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if sharing else "not configured"),
+        or ("" if sharing or layout else "not configured"),
     }
 
 
@@ -322,6 +329,8 @@ def _plan_text(preflight: Preflight) -> str:
 def _note(gpu: GpuRecord) -> str:
     if gpu["reason"]:
         return gpu["reason"]
+    if gpu["sharing"] == MIG:
+        return f"MIG layout: {gpu['division']}"
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
     why = WHY_UNENFORCED.get(gpu["sharing"] or "", "")
     unenforced = "" if gpu["budget_enforced"] else f"budgets are not enforced: the GPU is {why}"

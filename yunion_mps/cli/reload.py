@@ -29,7 +29,14 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.transport import Retrier, run_blocking
 from yunion_mps.overview import REEXEC as REEXEC_HINT
 from yunion_mps.overview import version_mismatch
-from yunion_mps.reasons import LAYOUT_NEEDS, LAYOUT_WAITS, LEASES_PENDING, LIMITS_PENDING, hint_of
+from yunion_mps.reasons import (
+    DRIVER_HUNG,
+    LAYOUT_NEEDS,
+    LAYOUT_WAITS,
+    LEASES_PENDING,
+    LIMITS_PENDING,
+    hint_of,
+)
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
 
@@ -58,7 +65,8 @@ _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 _NOW_S = 60
 #: What ends by itself is awaited, unlike what lasts until a lease ends or the operator acts.
 _AWAITED = {LIMITS_PENDING, *LAYOUT_WAITS}
-_LASTING = {LEASES_PENDING, *LAYOUT_NEEDS}
+_NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
+_LASTING = {LEASES_PENDING, *_NEEDS}
 _REST = "everything else is in effect"
 #: How long a lease may last after its jobs: its holder may be their parent.
 _RELEASE_S = 2.0
@@ -274,7 +282,7 @@ def _texts(problems: Iterable[StatusProblem]) -> str:
 
 def _refuse_what_waits_longer(status: Status) -> None:
     """Raise YunionError if a lease or the operator has to act before all is in effect."""
-    lasting = _pending(status, LAYOUT_NEEDS)
+    lasting = _pending(status, _NEEDS)
     if lasting:
         what = f"still pending: {_texts(lasting)}; {_REST}"
         raise YunionError(what, lasting[0]["hint"], lasting[0]["code"])

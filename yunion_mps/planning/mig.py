@@ -176,6 +176,39 @@ def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
     return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
 
 
+def with_layouts(gpus: Sequence[Gpu], layouts: Iterable[MigLayout]) -> tuple[Gpu, ...]:
+    """Return the GPUs as they are once the layouts are in effect; new instances have no real address yet."""
+    by_uuid = {layout.gpu_uuid: layout for layout in layouts}
+    after: list[Gpu] = []
+    for gpu in gpus:
+        layout = by_uuid.get(gpu.parent or str(gpu.uuid))
+        if layout is None:
+            after.append(gpu)
+        elif not gpu.parent:
+            after += _split(gpu, layout, [one for one in gpus if one.parent == gpu.uuid])
+    return tuple(after)
+
+
+def _split(gpu: Gpu, layout: MigLayout, children: Sequence[Gpu]) -> list[Gpu]:
+    done = change(layout.profiles, gpu.mig_instances if gpu.mig_enabled else (), ())
+    kept = {one.uuid for one in done.keep}
+    made = [
+        MigInstance(-number, place.profile.name, place.start, place.profile.size, f"{gpu.uuid}/{number}")
+        for number, place in enumerate(done.create, 1)
+    ]
+    new = [
+        Gpu(
+            f"{gpu.pci_address}-g{one.id}", one.uuid, gpu.name,
+            memory_mib=place.profile.memory_mib, compute_capability=gpu.compute_capability,
+            parent=str(gpu.uuid), identity=f"{gpu.uuid}/{one.profile}@{one.start}",
+        )
+        for one, place in zip(made, done.create)
+    ]  # fmt: skip
+    instances = tuple(sorted([*done.keep, *made]))
+    whole = gpu._replace(mig_enabled=layout.enabled, mig_pending=layout.enabled, mig_instances=instances)
+    return [whole, *(one for one in children if one.uuid in kept), *new]
+
+
 def _waiting(what: str, layout: MigLayout) -> Reason:
     named = describe(layout.profiles) or DISABLED
     return Reason(f"its MIG layout ({named}) is not in effect yet: {what}", MIG_PENDING)

@@ -31,6 +31,8 @@ POLL_S = 10.0
 #: while a GPU waits for leases to end before it is shared otherwise; and while a job exceeds its budget on a
 #: GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
+#: How often time slices are compared: nvidia-smi reads them, one GPU after the other.
+COMPARE_S = 300.0
 
 
 class Monitor:
@@ -47,6 +49,7 @@ class Monitor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = Failures(log, level=logging.ERROR)
         self._answering = frozenset[Optional[str]]()
+        self._compare_s = time.monotonic() + COMPARE_S
         self._events: EventWatch | None = None
 
     async def run(self) -> None:
@@ -98,6 +101,9 @@ class Monitor:
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
             self._renew_events(inventory)
+        if time.monotonic() >= self._compare_s:
+            self._compare_s = time.monotonic() + COMPARE_S
+            supervisor.compare_time_slices()
         await self._reloader.set_modes()
         await self._reloader.apply_layouts()
 

@@ -54,7 +54,7 @@ def check(paths: Paths) -> int:
         preflight.check()
     finally:
         preflight.close()
-    log.info("the configuration is valid: %d devices", len(preflight.plan.devices))
+    log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
     return 0
 
 

@@ -285,6 +285,10 @@ class Supervisor:
 
     # -- compute modes
 
+    def compare_time_slices(self) -> None:
+        """Let the next work compare the time slices that are in effect with what the GPUs have."""
+        self._modes.time_slices.compare()
+
     def mode_work(self) -> ModeWork:
         return self._modes.due(self.desired.plan, self._store)
 

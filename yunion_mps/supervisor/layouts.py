@@ -147,7 +147,8 @@ class MigLayouts:
             return
         self._reported[str(gpu.uuid)] = why
         if why != before:
-            severity = "info" if why.code in LAYOUT_WAITS else "warning"
+            is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
+            severity = "warning" if is_wrong else "info"
             log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
             consequence = "instances of it that exist already serve"
             self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))

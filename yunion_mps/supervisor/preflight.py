@@ -34,6 +34,7 @@ from yunion_mps.mps.processes import (
     server_path,
 )
 from yunion_mps.paths import Paths
+from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
@@ -84,6 +85,13 @@ class Preflight(NamedTuple):
             for problem in self.problems
         )
         return self._replace(problems=(), warnings=(*self.warnings, *ignored))
+
+    def plan_with_layouts(self) -> Plan:
+        """Return the plan once all MIG layouts are in effect."""
+        if not self.plan.layouts:
+            return self.plan
+        gpus = with_layouts(self.inventory.gpus, self.plan.layouts)
+        return make_plan(self.config, self.inventory._replace(gpus=gpus), self.machine_id)[0]
 
     def close(self) -> None:
         if self.nvml:

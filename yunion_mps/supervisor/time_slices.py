@@ -37,8 +37,8 @@ class SliceWork(NamedTuple):
 class TimeSlices:
     """Decides which time slices to set and restore.
 
-    They are set at the start, after a reload and after a GPU was lost, and not compared in between: reading
-    one takes a program of NVIDIA's.
+    They are set at the start, after a reload and after a GPU was lost, and compared now and then: reading one
+    takes a program of NVIDIA's.
     """
 
     def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:
@@ -47,6 +47,8 @@ class TimeSlices:
         #: The time slices that were set or refused, and those that are about to be set, by GPU UUID.
         self._done: dict[str, str] = {}
         self._requested: Mapping[str, str] = {}
+        #: Those that were in effect, and are being compared.
+        self._compared: Mapping[str, str] = {}
         #: Why time slices were refused, by GPU UUID.
         self.refusals: dict[str, Reason] = {}
 
@@ -72,7 +74,8 @@ class TimeSlices:
             try:
                 before = time_slice_of(uuid)
             except DriverError as error:
-                errors[uuid] = error
+                if uuid not in self._compared:
+                    errors[uuid] = error
                 continue
             if before != after:
                 changes.append(ModeChange(uuid, before, after))
@@ -83,12 +86,17 @@ class TimeSlices:
     def note(self, result: SettingResult) -> bool:
         """Record time slices that were set, and GPUs that refused; return whether there were any."""
         requested, self._requested = self._requested, {}
+        compared, self._compared = self._compared, {}
         self._done.update(requested)
         for gpu in self._gpus.inventory.gpus:
             uuid = str(gpu.uuid)
             if uuid in requested and uuid in result.values:
                 what, cause = f"time slice {result.values[uuid]}", "the configuration requires it"
-                self._emit(Event("info", "gpu", gpu.address, what, cause))
+                event = Event("info", "gpu", gpu.address, what, cause)
+                if uuid in compared:
+                    code, cause = reasons.TIME_SLICE_CHANGED, "another program had changed it"
+                    event = event._replace(severity="warning", cause=cause, code=code)
+                self._emit(event)
             if uuid in requested and uuid in result.errors:
                 cause = result.errors[uuid].message
                 what = f"the time slice {requested[uuid]} cannot be set"
@@ -101,4 +109,10 @@ class TimeSlices:
     def check_again(self) -> None:
         """Compare all time slices again, because the configuration was reloaded."""
         self._done.clear()
+        self._compared = {}
         self.refusals.clear()
+
+    def compare(self) -> None:
+        """Compare those that are in effect, because another program may have changed them."""
+        self._compared = {uuid: value for uuid, value in self._done.items() if uuid not in self.refusals}
+        self._done = {uuid: value for uuid, value in self._done.items() if uuid in self.refusals}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.reasons import GPU_FAULT
+from yunion_mps.reasons import GPU_FAULT, TIME_SLICE_CHANGED
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.queries import Queries
@@ -54,6 +54,29 @@ def test_without_any_event_the_gpus_are_polled_regularly(
         await cancel([task])
 
     asyncio.run(follow())
+
+
+def test_time_slices_are_compared_now_and_then(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(monitor, "COMPARE_S", 0.05)
+    host = make_host(TWO)
+    host.divide("type: NVIDIA_GPU_SHARE\n  virtual_number: 2\n  time_slice: short")
+    made = supervise(host).start()
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled).run())
+        for _ in range(2):
+            host.gpus[0].time_slice = "long"
+            while host.gpus[0].time_slice == "long":
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+                polled.clear()
+        await cancel([task])
+
+    asyncio.run(follow())
+    assert TIME_SLICE_CHANGED in {event.code for event in made.events}
 
 
 def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.cli.config import gpu_records
 from yunion_mps.errors import ConfigError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device
+from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.devices import devices_json
+from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
 from unit.supervised import MakeHost, Supervise, Supervised
@@ -324,3 +327,31 @@ def test_a_control_daemon_that_all_find_is_refused_beside_instances(
     configured(host, MIG, "type: NVIDIA_MPS; virtual_number: 2")
     with pytest.raises(ConfigError, match="which is split into MIG instances"):
         supervise(host)
+
+
+DIVISIONS = [
+    (MIG, 4, "mig"),
+    ("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2", 4, "mig"),
+    ("type: NVIDIA_GPU_SHARE; mig: [2g.20gb]; virtual_number: 3", 3, "mig"),
+    ("type: NVIDIA_MPS; mig: all-disabled; virtual_number: 3", 3, "mps"),
+]
+
+
+@pytest.mark.parametrize(("entry", "number", "sharing"), DIVISIONS)
+@pytest.mark.parametrize("mig", [False, True])
+def test_a_check_counts_the_devices_that_a_layout_will_give(
+    begun: Begun, make_host: MakeHost, entry: str, number: int, sharing: str, mig: bool
+) -> None:
+    host = make_host([{"kind": "h100", "mig": mig}])
+    configured(host, entry)
+    preflight = run_preflight(Paths(str(host.root)))
+    try:
+        before, waits_for = gpu_records(preflight), preflight.plan.unavailable
+    finally:
+        preflight.close()
+    assert before[0]["devices"] == number
+    assert before[0]["reason"] == waits_for.get("0000:00:06.0", "")
+    host, made = begun(entry)
+    after = gpu_records(made.preflight._replace(inventory=made.snapshot.inventory, plan=made.snapshot.plan))
+    assert (after[0]["devices"], after[0]["reason"], after[0]["sharing"]) == (number, "", sharing)
+    assert made.available == number

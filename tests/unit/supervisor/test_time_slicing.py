@@ -225,6 +225,31 @@ def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None
     assert slices(host)[1] == "default"
 
 
+def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), shared("long"))
+    for changed in (False, True, False):
+        if changed:
+            host.gpus[0].time_slice = "medium"
+        made.supervisor.compare_time_slices()
+        made.set_modes()
+        assert slices(host) == ["short", "long"]
+    reported = [(event.subject, event.what) for event in made.events if event.code]
+    assert reported == [("00:06.0", "time slice short")]
+
+
+def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) -> None:
+    host, made = begin(TWO, shared("short"), SHARED)
+    host.fail("nvmlInit*", "driver_not_loaded")
+    made.supervisor.compare_time_slices()
+    made.set_modes()
+    assert not [event for event in made.events if event.code]
+    host.clear()
+    host.gpus[0].time_slice = "medium"
+    made.supervisor.compare_time_slices()
+    made.set_modes()
+    assert slices(host) == ["short", "default"]
+
+
 def test_a_time_slice_that_is_right_already_is_neither_set_nor_restored(begin: Begin) -> None:
     host, made = begin(TWO, shared("default"), SHARED)
     store = Store(made.paths)
