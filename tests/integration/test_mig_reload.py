@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.test_mig import BALANCED, MIG, daemon, instances, profiles
+from integration.test_mig import BALANCED, MIG, daemon, devices, instances, profiles
 from simhost import SimHost
 from simhost.mps import StandIns
 
@@ -160,3 +160,28 @@ def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> Non
     daemon.configure(cuda_mps_scope="gpu")
     assert daemon.run("--check") == 0
     assert "the configuration is valid: 6 devices" in daemon.log, "four instances, and two of the other GPU"
+
+
+def test_a_drain_admits_no_job_on_an_instance_that_has_to_go(daemon: Daemon) -> None:
+    """With MPS on instances, and the real control daemon; it ends without a second drain."""
+    host = daemon.host
+    with StandIns(host) as stand_ins:
+        host.divide("mig: [3g.40gb, 3g.40gb]\n  virtual_number: 2")
+        daemon.env["PATH"] = host.env["PATH"]
+        daemon.start().wait_ready()
+        place = Path(daemon.status()["domains"][0]["pipe_directory"])
+        (number,) = [one.gpu_instance for one in instances(daemon) if one.uuid in str(place)]
+        job = stand_ins.attached(place)
+        host.divide("mig: [2g.20gb, 2g.20gb, 2g.20gb]")
+        with host.popen(["yunion-mps", "reload", "--drain"]) as process:
+            address = f"00:06.0-g{number}-1"
+            eventually(lambda: devices(daemon)[address]["state"] == "pending", "the drain")
+            refused = host.run(["yunion-mps", "run", "--device", address, "true"])
+            assert refused.returncode == 1, refused.stderr
+            late = stand_ins.client(place)
+            assert late.says() == "asking"
+            job.end()
+            assert late.says() == "attached"
+            late.end()
+            assert process.wait() == 0
+        assert profiles(daemon) == ["2g.20gb"] * 3
