@@ -167,7 +167,7 @@ def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(begin: B
 
 
 def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun) -> None:
-    """A server opens all GPUs that its control daemon sees; the control daemon opens none."""
+    """A server may open all GPUs that its control daemon sees."""
     work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     server = work.attach()
     work.reload(MIG, TWO)
