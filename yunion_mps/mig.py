@@ -40,6 +40,11 @@ class MigInstance(NamedTuple):
     compute_instances: int = 1
 
     @property
+    def place(self) -> tuple[int, str, int]:
+        """What stays the same as long as the GPU instance exists."""
+        return (self.id, self.profile, self.start)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is one MIG device, or can become one by creating the compute instance that it lacks."""
         return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)

@@ -275,6 +275,10 @@ class Plan(NamedTuple):
         devices = (device.gpu_uuid for device in self.devices)
         return frozenset({*devices, *(pool.gpu_uuid for pool in self.pools)})
 
+    def has_layout(self, gpu: Gpu) -> bool:
+        """Whether there is a MIG layout for this GPU, or for the GPU of this instance."""
+        return (gpu.parent or gpu.uuid) in {layout.gpu_uuid for layout in self.layouts}
+
     @property
     def gpu_uuids(self) -> frozenset[str]:
         """Those of all divided GPUs that are usable, or were."""

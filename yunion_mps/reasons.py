@@ -65,12 +65,12 @@ XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check it
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
     "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload; or write mig in its entry")
 MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
-    "wait a moment; see what it waits for: yunion-mps status")
+    "wait a moment; if that does not help: journalctl -u yunion-mps-daemon")
 MIG_IN_USE = _code("mig_in_use",
     "The MIG layout waits for leases, MPS servers or other processes on instances, "
     "or on the whole GPU, that have to go.",
-    "wait for them to end: yunion-mps who; or do not wait for leases: yunion-mps reload --now; "
-    "end a process: yunion-mps terminate PID")
+    "wait for them to end: yunion-mps who; admit no new jobs meanwhile: yunion-mps reload --drain; "
+    "or do not wait for leases: yunion-mps reload --now; end a process: yunion-mps terminate PID")
 MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
     "A MIG instance that another program created, or divided, is in the way of the layout.",
     "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it; "

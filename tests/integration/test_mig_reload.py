@@ -58,18 +58,51 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
 
 def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    lease(daemon, "3g.40gb")
+    number = lease(daemon, "3g.40gb").partition("-")[2]
     daemon.host.divide("mig: all-1g.10gb")
     done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
     assert done.returncode == 1
     assert "still pending after 1s: the MIG layout of GPU 00:06.0 is pending" in done.stderr
-    assert "1 x 3g.40gb to end; everything else is in effect [mig_in_use]" in done.stderr
+    assert f"lease job of root on instance {number} (3g.40gb) to end; everything else" in done.stderr
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         eventually(lambda: daemon.polls(), "a poll")
         assert process.poll() is None
         daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
         assert process.wait() == 0
     assert profiles(daemon) == ["1g.10gb"] * 7
+
+
+def test_reload_now_names_what_it_did_at_once(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease(daemon, "3g.40gb")
+    daemon.host.divide("mig: all-1g.10gb")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"], check=True)
+    assert "Reloaded with these changes:" in done.stdout
+    assert "destroyed g" in done.stdout
+    assert "created g" in done.stdout
+
+
+def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -> None:
+    daemon.host.divide(2)
+    daemon.start().wait_ready()
+    words = "holder.name=job&holder.ttl_s=600&devices=00:06.0-0"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.host.divide(MIG)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    status = daemon.status()
+    assert status["notice"] == ""
+    reasons = [problem["text"] for problem in status["problems"]]
+    assert any(text.endswith("after the end of lease job of root") for text in reasons), reasons
+    refused = daemon.host.run(["yunion-mps", "run", "--device", "00:06.0-1", "true"])
+    assert refused.returncode == 1, refused.stderr
+    assert "lease job of root" in refused.stderr
+    shown = daemon.host.run(["yunion-mps", "env", "00:06.0-0"])
+    assert shown.returncode == 0, shown.stderr
+    assert daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"]).returncode == 1
+    daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+    assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
+    assert profiles(daemon) == BALANCED
 
 
 def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
@@ -137,7 +170,8 @@ def test_a_leftover_instance_is_destroyed_once_its_job_has_ended(daemon: Daemon)
     assert profiles(daemon) == ["2g.20gb", "3g.40gb"]
     found = gpu(daemon)
     assert (found["state"], found["reason_code"]) == ("pending", reasons.MIG_IN_USE)
-    why = "its MIG layout waits for leases and MPS servers of 1 x 2g.20gb to end"
+    number = last.partition("-")[2]
+    why = f"its MIG layout waits for lease job of root on instance {number} (2g.20gb) to end"
     assert why in daemon.get("/v1/plan")[1]["pending"][0]["pending"]
     assert free(daemon) == 1, "that of the new instance"
     assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
@@ -149,3 +183,28 @@ def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> Non
     daemon.configure(cuda_mps_scope="gpu")
     assert daemon.run("--check") == 0
     assert "the configuration is valid: 6 devices" in daemon.log, "four instances, and two of the other GPU"
+
+
+def test_a_drain_admits_no_job_on_an_instance_that_has_to_go(daemon: Daemon) -> None:
+    """With MPS on instances, and the real control daemon; it ends without a second drain."""
+    host = daemon.host
+    with StandIns(host) as stand_ins:
+        host.divide("mig: [3g.40gb, 3g.40gb]\n  virtual_number: 2")
+        daemon.env["PATH"] = host.env["PATH"]
+        daemon.start().wait_ready()
+        place = Path(daemon.status()["domains"][0]["pipe_directory"])
+        (number,) = [one.gpu_instance for one in instances(daemon) if one.uuid in str(place)]
+        job = stand_ins.attached(place)
+        host.divide("mig: [2g.20gb, 2g.20gb, 2g.20gb]")
+        with host.popen(["yunion-mps", "reload", "--drain"]) as process:
+            address = f"00:06.0-g{number}-1"
+            eventually(lambda: devices(daemon)[address]["state"] == "pending", "the drain")
+            refused = host.run(["yunion-mps", "run", "--device", address, "true"])
+            assert refused.returncode == 1, refused.stderr
+            late = stand_ins.client(place)
+            assert late.says() == "asking"
+            job.end()
+            assert late.says() == "attached"
+            late.end()
+            assert process.wait() == 0
+        assert profiles(daemon) == ["2g.20gb"] * 3

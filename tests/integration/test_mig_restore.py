@@ -81,7 +81,7 @@ def test_a_stop_names_the_lease_because_of_which_nothing_is_restored(daemon: Dae
     assert daemon.ask("POST", "/v1/leases", words)[0] == 201
     assert daemon.stop(signal.SIGTERM) == 0
     assert profiles(daemon) == ["3g.40gb"] * 2
-    assert f"but it is leased: job (device {address}); release what is leased: " in daemon.log
+    assert f"not restored: it would end lease job (device {address}) on instance g" in daemon.log
     assert "yunion-mps lease release job; systemctl stop yunion-mps-daemon" in daemon.log
     assert daemon.log.count("not restored") == 1
 

@@ -106,6 +106,16 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     assert daemon.host.gpus[1].time_slice == "default"
 
 
+def test_a_reload_names_a_time_slice_that_it_sets_again(daemon: Daemon) -> None:
+    daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
+    daemon.start().wait_ready()
+    daemon.host.gpus[1].time_slice = "long"
+    done = daemon.host.run(["yunion-mps", "reload"], check=True)
+    assert "time slice" in done.stdout
+    assert "nothing has changed" not in done.stdout
+    assert daemon.host.gpus[1].time_slice == "short"
+
+
 @pytest.fixture
 def exclusive(daemon: Daemon) -> Daemon:
     """Its time-sliced GPU was in a mode that keeps a second process out."""

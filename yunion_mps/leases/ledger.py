@@ -133,6 +133,14 @@ class Ledger:
         """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
         return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
 
+    def holders_by_gpu(self) -> dict[str, str]:
+        """The leases of each GPU with leased devices, by UUID, as text."""
+        leases: dict[str, dict[str, Lease]] = {}
+        for lease in self.leases.values():
+            for device in lease.devices:
+                leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
+        return {uuid: _describe_leases([*by_id.values()]) for uuid, by_id in leases.items()}
+
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
         return {device.id for some in self.free_by_gpu(devices).values() for device in some}

@@ -116,6 +116,11 @@ class Domain(StateMachine):
         return [*self.control.servers(at_last_tick=at_last_tick), *self._rollover.orphans.pids]
 
     @property
+    def is_draining(self) -> bool:
+        """Whether it admits no new jobs, because it ends, and shuts down each server after its clients."""
+        return self._ends_all_servers and self._rollover.drains
+
+    @property
     def _ends_all_servers(self) -> bool:
         return self.retiring or self._holds_modes
 
@@ -169,6 +174,7 @@ class Domain(StateMachine):
     def change(self, plan: DomainPlan, now_s: float) -> None:
         """Make `plan` the desired one; a serving control daemon gets its limits for its next server."""
         self.retiring = False
+        self._rollover.drains = False
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
         differs, self.desired = plan != self.desired, plan
@@ -184,6 +190,7 @@ class Domain(StateMachine):
 
     def retire(self) -> None:
         """End it once its servers have ended."""
+        self._rollover.drains &= self.retiring
         self.retiring = True
         self._changed()
 
@@ -197,6 +204,7 @@ class Domain(StateMachine):
         """Shut down the servers that a change waits for: after their clients, with `force` at once."""
         self._is_due = True
         self._rollover.request_end(now_s, force=force)
+        self._changed()
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
         """Note whether processes other than servers use its GPUs, by a poll of NVML begun at `polled_s`."""

@@ -66,6 +66,9 @@ class Rollover:
         self._next_request_s = self._end_requested_s = 0.0
         #: The servers to shut down if a change waits for them, and whether to force that despite clients.
         self._end_requests: dict[int, bool] = {}
+        #: Whether servers that start later, while all have to end, are to be shut down after their clients.
+        self.drains = False
+        self._drained: set[int] = set()
 
     def control_daemon_started(self, now_s: float) -> None:
         """A control daemon is being started or adopted; servers of an earlier one may still run."""
@@ -171,11 +174,16 @@ class Rollover:
             self.orphans.end(now_s, "requested by reload --now")
         self._end_requested_s = now_s
         self._end_requests = dict.fromkeys(self._servers(), force)
+        self.drains, self._drained = True, {*self._end_requests}
 
     def commands(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
         awaited = self._servers() if every else self._limits.old_servers
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
+        if every and self.drains:  # clients that waited for a server get one more, as does a leased job
+            started = {pid: False for pid in awaited if pid not in self._drained}
+            self._end_requests |= started
+            self._drained |= started.keys()
         self._end_requests = {
             pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
+from yunion_mps.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
 from yunion_mps.identity import uuid5
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
 from yunion_mps.reasons import LEASES_PENDING, Reason
@@ -50,14 +50,26 @@ def ways_of_sharing(plan: Plan) -> dict[str, str]:
     return {**dict.fromkeys(through_mps, MPS), **{gpu.uuid: gpu.sharing for gpu in plan.direct}}
 
 
-def keep_sharing(plan: Plan, former: Plan, leased: Mapping[str, str], gpus: Sequence[Gpu]) -> Plan:
+def keep_sharing(
+    plan: Plan,
+    former: Plan,
+    leased: Mapping[str, str],
+    gpus: Sequence[Gpu],
+    holders: Mapping[str, str] = {},
+) -> Plan:
     """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
 
-    It is divided as in the `former` plan until then; after a restart, when that is unknown, it has no devices
-    besides the leased ones. A control daemon of an earlier run is supervised without a plan.
+    `holders` describes these leases. It is divided as in the `former` plan until then; after a restart, when
+    that is unknown, it has no devices besides the leased ones.
+    A control daemon of an earlier run is supervised without a plan.
+
+    A GPU or MIG instance that a MIG layout has no place for keeps its control daemon, too; leases without
+    MPS need nothing to be kept.
     """
     for gpu in gpus:
         uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
+        if desired is None and leased.get(uuid) == MPS and plan.has_layout(gpu):
+            desired = MIG
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:
             continue
@@ -65,8 +77,11 @@ def keep_sharing(plan: Plan, former: Plan, leased: Mapping[str, str], gpus: Sequ
         kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
         if kept is None:
             continue
-        modes = {**kept.compute_modes, **({uuid: MODES[before]} if uuid in kept.compute_modes else {})}
-        why = Reason(f"it changes to {desired} once the leases of its devices have ended", LEASES_PENDING)
+        has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
+        modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
+        what = "its MIG layout changes" if desired == MIG else f"it changes to {desired}"
+        end = holders.get(uuid, "the leases of its devices")
+        why = Reason(f"{what} after the end of {end}", LEASES_PENDING)
         plan = kept._replace(
             compute_modes=modes,
             sharing={**kept.sharing, gpu.pci_address: before},

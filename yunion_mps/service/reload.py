@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
@@ -20,6 +20,7 @@ from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
+from yunion_mps.supervisor.changes import AT_ONCE
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import count, decode_line
@@ -92,44 +93,66 @@ class Reloader:
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise
-            await self.set_modes()
+            self._supervisor.layouts.force(now=now)
+            done = await self.set_modes()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
-            self._supervisor.layouts.force(now=now)
-            await self.apply_layouts()
+            done += await self.apply_layouts()
+            told = {(change.kind, change.subject) for change in changes}
+            changes += [change for change in done if (change.kind, change.subject) not in told]
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
         self._control.poll_now.set()
         return self._answer(changes)
 
-    async def set_modes(self) -> None:
-        """Set and restore the compute modes that are due; the caller holds the lock."""
+    async def set_modes(self) -> list[Change]:
+        """Set and restore the compute modes and time slices that are due; the caller holds the lock.
+
+        Returns those that were set.
+        """
         try:
             work = self._supervisor.mode_work()
             if any(work):
-                self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
+                result = await on_thread(lambda: self._supervisor.set_modes(work))
+                self._supervisor.note_modes(result)
+                return self._done([("compute mode", result.modes), ("time slice", result.time_slices.values)])
         except HostError as error:
             log.error("compute modes cannot be set: %s; %s", error.message, error.hint)
+        return []
 
-    async def apply_layouts(self) -> None:
-        """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock."""
+    def _done(self, settings: Iterable[tuple[str, Mapping[str, str]]]) -> list[Change]:
+        """Changes that have been made, as settings of GPUs by UUID; what was before is in the events."""
+        gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
+        return [
+            Change(kind, gpus.get(uuid, uuid), "", after, AT_ONCE)
+            for kind, values in settings
+            for uuid, after in values.items()
+        ]
+
+    async def apply_layouts(self) -> list[Change]:
+        """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock.
+
+        Returns what was done.
+        """
         tasks = self._supervisor.layout_tasks(self._ledger.ways_of_sharing().keys())
         if not tasks:
-            return
+            return []
         try:
             result = await on_thread(lambda: self._supervisor.apply_layouts(tasks))
         except YunionError as error:
             log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
-            return
+            return []
         self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
+        done = self._done([("MIG layout", result.changes)])
         await self.set_modes()
         self._control.tick()
         await self._settle()
+        return done
 
     async def reexec(self) -> answers.Reexec:
         """Run the program again in this process; raises HostError if the new one refuses to start."""

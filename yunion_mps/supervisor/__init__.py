@@ -29,6 +29,7 @@ from yunion_mps.supervisor.compute_modes import (
     ModeResult,
     ModeWork,
     held_by_jobs,
+    slices_held_by_jobs,
 )
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
@@ -68,6 +69,7 @@ class Supervisor:
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
+        self.desired.forced = lambda: self.layouts.forced
         self._snapshots = Snapshots(
             paths.host_conf,
             self.desired,
@@ -263,7 +265,11 @@ class Supervisor:
             return ()
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
-        return self.layouts.due(busy, restoring)
+        before = self.layouts.pending
+        tasks = self.layouts.due(busy, restoring)
+        if self.layouts.pending != before:
+            self._changed()
+        return tasks
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
@@ -378,9 +384,11 @@ class Supervisor:
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.leftovers = leftovers.notice
         if store:
-            held = held_by_jobs(self.nvml, store, leased_without_mps(store))
+            leased = leased_without_mps(store)
+            held = held_by_jobs(self.nvml, store, leased)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             gpus = self._gpus.inventory.gpus
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
-            restore_unused(TIME_SLICE, store, self.nvml, self.desired.plan.time_slices, gpus)
+            sliced = slices_held_by_jobs(self.nvml, store, leased) - set(gpus_of(leftovers.running))
+            restore_unused(TIME_SLICE, store, self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus)
         return leftovers

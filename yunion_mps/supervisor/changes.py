@@ -6,7 +6,7 @@ Changes are shown in advance, and recorded when they begin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -69,6 +69,27 @@ class LeaseWait(NamedTuple):
 FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
+class Uses(NamedTuple):
+    """By GPU (UUID) as text: the leases and MPS servers on it, and the leases that it stays as it is for."""
+
+    users: Mapping[str, str] = {}
+    kept_for: Mapping[str, str] = {}
+
+    def end(self, uuids: Iterable[str]) -> str:
+        """Return when these GPUs are shared otherwise; empty if no lease is in the way."""
+        holders = dict.fromkeys(self.kept_for[uuid] for uuid in uuids if uuid in self.kept_for)
+        return f"after the end of {' and '.join(holders)}" if holders else ""
+
+    def unused(self, plan: Plan, gpus: Iterable[Gpu], gpu: Gpu) -> str:
+        """Return when a GPU gets its layout: once nothing uses what the plan has no place for."""
+        parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
+        users = [self.users[one] for one in parts if one in self.users and one not in plan.offered]
+        return f"{_WHEN_UNUSED}; now {', '.join(users)}" if users else _WHEN_UNUSED
+
+
+_UNUSED = Uses()
+
+
 class Change(NamedTuple):
     """A change from `before` to `after`; `effect` says when it takes effect, and for which devices."""
 
@@ -104,12 +125,28 @@ class DesiredState:
         self._target: Plan = preflight.plan
         #: Returns how the GPUs (UUIDs) of leased devices are shared.
         self.ways_leased: Callable[[], Mapping[str, str]] = dict
+        #: Returns the leases of GPUs (UUIDs) as text.
+        self.holders: Callable[[], Mapping[str, str]] = dict
+        #: Returns the GPUs (UUIDs) whose MIG layouts do not wait for leases.
+        self.forced: Callable[[], Collection[str]] = tuple
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
         """Return the plan's domains, with their directories below our root directory."""
         return [below_root(domain, self._paths) for domain in (plan or self.plan).domains]
+
+    def users(self) -> dict[str, str]:
+        """Return what uses GPUs and MIG instances (UUIDs) now: leases, and MPS servers, as text."""
+        gpus = {str(gpu.uuid): gpu.address for gpu in self._gpus.inventory.gpus}
+        users = {uuid: [holders] for uuid, holders in self.holders().items()}
+        for domain in self._fleet.domains:
+            servers, uuids = domain.server_pids(), domain.in_effect.gpu_uuids
+            for uuid in uuids if servers else ():
+                others = [f"GPU {gpus.get(other, other)}" for other in uuids if other != uuid]
+                shared = f", which also serves {', '.join(others)}" if others else ""
+                users.setdefault(uuid, []).append(f"{describe_servers(servers)}{shared}")
+        return {uuid: " and ".join(names) for uuid, names in users.items()}
 
     def in_effect(self) -> Plan:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
@@ -126,7 +163,9 @@ class DesiredState:
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
         before, gpus, waits = self.in_effect(), self._gpus.inventory.gpus, find_lease_waits(plan.devices)
-        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits)
+        kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        uses = Uses(self.users(), {uuid: who for uuid, who in self.holders().items() if uuid in kept})
+        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits, uses)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -143,8 +182,13 @@ class DesiredState:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
 
     def _aim_at(self, target: Plan) -> None:
-        gpus = self._gpus.inventory.gpus
-        self._target, self.plan = target, keep_sharing(target, self.plan, self.ways_leased(), gpus)
+        self._target, self.plan = target, self._keep_leased(target)
+
+    def _keep_leased(self, target: Plan) -> Plan:
+        gpus, forced = self._gpus.inventory.gpus, self.forced()
+        ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
+        leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
+        return keep_sharing(target, self.plan, leased, gpus, self.holders())
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -156,34 +200,36 @@ class DesiredState:
 def changes_to(
     plan: Plan,
     before: Plan,
-    gpus: Iterable[Gpu],
+    gpus: Sequence[Gpu],
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
+    uses: Uses = _UNUSED,
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
-    changes = _control_daemons(plan, domains)
+    changes = _control_daemons(plan, domains, uses)
     serving = [domain.in_effect for domain in domains]
     for gpu in gpus:
         domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
         effect = _when_servers_end(domain) if domain else AT_ONCE
+        kept = uses.end([str(gpu.uuid)])
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
-            means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
+            means = kept or _after_leases(effect, lease_waits.get(gpu.uuid or ""))
             changes.append(Change("budget", gpu.address, old, new, means))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
-            when = AT_ONCE if new_mode else effect
+            when = kept or (AT_ONCE if new_mode else effect)
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout != new_layout:
-            when = _WHEN_UNUSED if new_layout else AT_ONCE
+            when = uses.unused(plan, gpus, gpu) if new_layout else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout or "as it is", when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
-            changes.append(Change("time slice", gpu.address, *shown, AT_ONCE))
+            changes.append(Change("time slice", gpu.address, *shown, kept or AT_ONCE))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -220,7 +266,7 @@ def _as_written(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
+def _control_daemons(plan: Plan, domains: Sequence[Domain], uses: Uses) -> list[Change]:
     removals = []
     kept = []
     for domain in domains:
@@ -233,13 +279,15 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
                     domain.in_effect.name,
                     _describe_control_daemon(domain.in_effect),
                     "",
-                    _when_servers_end(domain),
+                    uses.end(domain.in_effect.gpu_uuids) or _when_servers_end(domain),
                 )
             )
     waits = [change.effect for change in removals if not change.at_once]
     effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
-    started = [(plan.name, "", _describe_control_daemon(plan), effect) for plan in new]
+    started = [
+        (plan.name, "", _describe_control_daemon(plan), uses.end(plan.gpu_uuids) or effect) for plan in new
+    ]
     return removals + [Change("control daemon", *change) for change in started]
 
 
@@ -275,16 +323,31 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
     devices += direct_devices(desired.host_id, desired.direct, rest)
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
-    pending = {
-        gpu.uuid: Reason(f"it changes to {gpu.sharing} once its MPS servers end", reasons.LIMITS_PENDING)
-        for gpu in desired.direct
-        if gpu.uuid in served
-    }
+    pending = dict(_leaving(desired, domains, gpus))
     order = order_of(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
     pending |= desired.pending
     return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
+
+
+def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> Iterator[tuple[str, Reason]]:
+    """Yield the GPUs (UUIDs) that a control daemon serves until its servers have ended, and what follows.
+
+    They have no new leases, which would delay that for ever.
+    """
+    stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
+    what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
+    what |= {gpu.uuid: f"it changes to {gpu.sharing}" for gpu in desired.direct}
+    for domain in domains:
+        servers = domain.server_pids()
+        end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
+        for uuid in domain.in_effect.gpu_uuids:
+            if uuid not in stay:
+                happens = what.get(uuid, "it is given up")
+                yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
+            elif domain.is_draining:
+                yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)
 
 
 def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:

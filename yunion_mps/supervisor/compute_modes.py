@@ -59,12 +59,20 @@ def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> se
     they wait until the GPU is not among those `leased` and has no process.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
-    if not strict:
-        return set()
-    used: set[str] = set()
+    return strict & _used(nvml, leased) if strict else set()
+
+
+def slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
+    """Return the UUIDs of the GPUs whose original time slices wait, because time-sliced jobs use them."""
+    recorded = originals(TIME_SLICE, store).keys()
+    return recorded & _used(nvml, leased) if recorded else set()
+
+
+def _used(nvml: Nvml | None, leased: Collection[str]) -> set[str]:
+    """Return the UUIDs of the GPUs that are `leased` or have a process."""
     with contextlib.suppress(DriverError, ShortageError):
-        used = {uuid for uuid, pids in (nvml.processes() if nvml else {}).items() if pids}
-    return strict & (used | set(leased))
+        return {uuid for uuid, pids in (nvml.processes() if nvml else {}).items() if pids} | set(leased)
+    return set(leased)
 
 
 class ComputeModes:
@@ -108,7 +116,13 @@ class ComputeModes:
                 held = held_by_jobs(nvml, store, leased_without_mps(store))
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
             modes = carry_out(COMPUTE_MODE, SettingWork(work.changes, restore), nvml, store, gpus)
-            return ModeResult(*modes, self.time_slices.set(work.time_slices, nvml, store))
+            slices = work.time_slices
+            if slices and slices.restore:
+                through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
+                held = slices_held_by_jobs(nvml, store, leased_without_mps(store)) - through_mps
+                kept = {uuid: value for uuid, value in slices.restore.items() if uuid not in held}
+                slices = slices._replace(restore=kept)
+            return ModeResult(*modes, self.time_slices.set(slices, nvml, store))
 
     def end(self) -> None:
         self._ended = True
@@ -117,12 +131,15 @@ class ComputeModes:
         """Restore all modes except those of GPUs in `left` or with jobs; return whether there were any."""
         with self._lock:  # wait for work that is under way
             gpus = self._gpus.inventory.gpus
-            held = held_by_jobs(nvml, store, leased_without_mps(store)) - set(left)
-            for uuid in held:
-                what = f"{name_of(uuid, gpus)} keeps its compute mode, because jobs without MPS use it"
-                log.warning("%s; %s", what, "after their end: yunion-mps-daemon --restore")
+            leased = leased_without_mps(store)
+            held = held_by_jobs(nvml, store, leased) - set(left)
+            held_slices = slices_held_by_jobs(nvml, store, leased) - set(left)
+            for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):
+                for uuid in uuids:
+                    what = f"{name_of(uuid, gpus)} keeps its {label}, because jobs without MPS use it"
+                    log.warning("%s; %s", what, "after their end: yunion-mps-daemon --restore")
             left = {*left, *held}
-            slices = restore_unused(TIME_SLICE, store, nvml, (), gpus)
+            slices = restore_unused(TIME_SLICE, store, nvml, held_slices, gpus)
             result = ModeResult(*restore_unused(COMPUTE_MODE, store, nvml, left, gpus), slices)
             return self.note(result, "the original mode was restored")
 

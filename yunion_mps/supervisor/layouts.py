@@ -23,6 +23,7 @@ from yunion_mps.supervisor.mig import (
     Losses,
     carry_out,
     find_losses,
+    mode_waits,
 )
 from yunion_mps.supervisor.mig_restore import restore
 
@@ -56,24 +57,34 @@ class MigLayouts:
         """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
         self._forced = {*self._desired.plan.layouts} if now else set()
 
+    @property
+    def forced(self) -> set[str]:
+        return {layout.gpu_uuid for layout in self._forced}
+
     def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
         """
+        users = self._desired.users()
         known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
         for layout in self._desired.plan.layouts:
             gpu = gpus.get(layout.gpu_uuid)
             last = self._reasons.get(layout.gpu_uuid, NO_REASON)
-            if gpu is None or gpu.reason or layout.gpu_uuid in restoring:
+            if gpu is None or gpu.reason:
+                continue
+            if layout.gpu_uuid in restoring and layout.enabled and not gpu.mig_enabled:
+                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, ""))
+                self._report(gpu, why)
+            if layout.gpu_uuid in restoring:
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last))
+                tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last, users))
         return tuple(tasks)
 
     def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:

@@ -18,7 +18,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
-from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to, describe
+from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ class LayoutTask(NamedTuple):
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
     leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
-    too, and leases do not count. `last` is why it was not in effect before.
+    too, and leases do not count. `last` is why it was not in effect before, and `users` describes the leases
+    and MPS servers of GPUs and MIG devices (UUIDs).
 
-    With `places`, its instances belong there, and it waits for all of ours that it does not have. `leases`
-    names those of the GPUs and MIG devices (UUIDs), if they are known.
+    With `places`, its instances are restored there, and our others have to go.
     """
 
     layout: MigLayout
@@ -74,8 +74,8 @@ class LayoutTask(NamedTuple):
     busy: frozenset[str] | None
     force: bool = False
     last: Reason = NO_REASON
+    users: Mapping[str, str] = {}
     places: tuple[Placement, ...] | None = None
-    leases: Mapping[str, str] = {}
 
 
 class Losses(NamedTuple):
@@ -150,6 +150,7 @@ class _LayoutWork:
         self._mig = mig
         self._store = store
         self._record = MigRecord.read(store, self._uuid)
+        self._recorded = self._record.created
         self._made: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = []
@@ -206,13 +207,11 @@ class _LayoutWork:
         if pids:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
             return Reason(what, reasons.MIG_IN_USE)
-        if self._uuid in task.leases:
-            return Reason(f"the GPU is leased: {task.leases[self._uuid]}", reasons.MIG_IN_USE)
         if self._uuid in task.busy and not task.force:
-            return Reason(
-                "MIG mode is switched on once leases and MPS servers of the GPU have ended",
-                reasons.MIG_IN_USE,
-            )
+            users = task.users.get(self._uuid, "")
+            if task.places is not None and users:
+                return Reason(f"it would end {users}", reasons.MIG_IN_USE)
+            return mode_waits(users)
         return NO_REASON
 
     # -- the instances
@@ -263,8 +262,12 @@ class _LayoutWork:
         return tuple(one for one in existing if self._is_ours(one) and one not in (*done.keep, *done.destroy))
 
     def _empty(self, existing: Iterable[MigInstance]) -> set[int]:
-        """Return the ids of other programs' instances that have no compute instance yet."""
-        return {one.id for one in existing if not one.compute_instances and not self._is_ours(one)}
+        """Return the ids of other programs' instances that have no compute instance yet.
+
+        Not of one at the place of ours: its compute instance was destroyed, and is created again.
+        """
+        places = {one.place for one in self._recorded}
+        return {one.id for one in existing if not (one.compute_instances or one.place in places)}
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
@@ -292,11 +295,11 @@ class _LayoutWork:
             if not self._is_ours(instance) and not task.force:
                 what = f"{name}, which another program {_what_was_done(instance)}, {why}"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
-            if instance.uuid in task.leases:
-                what = f"{name} {why}, but it is leased: {task.leases[instance.uuid]}"
-                return Reason(what, reasons.MIG_IN_USE)
-        what = f"its MIG layout waits for leases and MPS servers of {describe(instances)} to end"
-        return Reason(what, reasons.MIG_IN_USE)
+        users, known = task.users, "leases and MPS servers"
+        used = [f"{users.get(one.uuid, known)} on instance g{one.id} ({one.profile})" for one in instances]
+        if task.places is not None:
+            return Reason(f"it would end {', '.join(used)}", reasons.MIG_IN_USE)
+        return Reason(f"its MIG layout waits for {', '.join(used)} to end", reasons.MIG_IN_USE)
 
     # -- steps, each recorded
 
@@ -377,6 +380,12 @@ class _Forecast(_LayoutWork):
     def _pids(self, instance: MigInstance) -> set[int]:
         del instance
         return set()
+
+
+def mode_waits(users: str) -> Reason:
+    """Return why MIG mode is not switched on yet: because of these leases and MPS servers of the GPU."""
+    what = f"MIG mode is switched on after the end of {users or 'its leases and its control daemon'}"
+    return Reason(what, reasons.MIG_IN_USE)
 
 
 def _pids(pids: Iterable[int]) -> str:

@@ -30,7 +30,7 @@ class _Lease(NamedTuple):
     gpu_uuid: str
 
     def __str__(self) -> str:
-        return f"{self.name} (device {self.address})"
+        return f"lease {self.name} (device {self.address})"
 
 
 def restore(
@@ -63,7 +63,7 @@ def restore(
             continue
         former = MigLayout(layout.gpu_uuid, record.enabled_before)
         places = _places(record, gpu)
-        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), places=places, leases=names)
+        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=names, places=places)
     result = carry_out(tasks.values(), mig, store)
     for uuid, why in result.reasons.items():
         task, record = tasks[uuid], MigRecord.read(store, uuid)

@@ -64,7 +64,14 @@ class Snapshots:
             self._snapshot = Snapshot(
                 self._version,
                 desired.config.enable_cuda_mps,
-                _notice(desired.config, plan, self._host_conf, self.leftovers, waiting),
+                _notice(
+                    desired.config,
+                    plan,
+                    self._host_conf,
+                    self.leftovers,
+                    waiting,
+                    serves=bool(self._fleet.domains),
+                ),
                 plan,
                 gpus,
                 _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
@@ -92,21 +99,30 @@ def _statuses(
 
 
 def _notice(
-    config: Config, desired: Plan, host_conf: str, leftovers: str, layouts: Sequence[tuple[Gpu, Reason]]
+    config: Config,
+    desired: Plan,
+    host_conf: str,
+    leftovers: str,
+    layouts: Sequence[tuple[Gpu, Reason]],
+    *,
+    serves: bool,
 ) -> Reason:
     """Return why the host offers no devices, if so, and the notice about `leftovers`.
 
-    `layouts` has the GPUs whose MIG layouts are not in effect, and why.
+    `layouts` has the GPUs whose MIG layouts are not in effect, and why; `serves` is whether there is a
+    control daemon, which may serve GPUs that have to go.
     """
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
-    elif not desired.domains and not desired.direct:
+    elif not desired.domains and not desired.direct and not serves:
         waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
         named = {gpu.pci_address for gpu, _ in layouts}
         others = [
-            f"{address}: {reason}" for address, reason in desired.unavailable.items() if address not in named
+            f"{address.removeprefix('0000:')}: {reason}"
+            for address, reason in desired.unavailable.items()
+            if address not in named
         ]
         if waits:
             why, code = "; ".join([*waits, *others]), layouts[0][1].code

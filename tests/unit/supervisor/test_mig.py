@@ -122,7 +122,7 @@ def test_a_leased_instance_is_destroyed_only_now(mig_host: MakeMigHost) -> None:
     leased = frozenset({host.gpu.mig_instances[1].uuid})
     why = host.apply("all-1g.10gb", busy=leased)
     assert (why, why.code) == (
-        "its MIG layout waits for leases and MPS servers of 1 x 3g.40gb to end",
+        "its MIG layout waits for leases and MPS servers on instance g2 (3g.40gb) to end",
         reasons.MIG_IN_USE,
     )
     assert host.has == "2 x 3g.40gb"
@@ -275,7 +275,7 @@ def test_a_leftover_of_ours_is_destroyed_once_nothing_uses_it(mig_host: MakeMigH
     leased = frozenset({last.uuid})
     why = host.apply("3g.40gb", busy=leased)
     assert (why, why.code) == (
-        "its MIG layout waits for leases and MPS servers of 1 x 2g.20gb to end",
+        "its MIG layout waits for leases and MPS servers on instance g5 (2g.20gb) to end",
         reasons.MIG_IN_USE,
     )
     assert host.has == "1 x 2g.20gb + 1 x 3g.40gb"
@@ -304,6 +304,16 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     assert host.apply("4g.40gb", force=True) == ""
     assert host.has == "1 x 4g.40gb"
     assert all(one.uuid for one in host.gpu.mig_instances)
+
+
+def test_an_instance_of_ours_gets_its_compute_instance_again(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-7g.80gb")
+    (ours,) = host.gpu.mig_instances
+    host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    assert host.apply("all-7g.80gb") == ""
+    (now,) = host.gpu.mig_instances
+    assert (now.place, now.is_whole, now.uuid != "") == (ours.place, True, True)
 
 
 def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host: MakeMigHost) -> None:

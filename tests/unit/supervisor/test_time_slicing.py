@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -116,6 +117,23 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     assert not made.supervisor.is_urgent
 
 
+@pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
+def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
+    host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
+    ledger = lease(made)
+    made.supervisor.desired.holders = ledger.holders_by_gpu
+    host.divide(4, f"virtual_number: {after}")
+    effects = {(change.kind, change.subject): change.effect for change in made.accept()}
+    if "mig" in after:
+        assert effects["MIG layout", "00:07.0"].endswith("has to go; now lease job of root")
+        return
+    assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
+        "after the end of lease job of root"
+    }
+    made.set_modes()
+    assert modes(host) == ["exclusive_process", "default"]
+
+
 def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
     host, first = begin(TWO, 4, SHARED)
     store = Store(first.paths)
@@ -174,6 +192,37 @@ def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: B
     changes = [(change.before, change.after) for change in made.reload() if change.kind == "time slice"]
     assert changes == [("short", "original"), ("long", "medium")]
     assert slices(host) == ["default", "medium"]
+
+
+@pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
+def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, after: str) -> None:
+    gpus = [{"kind": "h100"}, {"kind": "h100"}]
+    host, made = begin(gpus, 4, shared("long"), cuda_mps_pipe_directory="/run/mps")
+    ledger, storage = lease(made), LeaseStorage(made.supervisor.store(), made.paths.lease_copies)
+    storage.write(ledger.leases["0" * 36])
+    host.divide(4, f"virtual_number: {after}")
+    made.reload()
+    assert slices(host)[1] == "long"
+    made.stop()
+    assert slices(host)[1] == "long"
+    again = made.again()
+    assert slices(host)[1] == "long"
+    again.supervisor.desired.ways_leased = dict
+    LeaseStorage(again.supervisor.store(), made.paths.lease_copies).delete("0" * 36)
+    again.rescan()
+    again.set_modes()
+    assert slices(host)[1] == "default"
+
+
+def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None:
+    host, made = begin(TWO, 4, shared("long"))
+    host.gpus[1].add_process(os.getpid(), 100)
+    host.divide(4)
+    made.reload()
+    assert slices(host)[1] == "long"
+    host.gpus[1].remove_process(os.getpid())
+    made.set_modes()
+    assert slices(host)[1] == "default"
 
 
 def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) -> None:

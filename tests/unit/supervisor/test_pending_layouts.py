@@ -1,0 +1,176 @@
+"""GPUs and instances that have to go: no new leases, leases that exist keep their control daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from yunion_mps.enums import FREE, LEASED, PENDING
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import LeaseRequest, candidates_of
+from yunion_mps.models import Holder, Lease
+from yunion_mps.reasons import MIG_IN_USE
+from yunion_mps.service.devices import devices_json, unusable_reasons
+
+from simhost import Description, SimHost
+from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised
+from unit.supervisor.test_mig_devices import apply_layouts, configured, waits
+
+H100 = [{"kind": "h100"}]
+TWO = "type: NVIDIA_MPS; virtual_number: 2"
+MIG = "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2"
+SMALLER = "type: NVIDIA_MPS; mig: [2g.20gb, 2g.20gb, 2g.20gb]; virtual_number: 2"
+
+
+class Work:
+    """A supervisor with MPS jobs, and leases of devices."""
+
+    def __init__(self, host: SimHost, made: Supervised, stand_ins: MakeStandIns) -> None:
+        self.host, self.made, self.jobs = host, made, stand_ins(host)
+        self.ledger = Ledger()
+
+    def start(self) -> Work:
+        self.made.start()
+        desired = self.made.supervisor.desired
+        desired.ways_leased, desired.holders = self.ledger.ways_of_sharing, self.ledger.holders_by_gpu
+        self.made.lease_waits = self.ledger.lease_waits
+        self.apply()
+        return self
+
+    def apply(self, *, now: bool | None = None) -> None:
+        apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
+
+    def reload(self, *entries: str) -> None:
+        configured(self.host, *entries)
+        self.made.reload()
+        self.apply()
+
+    def lease(self, number: int = 0) -> str:
+        """Lease a device by name, and return its address."""
+        device = self.made.snapshot.plan.devices[number]
+        self.ledger.add(Lease("0" * 36, (device,), Holder("name", 0, name="job"), time.time()))
+        return device.addr
+
+    def attach(self) -> int:
+        """Start a job on the first control daemon; return the PID of its server."""
+        self.job = self.jobs.attached(Path(self.made.snapshot.domains[0].plan.pipe_directory))
+        self.made.until(lambda: bool(self.made.supervisor.domains[0].server_pids()))
+        return self.made.supervisor.domains[0].server_pids()[0]
+
+    def states(self) -> dict[str, str]:
+        return {row["addr"]: row["state"] for row in devices_json(self.made.snapshot, self.ledger)}
+
+    def offered(self) -> set[str]:
+        """The addresses of the devices that a request may get."""
+        found = candidates_of(self.made.snapshot, unusable_reasons(self.made.snapshot))
+        request = LeaseRequest(allow_unlimited=True)
+        return {one.device.addr for one in found.suitable(request) if not one.reason}
+
+
+Begun = Callable[..., Work]
+
+
+@pytest.fixture
+def begin(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> Begun:
+    def make(*entries: str, description: Description = H100, **keys: str) -> Work:
+        host = make_host(description, cuda_mps_pipe_directory="/run/mps", **keys)
+        configured(host, *entries)
+        return Work(host, supervise(host), stand_ins).start()
+
+    return make
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER), (MIG, TWO)])
+def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: str) -> None:
+    work = begin(before)
+    first = work.made.snapshot.plan.devices[0].gpu_uuid
+    of_first = {one.addr for one in work.made.snapshot.plan.devices if one.gpu_uuid == first}
+    work.attach()
+    work.reload(after if after != TWO else f"{TWO}; mig: all-disabled")
+    assert not work.offered() & of_first
+    assert {work.states()[address] for address in of_first} == {PENDING}
+    work.job.end()
+    work.made.supervisor.fleet.drain(time.monotonic(), force=False)
+    work.made.until(lambda: not work.offered() & of_first and not work.jobs.servers())
+    work.apply()
+    work.apply()
+    assert set(work.states().values()) == {FREE}
+    assert waits(work.made) == ""
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
+def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
+    begin: Begun, before: str, after: str
+) -> None:
+    work = begin(before)
+    address, count = work.lease(), len(work.made.snapshot.domains)
+    mode = work.host.gpus[0].compute_mode
+    pid = work.made.snapshot.domains[0].pid
+    work.reload(after)
+    assert work.made.snapshot.domains[0].pid == pid
+    assert work.states()[address] == LEASED
+    assert work.host.gpus[0].compute_mode == mode
+    assert waits(work.made).code == MIG_IN_USE
+    assert "lease job of root" in waits(work.made)
+    work.ledger.remove("0" * 36)
+    for _ in range(3):
+        work.apply()
+        work.made.until(lambda: work.made.supervisor.fleet.started)
+    assert waits(work.made) == ""
+    assert set(work.states().values()) == {FREE}
+    assert len(work.made.snapshot.domains) != count
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
+def test_reload_now_does_not_wait_for_an_idle_lease(begin: Begun, before: str, after: str) -> None:
+    work = begin(before)
+    work.lease()
+    work.reload(after)
+    work.made.supervisor.layouts.force(now=True)
+    work.made.reload()
+    work.apply()
+    work.apply()
+    assert waits(work.made) == ""
+
+
+def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> None:
+    work = begin(MIG)
+    first = work.attach()
+    configured(work.host, SMALLER)
+    work.made.reload()
+    domain = work.made.supervisor.domains[0]
+    domain.drain(time.monotonic(), force=False)
+    work.made.until(lambda: domain.server_pids() == [first])
+    earlier, place = work.job, Path(domain.in_effect.pipe_directory)
+    late = work.jobs.client(place)
+    assert late.says() == "asking"
+    earlier.end()
+    assert late.says() == "attached"
+    late.end()
+    work.made.until(lambda: domain not in work.made.supervisor.domains)
+
+
+def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(begin: Begun) -> None:
+    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+    work.attach()
+    work.reload(MIG, TWO)
+    assert work.offered() == {"00:07.0-0", "00:07.0-1"}
+    work.made.supervisor.fleet.drain(time.monotonic(), force=False)
+    assert work.offered() == set()
+    work.job.end()
+    work.made.until(lambda: not work.jobs.servers())
+    work.apply()
+    work.apply()
+    assert len(work.offered()) == 6
+
+
+def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun) -> None:
+    """A server may open all GPUs that its control daemon sees."""
+    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+    server = work.attach()
+    work.reload(MIG, TWO)
+    what = f"the MPS server (PID {server}), which also serves GPU 00:07.0"
+    assert waits(work.made) == f"MIG mode is switched on after the end of {what}"
+    assert work.made.snapshot.notice == ""
