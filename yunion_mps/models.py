@@ -128,6 +128,10 @@ class Device(NamedTuple):
         return gpu_of(self.addr)
 
     @property
+    def is_on_instance(self) -> bool:
+        return "-g" in self.addr
+
+    @property
     def dev_type(self) -> str:
         return DEV_TYPES[self.sharing]
 

@@ -82,7 +82,7 @@ MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
 MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
-    f"wait until it is created again: yunion-mps gpus; {_EVENTS}")
+    "wait until it is created again: yunion-mps gpus; or release its lease: yunion-mps lease release {lease}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
