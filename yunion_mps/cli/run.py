@@ -22,7 +22,7 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, NOT_SHARED
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
@@ -271,7 +271,9 @@ def _budget(lease: LeaseRecord) -> str:
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
     memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
     percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    return f"{memory}, {percentage} % of the SM threads" if percentage else f"{memory}, {lease['sharing']}"
+    if percentage:
+        return f"{memory}, {percentage} % of the SM threads"
+    return f"{memory}, {'a whole MIG instance' if lease['sharing'] == NOT_SHARED else lease['sharing']}"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

@@ -196,6 +196,14 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
+def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
+    """The first device of each physical GPU, whose MIG instances are not different GPUs."""
+    firsts: dict[str, Device] = {}
+    for device in devices:
+        firsts.setdefault(device.gpu_address.partition("-g")[0], device)
+    return list(firsts.values())
+
+
 def needs_mib(device: Device) -> int:
     """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
     return device.memory_limit_mib + device.reserve_mib
