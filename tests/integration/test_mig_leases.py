@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,3 +151,22 @@ def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) 
     }
     end(job)
     eventually(lambda: not leases_of(daemon), "the end of the lease")
+
+
+def test_a_request_waits_for_the_layout_of_its_gpu() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host, Daemon(host) as daemon:
+        host.divide("mig: all-balanced")
+        daemon.configure()
+        daemon.start().wait_ready()
+        refused = run(host, "--gpu", "00:06.0", "true")
+        assert refused.returncode == 5, "nothing is free now, but it is not infeasible"
+        why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
+        assert f"cannot be allocated now: GPU 00:06.0: {why}" in refused.stderr
+
+
+@pytest.mark.parametrize("daemon", [MIG], indirect=True)
+def test_a_stop_does_not_end_a_job_on_a_whole_instance(daemon: Daemon) -> None:
+    job = start(daemon.host)
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert job.poll() is None
+    end(job)
