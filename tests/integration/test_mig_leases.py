@@ -11,7 +11,7 @@ import pytest
 from yunion_mps import reasons
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import end, leases_of, run, start, take
+from integration.lease_host import end, leases_of, queued, run, start, take
 from integration.podman_host import spec_of
 from simhost import SimHost
 
@@ -158,10 +158,13 @@ def test_a_request_waits_for_the_layout_of_its_gpu() -> None:
         host.divide("mig: all-balanced")
         daemon.configure()
         daemon.start().wait_ready()
-        refused = run(host, "--gpu", "00:06.0", "true")
-        assert refused.returncode == 5, "nothing is free now, but it is not infeasible"
         why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
-        assert f"cannot be allocated now: GPU 00:06.0: {why}" in refused.stderr
+        refused = run(host, "--gpu", "00:06.0", "true").stderr
+        assert f"cannot be allocated now: GPU 00:06.0: {why} [{reasons.MIG_RESET_REQUIRED}]" in refused
+        waiting = queued(daemon, "gpu=00:06.0")
+        host.gpus[0].reset()
+        eventually(lambda: daemon.polls() and leases_of(daemon), "the lease")
+        waiting.close()
 
 
 @pytest.mark.parametrize("daemon", [MIG], indirect=True)
