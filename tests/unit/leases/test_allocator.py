@@ -139,36 +139,6 @@ def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
     ), "its slot is free"
 
 
-def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:
-    """Whole MIG instances of a GPU."""
-    return [
-        Candidate(
-            device(gpu, 0)._replace(
-                id=f"{gpu}-g{number}",
-                addr=f"0{gpu}:00.0-g{number}",
-                gpu_uuid=f"MIG-{gpu}-{number}",
-                domain=domain,
-            )
-        )
-        for number in numbers
-    ]
-
-
-def test_devices_across_gpus_are_not_two_instances_of_one_gpu() -> None:
-    two, host = LeaseRequest(2, across=True), Candidates([*instances(0, 1, 2), *instances(1, 3)])
-    assert chosen(Ledger(), two, host) == ["00:00.0-g1", "01:00.0-g3"]
-    assert Allocator(Ledger()).reserve(two, host).devices == {"0-g1", "1-g3"}
-    with pytest.raises(InfeasibleError, match="the host has 2 such devices on 1 GPU"):
-        refuse_infeasible(two, Candidates(instances(0, 1, 2)))
-
-
-def test_instances_with_control_daemons_cannot_be_served_together() -> None:
-    each = [*instances(0, 1, domain="00:00.0-g1"), *instances(1, 3, domain="01:00.0-g3")]
-    with pytest.raises(InfeasibleError, match="different control daemons") as caught:
-        refuse_infeasible(LeaseRequest(2, across=True), Candidates(each))
-    assert caught.value.hint == "request devices of one MIG instance; each has a control daemon of its own"
-
-
 def test_several_amounts_of_memory_come_from_one_pool_or_across_pools() -> None:
     both = Candidates(pools=[pool(0), pool(1)])
     ledger = Ledger([lease("a", pool(0).make(3, 1))])
