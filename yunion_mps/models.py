@@ -128,6 +128,10 @@ class Device(NamedTuple):
         return gpu_of(self.addr)
 
     @property
+    def is_on_instance(self) -> bool:
+        return "-g" in self.addr
+
+    @property
     def dev_type(self) -> str:
         return DEV_TYPES[self.sharing]
 
@@ -272,8 +276,7 @@ class Plan(NamedTuple):
     @property
     def offered(self) -> frozenset[str]:
         """The UUIDs of the GPUs whose devices can be leased."""
-        devices = (device.gpu_uuid for device in self.devices)
-        return frozenset({*devices, *(pool.gpu_uuid for pool in self.pools)})
+        return frozenset(one.gpu_uuid for one in (*self.devices, *self.pools))
 
     def has_layout(self, gpu: Gpu) -> bool:
         """Whether there is a MIG layout for this GPU, or for the GPU of this instance."""

@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
-from yunion_mps.identity import gpu_of
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import leases_of, take
 from integration.mig_devices import devices, free, gpu, instances, profiles
-from integration.podman_host import spec_of
 from simhost import SimHost
 
 MIG = "mig: all-balanced"
@@ -242,32 +239,3 @@ def test_status_and_plan_say_what_a_layout_waits_for() -> None:
             shown = host.run(["yunion-mps", "status"]).stdout
             assert why in " ".join(shown.split())
             assert "no GPU on this host" not in shown
-
-
-@pytest.mark.parametrize("entry", [MIG, f"{MIG}\n  virtual_number: 2"])
-def test_a_lease_by_name_continues_on_the_instance_after_a_reboot(daemon: Daemon, entry: str) -> None:
-    daemon.host.divide(entry)
-    daemon.start().wait_ready()
-    address = max(devices(daemon))
-    job = take(daemon, f"devices={address}&holder.name=job-17&holder.ttl_s=600")
-    daemon.stop()
-    daemon.host.reboot()
-    daemon.start().wait_ready()
-    new = {f"00:06.0-g{one.gpu_instance}": one.uuid for one in instances(daemon)}
-    uuid = str(eventually(lambda: new.get(gpu_of(address)), "the instance"))
-
-    def environment() -> dict[str, str]:
-        (lease,) = leases_of(daemon)
-        return dict(lease["environment"])
-
-    eventually(lambda: environment()["CUDA_VISIBLE_DEVICES"] == uuid, "the lease of the new instance")
-    assert uuid != job["environment"]["CUDA_VISIBLE_DEVICES"]
-    assert environment() == {
-        **daemon.get(f"/v1/devices/{address}")[1]["client_environment"],
-        "YUNION_MPS_LEASE": job["id"],
-    }
-    assert uuid in json.dumps(spec_of(daemon.host, f"yunion-mps-lease-{job['id']}.json")), "for containers"
-    assert [row["state"] for addr, row in devices(daemon).items() if addr == address] == ["leased"]
-    daemon.kill()
-    daemon.start().wait_ready()
-    assert environment()["CUDA_VISIBLE_DEVICES"] == uuid, "it was stored"

@@ -360,6 +360,7 @@ class LeaseDetails(LeaseRecord):
         Field("`idle`: no process uses its devices. Null: unknown.", enum=[*enums.LEASE_STATES, None]),
     ]
     reason: Annotated[str, Field("Why its devices are unavailable or pending.")]
+    reason_code: ReasonCode
 
 
 class QueuedRequest(HolderFields):

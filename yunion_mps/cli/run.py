@@ -22,15 +22,21 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, NOT_SHARED
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
+from yunion_mps.reasons import (
+    CONTROL_DAEMON_SILENT,
+    DAEMON_UNREACHABLE,
+    DISABLED,
+    MIG_INSTANCE_GONE,
+    hint_of,
+)
 from yunion_mps.text import command_line
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseDetails, LeaseRecord
 
 #: The default of `--safe-stop`, shorter than the grace periods of systemd, Kubernetes and Slurm.
 _GRACE_S = 10
@@ -131,15 +137,14 @@ def run(
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     command = command_line([engine, "run", *argv] if engine else argv)
     request["holder"] = {"command": command[:COMMAND_LENGTH]}
-    if inherit:
-        _refuse_without_device()
+    inherited = _inherited_devices() if inherit else {}
     report_lease: Callable[[str], None] = _ignore_lease
     if grace_s is not None:
         from yunion_mps.cli.safe_stop import remain_as_parent  # imports what only a parent needs
 
         report_lease = remain_as_parent(grace_s, engine)
     if inherit:
-        _become(argv, _inherit_environment(with_device=True))
+        _become(argv, {**_inherit_environment(with_device=True), **inherited})
     if engine:
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
@@ -206,22 +211,44 @@ def _ignore_lease(lease_id: str) -> None:
     """Do nothing: this process becomes COMMAND."""
 
 
-def _refuse_without_device() -> None:
-    """Raise HostError unless the environment names a device that can be reached and is still leased."""
+def _inherited_devices() -> Mapping[str, str]:
+    """Return what replaces variables of the environment because its MIG instances were created again.
+
+    Raises HostError unless the environment names a device that can be reached and is still leased.
+    """
     hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
     if not os.environ.get("YUNION_MPS_DEVICE"):
         raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
-    refuse_unreachable(os.environ)
-    if lease := os.environ.get("YUNION_MPS_LEASE"):
+    replaced: Mapping[str, str] = {}
+    if name := os.environ.get("YUNION_MPS_LEASE"):
         try:
-            call(GET_LEASE, lease=lease)
+            lease = call(GET_LEASE, lease=name)
         except NotFoundError:
             what = (
-                f"--inherit: lease {lease} of this environment has ended, so another job may have its devices"
+                f"--inherit: lease {name} of this environment has ended, so another job may have its devices"
             )
             raise HostError(what, hint) from None
         except YunionError:  # a Slurm job's user need not be in the daemon's group
             pass
+        else:
+            replaced = _replaced_instances(lease)
+    refuse_unreachable({**os.environ, **replaced})
+    return replaced
+
+
+def _replaced_instances(lease: LeaseDetails) -> Mapping[str, str]:
+    """Return the lease's environment if ours names MIG instances from before; raises HostError for none."""
+    if lease.get("reason_code") == MIG_INSTANCE_GONE:
+        hint = hint_of(MIG_INSTANCE_GONE, lease=lease["id"])
+        raise HostError(f"--inherit: {lease['reason']}", hint, MIG_INSTANCE_GONE)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    now = lease["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+    if not any(uuid.startswith("MIG-") for uuid in {*visible}.difference(now)):
+        return {}
+    if len(os.environ["YUNION_MPS_DEVICE"].split(",")) != len(lease["devices"]):  # a job's step may have some
+        what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
+        raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
+    return lease["environment"]
 
 
 def _inherit_environment(*, with_device: bool = False) -> dict[str, str]:
@@ -244,7 +271,9 @@ def _budget(lease: LeaseRecord) -> str:
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
     memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
     percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    return f"{memory}, {percentage} % of the SM threads" if percentage else f"{memory}, {lease['sharing']}"
+    if percentage:
+        return f"{memory}, {percentage} % of the SM threads"
+    return f"{memory}, {'a whole MIG instance' if lease['sharing'] == NOT_SHARED else lease['sharing']}"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

@@ -336,6 +336,7 @@ class LeaseDetails(LeaseRecord):
 
     state: Optional[str]
     reason: str
+    reason_code: str
 
 
 @dataclass(frozen=True)

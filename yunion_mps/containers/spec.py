@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps.containers import UNSERVED_ARGUMENT, budget_variables
 from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.enums import NOT_SHARED
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
@@ -147,7 +148,9 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
     shares = [
         (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
     ]
-    edits = _device_edits({**lease.environment, **budget_variables(shares)}, lease.id, host)
+    is_shared = any(device.sharing != NOT_SHARED for device in lease.devices)
+    budget = budget_variables(shares) if is_shared else {}  # else the instance itself is the budget
+    edits = _device_edits({**lease.environment, **budget}, lease.id, host)
     names = [lease.cdi_name]
     if len(lease.devices) == 1 and lease.devices[0].id not in planned:
         names += [lease.devices[0].addr, lease.devices[0].id]

@@ -24,7 +24,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
 _GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
-_INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
+INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
@@ -168,7 +168,7 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     if not gpu.parent:
         return gpu._replace(reason=_GONE, nvml_index=None)
     parent = there.get(gpu.physical_address)
-    return gpu._replace(reason=(parent.reason if parent else _GONE) or _INSTANCE_GONE)
+    return gpu._replace(reason=(parent.reason if parent else _GONE) or INSTANCE_GONE)
 
 
 def identities(gpus: Iterable[Gpu]) -> set[str]:

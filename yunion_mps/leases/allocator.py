@@ -12,7 +12,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib, of_different_gpus
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
@@ -56,8 +56,8 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
         by_domain: dict[str, list[Device]] = {}
         for smallest, *_ in groups:
             by_domain.setdefault(smallest.domain, []).append(smallest)
-        yield tuple(smallest for smallest, *_ in groups)[: request.number]
-        groups = list(by_domain.values())
+        yield tuple(of_different_gpus(smallest for smallest, *_ in groups)[: request.number])
+        groups = [of_different_gpus(devices) for devices in by_domain.values()]
     for devices in groups:
         if len(devices) >= request.number:
             yield tuple(devices[: request.number])
@@ -89,12 +89,15 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     by_gpu = group_by_gpu(candidate.device for candidate in matching)
     if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
         return
+    if not matching and candidates.waiting_for(request):
+        return
     if not request.allow_unlimited:
         anywhere = request._replace(allow_unlimited=True)
         _refuse_unsuitable(anywhere, candidates)
         hint = "to use it anyway, set allow_unlimited"
         raise HostError(_describe_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
-    number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
+    number = len(matching)
+    gpus = len(of_different_gpus(candidate.device for candidate in matching))
     there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and candidates.usable_pools(request):
@@ -185,7 +188,7 @@ class Allocator:
         if request.devices:
             devices = [device for some in most_first for device in some]
         elif request.across:
-            devices = [some[0] for some in most_first[: request.number]]
+            devices = of_different_gpus(some[0] for some in most_first)[: request.number]
         else:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})
@@ -281,6 +284,10 @@ class Allocator:
     ) -> tuple[str, str, str]:
         """The message, hint and code of a NothingFreeError."""
         pools = candidates.matching_pools(request)
+        if not matching and not pools and (waiting := candidates.waiting_for(request)):
+            gpu, reason = waiting
+            what = f"{request} cannot be allocated now: GPU {gpu}: {reason}"
+            return what, hint_of(reason.code, gpu=gpu), reason.code
         if not matching and not pools:
             what = f"{request} cannot be allocated: no such device exists"
             return what, "see: yunion-mps list", NOTHING_FREE
@@ -350,7 +357,8 @@ def _place(
     by_domain: dict[str, list[Device]] = {}
     for first, *_ in fits:
         by_domain.setdefault(first.domain, []).append(first)
-    enough = (firsts for firsts in by_domain.values() if len(firsts) >= request.number)
+    apart = map(of_different_gpus, by_domain.values())
+    enough = (firsts for firsts in apart if len(firsts) >= request.number)
     return tuple(next(enough, [])[: request.number])
 
 

@@ -14,6 +14,7 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import LEASE_EXISTS
 from yunion_mps.supervisor.changes import LeaseWait
 
@@ -75,18 +76,19 @@ class Ledger:
         self._note_change()
 
     def recreated(self, devices: Iterable[Device]) -> list[Lease]:
-        """The leases by name whose MIG instances were created again, with the instances' new UUIDs.
+        """The leases whose MIG instances were created again, with the instances' new UUIDs and addresses.
 
-        Other leases end with a process, which cannot use the new instance. `devices` are those of the plan.
+        `devices` are those of the plan. One that is shared in another way now does not continue the lease's.
         """
-        named = [lease for lease in self.leases.values() if lease.holder.binding == "name"]
-        concerned = [lease for lease in named if any("-g" in one.gpu_address for one in lease.devices)]
-        uuids = {device.id: device.gpu_uuid for device in devices} if concerned else {}
+        concerned = [
+            lease for lease in self.leases.values() if any(one.is_on_instance for one in lease.devices)
+        ]
+        planned = {device.id: device for device in devices} if concerned else {}
         found = []
         for lease in concerned:
-            new = {one.gpu_uuid: uuids.get(one.id, one.gpu_uuid) for one in lease.devices}
-            if any(old != uuid for old, uuid in new.items()):
-                found.append(_with_uuids(lease, new))
+            now = tuple(_at_its_place(one, planned.get(one.id, one)) for one in lease.devices)
+            if now != lease.devices:
+                found.append(_with_devices(lease, now))
         return found
 
     def find_repeated(self, queued: QueuedRequest) -> Lease | None:
@@ -202,24 +204,33 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
+def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
+    """The first device of each physical GPU, whose MIG instances are not different GPUs."""
+    firsts: dict[str, Device] = {}
+    for device in devices:
+        firsts.setdefault(device.gpu_address.partition("-g")[0], device)
+    return list(firsts.values())
+
+
 def needs_mib(device: Device) -> int:
     """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
     return device.memory_limit_mib + device.reserve_mib
 
 
-def _with_uuids(lease: Lease, uuids: Mapping[str, str]) -> Lease:
-    """The lease with other UUIDs of GPUs, which its environment and the names of domains contain."""
+def _at_its_place(leased: Device, planned: Device) -> Device:
+    """The leased device with the UUID, address and domain of the one that is planned at its place."""
+    if planned.gpu_uuid == leased.gpu_uuid or planned.sharing != leased.sharing:
+        return leased
+    return leased._replace(gpu_uuid=planned.gpu_uuid, addr=planned.addr, domain=planned.domain)
 
-    def renamed(text: str) -> str:
-        for old, new in uuids.items():
-            text = text.replace(old, new)
-        return text
 
-    devices = tuple(
-        device._replace(gpu_uuid=renamed(device.gpu_uuid), domain=renamed(device.domain))
-        for device in lease.devices
-    )
-    environment = {name: renamed(value) for name, value in lease.environment.items()}
+def _with_devices(lease: Lease, devices: tuple[Device, ...]) -> Lease:
+    """The lease with other UUIDs of its GPUs, after which pipe directories are named, too."""
+    environment = dict(lease.environment)
+    for old, new in zip(lease.devices, devices):
+        environment = {name: value.replace(old.gpu_uuid, new.gpu_uuid) for name, value in environment.items()}
+    if DEVICE_VARIABLE in environment:
+        environment[DEVICE_VARIABLE] = ",".join(device.addr for device in devices)
     return lease._replace(devices=devices, environment=environment)
 
 

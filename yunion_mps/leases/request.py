@@ -139,7 +139,8 @@ class Candidates(NamedTuple):
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
-    GPU UUID, what devices are reserved for.
+    GPU UUID, what devices are reserved for. `waiting` has the GPUs whose MIG layouts are not in effect, by
+    address, and why: they have no devices yet, or not all of them.
     """
 
     devices: Sequence[Candidate] = ()
@@ -148,6 +149,11 @@ class Candidates(NamedTuple):
     domains: Mapping[str, DomainPlan] = {}
     planned: Mapping[str, DomainPlan] = {}
     reserved: Mapping[str, str] = {}
+    waiting: Mapping[str, Reason] = {}
+
+    def waiting_for(self, request: LeaseRequest) -> tuple[str, Reason] | None:
+        """The GPU whose layout the request may wait for, and why that is not in effect; None if none is."""
+        return next((one for one in self.waiting.items() if request.gpu in ("", one[0])), None)
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         return [
@@ -192,6 +198,8 @@ class Candidates(NamedTuple):
             raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
         if len(names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
+            if all(device.is_on_instance for device in devices):
+                hint = "request devices of one MIG instance; each has a control daemon of its own"
             what = "these devices have different control daemons; a process can use only one"
             raise InfeasibleError(what, hint)
         domain = self.domain_of(devices[0])
@@ -226,7 +234,13 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
     planned = {domain.name: domain for domain in plan.domains}
-    return Candidates(devices, pools, unenforced, domains, planned, plan.reserved)
+    layouts = {layout.gpu_uuid for layout in plan.layouts}
+    waiting = {
+        gpu.address: reason
+        for gpu in gpus
+        if gpu.uuid in layouts and (reason := gpu.reason or plan.unavailable.get(gpu.pci_address))
+    }
+    return Candidates(devices, pools, unenforced, domains, planned, plan.reserved, waiting)
 
 
 # -- names

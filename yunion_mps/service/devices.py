@@ -22,6 +22,7 @@ from yunion_mps.enums import (
 )
 from yunion_mps.errors import HostError
 from yunion_mps.inventory.nvml import GpuLoad
+from yunion_mps.inventory.scan import INSTANCE_GONE
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
     Device,
@@ -97,7 +98,10 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
     for device in lease.devices:
         why = _why_device(device, reasons, snapshot, _GONE)
         if why:
-            raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
+            what = f"device {device.addr} is unavailable: {why}"
+            if why.code == codes.MIG_INSTANCE_GONE:
+                raise HostError(what, codes.hint_of(why.code, lease=lease.id), why.code)
+            raise HostError(what, "see: yunion-mps status")
     name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid, "")
     if name == lease.devices[0].domain == "":
         return
@@ -115,9 +119,13 @@ def _why_device(
     A leased device without a control daemon stays usable when the plan no longer has it, as long as the GPU,
     or MIG instance, exists; one with a control daemon is `not_served` then.
     """
-    if device.gpu_uuid in reasons or device.domain:
-        return reasons.get(device.gpu_uuid, not_served)
+    if device.gpu_uuid in reasons:
+        return reasons[device.gpu_uuid]
     gpu = next((gpu for gpu in snapshot.inventory.gpus if gpu.uuid == device.gpu_uuid), None)
+    if gpu is None and device.is_on_instance:
+        return INSTANCE_GONE
+    if device.domain:
+        return (gpu.reason if gpu else NO_REASON) or not_served
     return why_unusable(gpu, "", None, snapshot.plan)
 
 
@@ -169,7 +177,9 @@ def devices_json(
     free = ledger.free_devices(served)
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
-        gpu, reason = gpus.get(device.gpu_uuid), _why_device(device, why, snapshot)
+        gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
+        is_same_gpu = held.gpu_uuid == device.gpu_uuid
+        reason = _why_device(device if is_same_gpu else held, why, snapshot)
         lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
         use = snapshot.plan.reserved.get(device.gpu_uuid)
         state = (RESERVED if use else FREE) if device.id in free else LEASED if lease else NO_MEMORY

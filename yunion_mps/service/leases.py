@@ -119,7 +119,7 @@ class LeaseService:
             self.holders.forget(lease_id)
 
     def follow_instances(self) -> None:
-        """Let leases by name continue if their MIG instances were created again, as after a reboot."""
+        """Let leases continue if their MIG instances were created again, as after a reboot."""
         for lease in self.ledger.recreated(self._supervisor.snapshot().plan.devices):
             self._update(lease)
             self._publisher.add(lease, warn_only=True)
@@ -176,6 +176,7 @@ class LeaseService:
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name":
             lease = self._renew(lease)
+            refuse_unserved(lease, self._supervisor.snapshot())
         elif lease.holder.is_awaited:
             refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":

@@ -62,7 +62,7 @@ class StatusService:
             *_service_problems(service, gpus, self._queries.warnings()),
             *_device_problems(devices),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
-            *_lease_problems(leases, service["domains"], gpus),
+            *_lease_problems(leases, devices, service["domains"], gpus),
         ]
         problems.sort(key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
         outside = sum(client["mps"] is False for client in clients["clients"])
@@ -106,9 +106,12 @@ class StatusService:
         details: list[answers.LeaseDetails] = []
         for lease in leases:
             state = states[lease["id"]]
-            by_gpu = reasons_by_gpu(by_address[name] for name in lease["devices"] if name in by_address)
-            reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in by_gpu)
-            details.append({**lease, "state": seeming.get(state, state), "reason": reason})
+            own = [by_address[name] for name in lease["devices"] if name in by_address]
+            reason = "; ".join(f"GPU {gpu}: {text}" for gpu, text in reasons_by_gpu(own))
+            code = next((device["reason_code"] for device in own if device["reason"]), "")
+            details.append(
+                {**lease, "state": seeming.get(state, state), "reason": reason, "reason_code": code}
+            )
         return details
 
 
@@ -209,21 +212,32 @@ def _use_problems(
 
 def _lease_problems(
     leases: Iterable[answers.LeaseRecord],
+    devices: Iterable[answers.Device],
     domains: Iterable[answers.Domain],
     gpus: Iterable[answers.Gpu],
 ) -> Iterator[answers.StatusProblem]:
-    """Leases whose environment names a control daemon that is gone, as after a reload.
+    """Leases whose MIG instance or control daemon is gone, as after a reload.
 
     Without a control daemon, CUDA runs without MPS and without limits. Leases on a lost GPU do not count: no
     process starts there, and when the GPU returns, its control daemon uses the same directory.
     """
     directories = {domain["pipe_directory"] for domain in domains}
     lost = {gpu["addr"] for gpu in gpus if gpu["state"] == UNAVAILABLE}
+    missing = {
+        device["addr"]: device["reason"]
+        for device in devices
+        if device["reason_code"] == reasons.MIG_INSTANCE_GONE
+    }
     for lease in leases:
+        name = lease["id"][:ID_LENGTH]
+        whose = f"lease {name} of {lease['user']} ({', '.join(lease['devices'])})"
+        if why := next((missing[address] for address in lease["devices"] if address in missing), ""):
+            hint = hint_of(reasons.MIG_INSTANCE_GONE, lease=name)
+            text = f"{whose}: {why}"
+            yield _problem(PROBLEM, reasons.MIG_INSTANCE_GONE, text, hint, devices=lease["devices"])
+            continue
         directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
         if directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):
-            name = lease["id"][:ID_LENGTH]
-            whose = f"lease {name} of {lease['user']} ({', '.join(lease['devices'])})"
             text = f"{whose}: its control daemon is gone; processes started with this lease have no limits"
             hint = hint_of(reasons.LEASE_OUTDATED, lease=name)
             yield _problem(PROBLEM, reasons.LEASE_OUTDATED, text, hint, devices=lease["devices"])

@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import subprocess
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.cli.lease import show_environment
 from yunion_mps.cli.options import STYLES
+from yunion_mps.cli.run import _budget
 from yunion_mps.errors import HostError
 
 from unit.cli.conftest import Cli
@@ -73,3 +75,11 @@ def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str,
     ((request, _, _),) = own.host.leases.requested
     assert (request.number, request.across, request.memory_mib) == (2, True, 3072)
     assert request.thread_percentage == 12
+
+
+@pytest.mark.parametrize(
+    ("sharing", "named"), [("none", "a whole MIG instance"), ("time-slicing", "time-slicing")]
+)
+def test_dry_run_says_how_a_device_without_mps_is_shared(sharing: str, named: str) -> None:
+    lease: Any = {**LEASE, "environment": {}, "sharing": sharing}
+    assert _budget(lease).endswith(f" MiB of memory, {named}")

@@ -171,6 +171,15 @@ def test_a_lease_is_a_device_by_its_id_with_its_own_environment() -> None:
     assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p", "/dev/shm"]
 
 
+def test_a_lease_of_a_whole_instance_has_no_budget_variables() -> None:
+    """Its hardware enforces the budget, and the device itself has none either."""
+    devices, _ = plan_of(reference())
+    whole = devices[0]._replace(sharing="none", domain="")
+    environment = {"CUDA_VISIBLE_DEVICES": "MIG-1", "YUNION_MPS_LEASE": LEASE_ID}
+    lease = Lease(LEASE_ID, (whole,), Holder("process", 0, 1, 1), 0.0, environment, cdi=True)
+    assert environment_of(edits_of(held(lease_spec(lease, {whole.id}, HOST)), LEASE_ID)) == environment
+
+
 def test_a_device_of_a_pool_has_a_name_while_its_lease_lives() -> None:
     plan = reference().domains[0].plan
     pool = Pool(str(P40.uuid), "host", 1024, 22528, 23040, 0, 16)

@@ -7,7 +7,7 @@ from yunion_mps.errors import InfeasibleError, NothingFreeError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
-from yunion_mps.reasons import GPU_LOST, INFEASIBLE, Reason
+from yunion_mps.reasons import GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
 
 from unit.leases.shares import candidates, device, lease, pool
 
@@ -175,3 +175,15 @@ def test_on_a_host_without_devices_the_hint_names_status() -> None:
     with pytest.raises(NothingFreeError, match="the host has no such devices") as caught:
         refuse_infeasible(LeaseRequest(), Candidates())
     assert caught.value.hint == "see why: yunion-mps status"
+
+
+def test_a_request_for_a_gpu_whose_layout_is_pending_is_feasible() -> None:
+    host = candidates(1)._replace(waiting={"09:00.0": Reason("its layout waits", MIG_IN_USE)})
+    there, elsewhere = LeaseRequest(gpu="09:00.0"), LeaseRequest(gpu="08:00.0")
+    refuse_infeasible(there, host)
+    with pytest.raises(InfeasibleError, match="the host has no such devices"):
+        refuse_infeasible(elsewhere, host)
+    with pytest.raises(NothingFreeError) as caught:
+        Allocator(Ledger()).choose(there, host)
+    assert caught.value.message.endswith("cannot be allocated now: GPU 09:00.0: its layout waits")
+    assert (caught.value.code, caught.value.hint) == (MIG_IN_USE, hint_of(MIG_IN_USE, gpu="09:00.0"))

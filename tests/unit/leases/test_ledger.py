@@ -48,20 +48,23 @@ def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
     assert wait.description == f"lease job-17 of root, {rest} and 1 more"
 
 
-def test_a_lease_by_name_follows_an_instance_that_was_created_again() -> None:
-    old = device(0, 0)._replace(id="place", addr="00:00.0-g3-0", gpu_uuid="MIG-old", domain="MIG-old")
-    environment = {"CUDA_VISIBLE_DEVICES": "MIG-old", "CUDA_MPS_PIPE_DIRECTORY": "/pipe/MIG-old"}
-    by_process = lease("process", old)._replace(environment=environment)
-    by_name = by_process._replace(id="name", holder=Holder("name", 0, name="job-17"))
-    new = old._replace(gpu_uuid="MIG-new", domain="MIG-new", memory_limit_mib=1)
-    assert Ledger([by_process]).recreated([new]) == [], "its process cannot use the new one"
-    ledger = Ledger([by_name])
+def test_a_lease_follows_an_instance_that_was_created_again() -> None:
+    old = device(0, 0)._replace(id="place", addr="00:00.0-g3-0", gpu_uuid="MIG-old", domain="00:00.0-g3")
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "MIG-old",
+        "CUDA_MPS_PIPE_DIRECTORY": "/pipe/MIG-old",
+        "YUNION_MPS_DEVICE": old.addr,
+    }
+    new = old._replace(gpu_uuid="MIG-new", addr="00:00.0-g5-0", domain="00:00.0-g5", memory_limit_mib=1)
+    ledger = Ledger([lease("a", old)._replace(environment=environment)])
+    assert ledger.recreated([new._replace(sharing="time-slicing")]) == [], "it is of another kind now"
     assert ledger.recreated([old]) == ledger.recreated([]) == []
     (found,) = ledger.recreated([new])
     assert found.devices == (new._replace(memory_limit_mib=old.memory_limit_mib),), "its budget remains"
     assert found.environment == {
         "CUDA_VISIBLE_DEVICES": "MIG-new",
         "CUDA_MPS_PIPE_DIRECTORY": "/pipe/MIG-new",
+        "YUNION_MPS_DEVICE": new.addr,
     }
     ledger.replace(found)
     other = new._replace(id="other", memory_limit_mib=GPU_MIB - old.memory_limit_mib + 1)

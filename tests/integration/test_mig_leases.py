@@ -1,0 +1,176 @@
+"""Leases of MIG instances that are destroyed, and created again at their places with other UUIDs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from yunion_mps import reasons
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import end, leases_of, queued, run, start, take
+from integration.podman_host import spec_of
+from simhost import SimHost
+
+MIG = "mig: [3g.40gb, 2g.20gb]"
+OTHER = "mig: all-1g.10gb"
+ENTRIES = [MIG, f"{MIG}\n  virtual_number: 2"]
+
+
+@pytest.fixture(params=ENTRIES, ids=["alone", "mps"])
+def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    with SimHost.create([{"kind": "h100"}]) as host:
+        host.divide(request.param)
+        with Daemon(host) as made:
+            made.configure(cuda_mps_scope="gpu")
+            made.start().wait_ready()
+            yield made
+
+
+def device_of(daemon: Daemon, profile: str = "3g.40gb") -> dict[str, Any]:
+    rows = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
+    return dict(next((row for row in rows if row["mig_profile"] == profile), {}))
+
+
+def reload_now(daemon: Daemon, entry: str) -> None:
+    daemon.host.divide(entry)
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+
+
+def destroy(daemon: Daemon) -> None:
+    number = device_of(daemon)["addr"].partition("-g")[2].partition("-")[0]
+    for what in ("-dci", "-dgi"):
+        daemon.host.run(["nvidia-smi", "mig", "-i", 0, what, "-gi", number], check=True)
+
+
+def change_and_change_back(daemon: Daemon) -> None:
+    file = daemon.host.root / "etc/yunion/host_container_device.yml"
+    before = file.read_text()
+    reload_now(daemon, OTHER)
+    eventually(lambda: len(daemon.host.gpus[0].mig_devices()) == 7, "the other layout")
+    file.write_text(before)
+    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+
+
+def reboot(daemon: Daemon) -> None:
+    daemon.kill()
+    daemon.host.reboot()
+    daemon.start().wait_ready()
+
+
+CREATED_AGAIN = [destroy, change_and_change_back, reboot]
+
+
+def environment(daemon: Daemon) -> dict[str, str]:
+    (lease,) = leases_of(daemon)
+    return dict(lease["environment"])
+
+
+def wait_for_new_instance(daemon: Daemon, former: str) -> str:
+    """Wait until the lease has the instance that was created again; returns its UUID."""
+
+    def found() -> bool:
+        daemon.polls()
+        uuid = str(device_of(daemon).get("gpu_uuid", former))
+        return uuid != former and environment(daemon)["CUDA_VISIBLE_DEVICES"] == uuid
+
+    eventually(found, "the lease of the new instance")
+    return environment(daemon)["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("create_again", CREATED_AGAIN)
+def test_a_lease_by_name_continues_on_an_instance_created_again(
+    daemon: Daemon, create_again: Callable[[Daemon], None]
+) -> None:
+    device = device_of(daemon)
+    request = f"devices={device['addr']}&holder.name=job-17&holder.ttl_s=600"
+    job = take(daemon, request)
+    create_again(daemon)
+    uuid = wait_for_new_instance(daemon, device["gpu_uuid"])
+    eventually(lambda: device_of(daemon)["state"] == "leased", "its control daemon, if it has one")
+    row = device_of(daemon)
+    assert (row["id"], row["lease"]) == (device["id"], job["id"])
+    expected = daemon.get(f"/v1/devices/{row['addr']}")[1]["client_environment"]
+    assert environment(daemon) == {**expected, "YUNION_MPS_LEASE": job["id"]}
+    eventually(lambda: daemon.status()["problems"] == [], "no problem")
+    assert take(daemon, request)["environment"] == environment(daemon), "the same lease again"
+    spec = json.dumps(spec_of(daemon.host, f"yunion-mps-lease-{job['id']}.json"))
+    assert uuid in spec
+    assert device["gpu_uuid"] not in spec
+    daemon.kill()
+    daemon.start().wait_ready()
+    assert environment(daemon)["CUDA_VISIBLE_DEVICES"] == uuid
+
+
+def test_while_its_instance_is_missing_a_lease_is_a_problem(daemon: Daemon) -> None:
+    device = device_of(daemon)
+    request = f"devices={device['addr']}&holder.name=job-17&holder.ttl_s=600"
+    job = take(daemon, request)
+    reload_now(daemon, OTHER)
+    gone = reasons.MIG_INSTANCE_GONE
+
+    def lease() -> dict[str, Any]:
+        return dict(daemon.get(f"/v1/leases/{job['id']}")[1])
+
+    eventually(lambda: lease()["reason_code"] == gone, "the reason")
+    why = "the MIG instance no longer exists"
+    assert (lease()["state"], why in lease()["reason"]) == ("unavailable", True)
+    status = daemon.status()
+    (problem,) = [one for one in status["problems"] if one["code"] == gone and one["devices"]]
+    assert (problem["level"], problem["devices"]) == ("problem", [device["addr"]])
+    assert f"lease {job['id'][:8]} of root ({device['addr']}): {why}" == problem["text"]
+    assert status["state"] == "degraded"
+    refused, answer = daemon.ask("POST", "/v1/leases", request)
+    assert (refused >= 400, answer["code"]) == (True, gone)
+    assert why in daemon.host.run(["yunion-mps", "env", device["addr"]]).stderr
+    hook = daemon.ask("POST", f"/v1/leases/{job['id']}/bind", "pid=1")[1]
+    assert (hook["code"], why in hook["detail"]) == (gone, True)
+    inherited = {**daemon.host.env, **job["environment"]}
+    command = ["yunion-mps", "run", "--inherit", "true"]
+    refusal = daemon.host.run(command, env=inherited)
+    assert (refusal.returncode, why in refusal.stderr) == (1, True)
+    assert [one["id"] for one in leases_of(daemon)] == [job["id"]], "it is kept"
+
+
+def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) -> None:
+    device = device_of(daemon)
+    job = start(daemon.host, "--device", device["addr"])
+    before = environment(daemon)
+    destroy(daemon)
+    uuid = wait_for_new_instance(daemon, device["gpu_uuid"])
+    shown = run(
+        daemon.host, "--inherit", "env", env={**daemon.host.env, **before}, check=True
+    ).stdout.splitlines()
+    assert f"CUDA_VISIBLE_DEVICES={uuid}" in shown
+    assert {line for line in shown if line.startswith("CUDA_MPS_PIPE")} == {
+        f"CUDA_MPS_PIPE_DIRECTORY={path}"
+        for name, path in environment(daemon).items()
+        if name == "CUDA_MPS_PIPE_DIRECTORY"
+    }
+    end(job)
+    eventually(lambda: not leases_of(daemon), "the end of the lease")
+
+
+def test_a_request_waits_for_the_layout_of_its_gpu() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host, Daemon(host) as daemon:
+        host.divide("mig: all-balanced")
+        daemon.configure()
+        daemon.start().wait_ready()
+        why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
+        refused = run(host, "--gpu", "00:06.0", "true").stderr
+        assert f"cannot be allocated now: GPU 00:06.0: {why} [{reasons.MIG_RESET_REQUIRED}]" in refused
+        waiting = queued(daemon, "gpu=00:06.0")
+        host.gpus[0].reset()
+        eventually(lambda: daemon.polls() and leases_of(daemon), "the lease")
+        waiting.close()
+
+
+@pytest.mark.parametrize("daemon", [MIG], indirect=True)
+def test_a_stop_does_not_end_a_job_on_a_whole_instance(daemon: Daemon) -> None:
+    job = start(daemon.host)
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert job.poll() is None
+    end(job)

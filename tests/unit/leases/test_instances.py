@@ -1,0 +1,41 @@
+"""Requests for MIG instances on different GPUs: two instances of one GPU are not."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.errors import InfeasibleError
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
+
+from unit.leases.shares import device
+
+
+def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:
+    """Whole MIG instances of a GPU."""
+    return [
+        Candidate(
+            device(gpu, 0)._replace(
+                id=f"{gpu}-g{number}",
+                addr=f"0{gpu}:00.0-g{number}",
+                gpu_uuid=f"MIG-{gpu}-{number}",
+                domain=domain,
+            )
+        )
+        for number in numbers
+    ]
+
+
+def test_devices_across_gpus_are_not_two_instances_of_one_gpu() -> None:
+    two, host = LeaseRequest(2, across=True), Candidates([*instances(0, 1, 2), *instances(1, 3)])
+    assert [one.addr for one in Allocator(Ledger()).choose(two, host)] == ["00:00.0-g1", "01:00.0-g3"]
+    assert Allocator(Ledger()).reserve(two, host).devices == {"0-g1", "1-g3"}
+    with pytest.raises(InfeasibleError, match="the host has 2 such devices on 1 GPU"):
+        refuse_infeasible(two, Candidates(instances(0, 1, 2)))
+
+
+def test_instances_with_control_daemons_cannot_be_served_together() -> None:
+    each = [*instances(0, 1, domain="00:00.0-g1"), *instances(1, 3, domain="01:00.0-g3")]
+    with pytest.raises(InfeasibleError, match="different control daemons") as caught:
+        refuse_infeasible(LeaseRequest(2, across=True), Candidates(each))
+    assert caught.value.hint == "request devices of one MIG instance; each has a control daemon of its own"
