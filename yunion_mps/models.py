@@ -276,7 +276,7 @@ class Plan(NamedTuple):
     @property
     def offered(self) -> frozenset[str]:
         """The UUIDs of the GPUs whose devices can be leased."""
-        return frozenset(one.gpu_uuid for one in (*self.devices, *self.pools))
+        return frozenset([one.gpu_uuid for one in self.devices] + [one.gpu_uuid for one in self.pools])
 
     def has_layout(self, gpu: Gpu) -> bool:
         """Whether there is a MIG layout for this GPU, or for the GPU of this instance."""
