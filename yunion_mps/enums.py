@@ -40,7 +40,7 @@ SHARING = (MPS, TIME_SLICING, NOT_SHARED)
 MIG = "mig"
 #: The type of an entry, as Cloudpods names it, by the way of sharing.
 ENTRY_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
-#: The Dev_type of devices, by the way of sharing: that of the entry, or of a GPU that is one device.
+#: The Dev_type of devices, by the way of sharing: that of the entry, or of a whole instance.
 DEV_TYPES = {**ENTRY_TYPES, NOT_SHARED: "NVIDIA_GPU"}
 
 #: Why a GPU that is shared in this way may not enforce budgets.

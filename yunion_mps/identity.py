@@ -36,7 +36,7 @@ def fingerprint(data: bytes) -> str:
 def gpu_of(address: str) -> str:
     """Return the address of the device's GPU or MIG instance; empty if the address is a GPU's itself.
 
-    An instance that is one device has the same address: `00:06.0-g1`; `00:06.0-g1-0` is a share of it.
+    A whole instance has the instance's address, `00:06.0-g1`; `00:06.0-g1-0` is a share of the instance.
     """
     gpu, _, slot = address.rpartition("-")
     return address if slot.startswith("g") else gpu

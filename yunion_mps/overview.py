@@ -84,13 +84,13 @@ def way_of(gpu: Gpu) -> str | None:
 
 
 def notable_way(gpu: Gpu) -> str:
-    """Return `way_of` unless it is the usual one: MPS, or for a MIG instance to be one device."""
+    """Return `way_of` unless it is the usual one: MPS, or for a MIG instance, to be a whole instance."""
     usual = NOT_SHARED if gpu["parent"] else MPS
     return "" if gpu["sharing"] == usual else way_of(gpu) or ""
 
 
 def short_name(gpu: Gpu) -> str:
-    """Return its name, of a MIG instance the profile, which has the row after its GPU's."""
+    """Return its name; for a MIG instance the profile, because its row follows its GPU's."""
     return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else (gpu["name"] or "").removeprefix("NVIDIA ")
 
 

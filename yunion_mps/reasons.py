@@ -67,20 +67,20 @@ MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve 
 MIG_PENDING = _code("mig_pending", "The MIG layout of the configuration is not in effect yet.",
     "wait a moment; if that does not help: journalctl -u yunion-mps-daemon")
 MIG_IN_USE = _code("mig_in_use",
-    "The MIG layout waits for leases, MPS servers or other processes on instances, "
-    "or on the whole GPU, that have to go.",
+    "Leases, MPS servers or other processes use the GPU, or instances that the MIG layout removes.",
     "wait for them to end: yunion-mps who; admit no new jobs meanwhile: yunion-mps reload --drain; "
     "or do not wait for leases: yunion-mps reload --now; end a process: yunion-mps terminate PID")
 MIG_FOREIGN_INSTANCE = _code("mig_foreign_instance",
-    "A MIG instance that another program created, or divided, is in the way of the layout.",
+    "A MIG instance that another program created or divided is in the way of the layout.",
     "replace it if nothing uses it: yunion-mps reload --now; or write a layout that includes it; "
-    "list instances, also those without a MIG device: nvidia-smi mig -i {gpu} -lgi")
+    "list all instances: nvidia-smi mig -i {gpu} -lgi")
 MIG_RESET_REQUIRED = _code("mig_reset_required", "The GPU must be reset before its MIG mode can change.",
     "reboot; or: systemctl stop yunion-mps-daemon; nvidia-smi --gpu-reset -i {gpu}; "
     "systemctl start yunion-mps-daemon")
 MIG_NO_PERMISSION = _code("mig_no_permission",
     "The daemon may not change the MIG mode or instances of the GPU.",
-    "run it as root, and in a container with all of the host's devices: systemctl status yunion-mps-daemon")
+    "run it as root; in a container, give it all of the host's devices; "
+    "see: systemctl status yunion-mps-daemon")
 MIG_NOT_SUPPORTED = _code("mig_not_supported",
     "The driver does not support MIG here, for example in a virtual machine with a vGPU.",
     "remove mig from the entry, then: yunion-mps reload")
@@ -89,7 +89,7 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
     "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
-#: What ends by itself, as leases and jobs do, and what needs the operator.
+#: Codes of layouts that wait for what ends by itself, as leases and jobs do, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
 LAYOUT_NEEDS = frozenset({MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED})
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",

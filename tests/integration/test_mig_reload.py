@@ -50,7 +50,7 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
     assert len(instances(daemon)) == 3, "a plan changes nothing"
     done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("The MIG layouts will take these away:\n")
+    assert done.stderr.startswith("The MIG layouts will remove these:\n")
     assert [word in done.stderr for word in (*named, *named.values())] == [True] * 4
     assert profiles(daemon) == ["7g.80gb"]
     assert losses(daemon) == {}

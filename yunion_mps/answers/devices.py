@@ -43,7 +43,7 @@ class Device(TypedDict):
     dev_type: Annotated[
         str,
         Field(
-            "The type, as Cloudpods names it; NVIDIA_GPU for a MIG instance that is one device.",
+            "The type, as Cloudpods names it; NVIDIA_GPU for a whole MIG instance.",
             enum=[*enums.DEV_TYPES.values()],
         ),
     ]
@@ -130,7 +130,7 @@ class Gpu(TypedDict):
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
     devices: Annotated[
         Count,
-        Field("How many devices it has, including those created for leases, and those of its MIG instances."),
+        Field("How many devices it has, including those created for leases and those on its MIG instances."),
     ]
     state: Annotated[
         str,
@@ -145,7 +145,7 @@ class Gpu(TypedDict):
         bool,
         Field(
             "Whether budgets are enforced on it: through MPS from Volta on, and never by time-slicing; "
-            "on a GPU in MIG mode, whether they are on all of its instances."
+            "for a GPU in MIG mode, whether they are enforced on all of its instances."
         ),
     ]
     sharing: Annotated[

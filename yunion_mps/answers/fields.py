@@ -56,7 +56,7 @@ GpuAddress = Annotated[
 DeviceAddress = Annotated[
     str,
     Field(
-        "The GPU's address and the slot, which a MIG instance that is one device does not have.",
+        "The GPU's address and the slot; for a whole MIG instance, only its address.",
         pattern=f"^{_PCI}({_INSTANCE}|({_INSTANCE})?-m?[0-9]+)$",
     ),
 ]

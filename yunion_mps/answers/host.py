@@ -180,11 +180,13 @@ class Pending(TypedDict):
 
 
 class Loss(TypedDict):
-    """A leased device, or a MIG instance of another program, that a MIG layout has no place for."""
+    """A leased device, or another program's MIG instance, that a new MIG layout removes."""
 
     subject: Annotated[str, Field("The address of the device, or of the instance.")]
     lease: Annotated[str | None, Field("The lease that has the device; null for an instance.")]
-    holder: Annotated[str, Field("The holder of the lease, or what created the instance.")]
+    holder: Annotated[
+        str, Field("The holder of the lease; for an instance, `another program`, and the profile.")
+    ]
 
 
 class ChangeList(TypedDict):
@@ -192,7 +194,7 @@ class ChangeList(TypedDict):
 
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
-    losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also take away.")]
+    losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also remove.")]
 
 
 class Reexec(TypedDict):

@@ -175,7 +175,7 @@ def _note(device: Device) -> str:
 
 
 def _name(gpu: Gpu) -> str | None:
-    """Return its name, of a MIG instance only the profile: its row follows that of its GPU."""
+    """Return its name; for a MIG instance only the profile, because its row follows its GPU's."""
     return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else gpu["name"]
 
 

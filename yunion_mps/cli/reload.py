@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, ClientList, MpsClient, Status, StatusProblem
 
 
-#: What a MIG layout has no place for.
+#: What MIG layouts would remove.
 _LOSSES = (
     Column("DEVICE", "subject"),
     Column("LEASE", lambda loss: (loss["lease"] or "")[:ID_LENGTH]),
@@ -111,7 +111,7 @@ def _text(title: str, answer: ChangeList) -> str:
     )
     losses = ""
     if answer["losses"]:
-        losses = f"A reload --now would also take these away:\n{table(_LOSSES, answer['losses'])}"
+        losses = f"A reload --now would also remove these:\n{table(_LOSSES, answer['losses'])}"
     return f"{title}\n{text}{pending}{losses}"
 
 
@@ -123,7 +123,7 @@ def _text(title: str, answer: ChangeList) -> str:
 @click.option(
     "--now",
     is_flag=True,
-    help="List the jobs and leases that delay the change, ask for confirmation, and end them.",
+    help="List the jobs that will end and what MIG layouts will remove, ask for confirmation, then proceed.",
 )
 @click.option(
     "--timeout", type=Duration(), metavar="DURATION",
@@ -139,9 +139,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
     fails if devices are still pending because of a lease.
 
-    A new MIG layout waits until no lease and no process uses what has to go. With --drain, reload waits for
-    it. With --now, the layout does not wait for leases, and replaces unused instances that other programs
-    created, which are listed first; processes must still end.
+    A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
+    that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs.
+    Both are listed first. It still waits for processes to end.
 
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.
@@ -191,7 +191,7 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
 
 
 def _confirm(yes: bool) -> list[MpsClient]:
-    """Print what `--now` would end, and return the jobs of that; raises YunionError unless confirmed."""
+    """Print what `--now` ends or removes, and return the jobs; raises YunionError unless confirmed."""
     plan, verb = call(GET_PLAN), "will" if yes else "would"
     would_end = _would_end(plan, call(GET_STATUS))
     answer: ClientList | None = call(GET_CLIENTS) if would_end else None
@@ -203,9 +203,9 @@ def _confirm(yes: bool) -> list[MpsClient]:
         print_notice(f"not all clients are known: {error}")
     if plan["losses"]:
         losses = table(_LOSSES, plan["losses"])
-        click.echo(f"The MIG layouts {verb} take these away:\n{losses}", nl=False, err=True)
+        click.echo(f"The MIG layouts {verb} remove these:\n{losses}", nl=False, err=True)
     if clients or errors or plan["losses"]:
-        confirm("End them?", yes)
+        confirm("Continue?", yes)
     return clients
 
 
@@ -257,7 +257,7 @@ def _wait(timeout_s: int | None) -> Status:
         waits = _pending(status, _AWAITED)
         pending = _texts(waits)
         if not pending:
-            _refuse_what_waits_longer(status)
+            _refuse_if_still_pending(status)
             if announced:
                 print_notice("all changes are in effect")
             return status
@@ -280,7 +280,7 @@ def _texts(problems: Iterable[StatusProblem]) -> str:
     return "; ".join(problem["text"] for problem in problems)
 
 
-def _refuse_what_waits_longer(status: Status) -> None:
+def _refuse_if_still_pending(status: Status) -> None:
     """Raise YunionError if a lease or the operator has to act before all is in effect."""
     lasting = _pending(status, _NEEDS)
     if lasting:

@@ -212,7 +212,7 @@ def _ignore_lease(lease_id: str) -> None:
 
 
 def _inherited_devices() -> Mapping[str, str]:
-    """Return what replaces variables of the environment because its MIG instances were created again.
+    """Return the variables to replace because the MIG instances in the environment were created again.
 
     Raises HostError unless the environment names a device that can be reached and is still leased.
     """
@@ -237,7 +237,10 @@ def _inherited_devices() -> Mapping[str, str]:
 
 
 def _replaced_instances(lease: LeaseDetails) -> Mapping[str, str]:
-    """Return the lease's environment if ours names MIG instances from before; raises HostError for none."""
+    """Return the lease's environment if ours names MIG instances that have been replaced; otherwise none.
+
+    Raises HostError if an instance is missing.
+    """
     if lease.get("reason_code") == MIG_INSTANCE_GONE:
         hint = hint_of(MIG_INSTANCE_GONE, lease=lease["id"])
         raise HostError(f"--inherit: {lease['reason']}", hint, MIG_INSTANCE_GONE)

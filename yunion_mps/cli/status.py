@@ -125,7 +125,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
 
 
 def _gpu_table(host: HostOverview) -> str:
-    """Format a row for each GPU and MIG instance; if these are too many, for each GPU, or similar GPUs."""
+    """Format a row for each GPU and MIG instance; if there are too many, for each GPU or similar GPUs."""
     gpus = host.answers.gpus
     whole = [gpu for gpu in gpus if not gpu["parent"]]
     shown = gpus if len(gpus) <= _MAX_ROWS else whole
@@ -150,7 +150,7 @@ def _gpu_table(host: HostOverview) -> str:
 
 
 def _ways(gpus: Sequence[Gpu]) -> str:
-    """Return how many GPUs are shared in which way, if any is shared otherwise than through MPS."""
+    """Return how many GPUs are shared in each way; empty if all are shared through MPS."""
     ways = Counter(gpu["sharing"] for gpu in gpus if gpu["sharing"] and not gpu["parent"])
     words = ", ".join(f"{number} {way}" for way, number in sorted(ways.items()))
     return f" ({words})" if ways.keys() - {MPS} else ""

@@ -113,7 +113,7 @@ class Mig:
         return set[int]().union(*map(_processes, devices))
 
 
-#: What the refusals mean that NVML documents for changes, and their reason codes.
+#: The refusals of changes that NVML documents: what each means, and its reason code.
 _REFUSALS = {
     pynvml.NVML_ERROR_IN_USE: ("a process uses it", reasons.MIG_IN_USE),
     pynvml.NVML_ERROR_RESET_REQUIRED: ("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
@@ -135,7 +135,7 @@ def _change(what: str, function: Any, *arguments: Any) -> Any:
 
 
 def _refusal(what: str, error: Any) -> DriverError:
-    """Return the error; nothing that a process uses is ever changed, so no job is harmed."""
+    """Return the error. No job is harmed, because nothing that a process uses is ever changed."""
     if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
         return driver_error(error)
     why, code = _REFUSALS.get(error.value, (f"NVML: {printable(str(error))}", reasons.MIG_REFUSED))

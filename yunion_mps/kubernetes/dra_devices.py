@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: The driver's name, to which unqualified names of attributes and capacities belong.
 DRIVER = "mps.yunion.io"
 NO_SCHEDULE = "NoSchedule"
-#: The types of devices; MIG is that of an instance which is one device, as NVIDIA's DRA driver has it.
+#: The types of devices. The third is MIG, for whole instances, as in NVIDIA's DRA driver.
 SHARE, POOL = "share", "pool"
 #: The capacities.
 MEMORY, SM_PERCENTAGE = "memory", "smPercentage"

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 60.0
 #: The first label of the file, which shows that it is ours.
 _FIRST = "yunion.io/mps.gpus"
-#: GPU Feature Discovery's name for all that has no other resource.
+#: GPU Feature Discovery's name for everything without a resource of its own.
 _GPU = "nvidia.com/gpu"
 
 
@@ -39,7 +39,7 @@ def is_foreign(path: str) -> bool:
 
 
 class GpuKind(NamedTuple):
-    """A GPU, or a MIG instance of this profile, by its UUID, and one of the ways in which it is shared."""
+    """A GPU, or a MIG instance of this profile, by UUID, and one way in which it is shared."""
 
     gpu: str
     sharing: str

@@ -74,7 +74,7 @@ class ContainerLeases:
     async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
         """The driver's nodes for these GPUs and MIG instances (UUIDs); raises YunionError.
 
-        They are not looked for, because a plugin in a pod does not see the nodes of the host.
+        Whether they exist is not checked, because a plugin in a pod does not see the host's nodes.
         """
         listed = {gpu["uuid"]: gpu for gpu in (await self._daemon.call(GET_GPUS))["gpus"]}
         nodes = [*_DRIVER_NODES]

@@ -1,7 +1,7 @@
 """The extended resources of the node: one for each kind of device, and one for memory.
 
-Pods choose how a GPU is shared by the resource that they request. Which kinds a node has is only known from
-its devices, so that a resource begins to exist when the first of them is seen.
+A pod chooses the kind of device by the resource that it requests. Only a node's devices show which kinds it
+has, so a resource is created when its first device is seen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUTAGE_S = 0.5
 
 
 class NodeResources:
-    """The resources, in the order in which they began to exist; they stay, with or without devices.
+    """The resources, in the order of their creation; they stay, with or without devices.
 
     `resource` of the options exists from the start.
     """
@@ -48,14 +48,14 @@ class NodeResources:
         self.healths: list[ResourceHealth] = []
         #: The number of devices that are offered, by GPU.
         self.devices = Counter[GpuKind]()
-        #: Set when there is another resource, and then replaced.
+        #: Set when a resource is added, and then replaced.
         self.added = asyncio.Event()
         self._by_name: dict[str, DeviceResource] = {}
-        self._counting(options.resource)
+        self._resource(options.resource)
 
     @property
     def changes(self) -> list[asyncio.Event]:
-        """What is set when there is another resource, or one of them has changed."""
+        """The events that are set when a resource is added or has changed."""
         return [self.added, *(resource.changed for resource in self.all)]
 
     def update(
@@ -70,7 +70,7 @@ class NodeResources:
                 counted.setdefault(name, []).append(device)
                 self.devices[GpuKind(device["gpu_uuid"], device["sharing"], device["mig_profile"])] += 1
         for name, ours in counted.items():
-            self._counting(name).update(ours, leases)
+            self._resource(name).update(ours, leases)
         self.memory.update(pools, leases)
         if self.memory.offers and self.memory not in self.all:
             self._add(self.memory)
@@ -91,8 +91,8 @@ class NodeResources:
         finally:
             await cancel(served)
 
-    def _counting(self, name: str) -> DeviceResource:
-        """The resource of that name, which begins to exist if it did not."""
+    def _resource(self, name: str) -> DeviceResource:
+        """The resource of that name; it is created if it does not exist."""
         if name not in self._by_name:
             self._by_name[name] = DeviceResource(name, self._options)
             self._add(self._by_name[name])

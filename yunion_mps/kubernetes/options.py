@@ -203,9 +203,7 @@ KEYS = {
         _resource, "yunion.io/mps", "The extended resource that counts devices that are shared through MPS."
     ),
     "timeSlicedResource": Key(_resource, None, "The extended resource that counts time-sliced devices."),
-    "gpuResource": Key(
-        _resource, None, "The extended resource that counts MIG instances that are one device."
-    ),
+    "gpuResource": Key(_resource, None, "The extended resource that counts whole MIG instances."),
     "failRequestsGreaterThanOne": Key(
         boolean, default=False, help="Whether to refuse containers that request several devices."
     ),

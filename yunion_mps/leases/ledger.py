@@ -78,7 +78,7 @@ class Ledger:
     def recreated(self, devices: Iterable[Device]) -> list[Lease]:
         """The leases whose MIG instances were created again, with the instances' new UUIDs and addresses.
 
-        `devices` are those of the plan. One that is shared in another way now does not continue the lease's.
+        `devices` are those of the plan. A lease does not continue on one that is now shared in another way.
         """
         concerned = [
             lease for lease in self.leases.values() if any(one.is_on_instance for one in lease.devices)

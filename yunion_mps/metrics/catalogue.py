@@ -238,11 +238,11 @@ CATALOGUE = (
                  lambda device: bool(device["state"] == RESERVED)),
     _gpu("yunion_mps_gpu_budget_enforced",
          "Whether budgets of the GPU's devices are enforced (1) or not (0, before Volta, or time-sliced); "
-         "missing in MIG mode, because its instances have the devices.",
+         "missing in MIG mode, where its instances have the devices.",
          lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["sharing"] == MIG
          or gpu["compute_capability"] is None
          else int(gpu["budget_enforced"])),
-    _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU, without those outside MPS.",
+    _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU, not counting those outside MPS.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
     _gpu("yunion_mps_gpu_processes_outside_mps",
          "Number of processes that use the GPU outside MPS, where no budget applies.",

@@ -45,9 +45,9 @@ class Placement(NamedTuple):
 
 
 class LayoutChange(NamedTuple):
-    """What leads to a layout; if instances are `in_the_way` and prevent it, nothing else.
+    """The steps to a layout; if instances `in_the_way` prevent it, there are none.
 
-    Of those to `keep`, some are to `complete` by the compute instance that they lack.
+    `complete` has the instances among those to `keep` that lack a compute instance.
     """
 
     keep: tuple[MigInstance, ...] = ()
@@ -120,9 +120,8 @@ def change(
 ) -> LayoutChange:
     """Return how to get from the instances that exist to those desired, with as few changes as possible.
 
-    Instances with an id in `fixed` are never destroyed: they are kept if they are desired and not among those
-    `useless` (ids), and otherwise avoided. If that is impossible, those of them that would have to go are
-    `in_the_way`.
+    Instances with an id in `fixed` are never destroyed. They are kept if the layout has them and they are not
+    `useless` (ids); otherwise, the layout avoids them. If it cannot, they are `in_the_way`.
     """
     desired = _in_order(desired)
     stay = [one for one in existing if one.id in fixed]
@@ -163,8 +162,7 @@ def change_to(
 class Instances(NamedTuple):
     """How MIG entries divide their GPUs: by the entry of each instance, by its address.
 
-    `waiting` has the reasons of GPUs whose layouts are not in effect, by address; instances that they have
-    already are used.
+    `waiting` says, by GPU address, why layouts are not in effect. Instances that exist already are used.
     """
 
     entries: Mapping[str, DeviceEntry] = {}

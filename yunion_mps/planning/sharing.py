@@ -59,12 +59,12 @@ def keep_sharing(
 ) -> Plan:
     """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
 
-    `holders` describes these leases. It is divided as in the `former` plan until then; after a restart, when
-    that is unknown, it has no devices besides the leased ones.
-    A control daemon of an earlier run is supervised without a plan.
+    `holders` describes these leases. Until then, the GPU is divided as in the `former` plan. After a restart,
+    when that plan is unknown, it has only the leased devices, and a control daemon of an earlier run is
+    supervised without a plan.
 
-    A GPU or MIG instance that a MIG layout has no place for keeps its control daemon, too; leases without
-    MPS need nothing to be kept.
+    A GPU or MIG instance that a MIG layout removes keeps its control daemon, too. Leases without MPS need
+    nothing to be kept.
     """
     for gpu in gpus:
         uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))

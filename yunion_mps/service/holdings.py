@@ -196,7 +196,7 @@ def abbreviate_addresses(addresses: Sequence[str]) -> str:
 def _abbreviate(gpu: str, addresses: Sequence[str]) -> str:
     """Abbreviate `2,3`, `0..7`: three or more consecutive slots become a range; a pool's `m1` is kept."""
     if gpu in addresses:
-        return gpu  # a MIG instance that is one device
+        return gpu  # a whole MIG instance
     rows: list[list[str]] = []
     slots = [address.rpartition("-")[2] for address in addresses]
     for slot in slots:

@@ -204,7 +204,7 @@ class Reloader:
             await asyncio.sleep(0.005)
 
     async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:
-        """What MIG layouts take away if they do not wait for leases, nor for other programs' instances."""
+        """What MIG layouts remove if they wait neither for leases nor for other programs' instances."""
         supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
         if nvml is None or not plan.layouts:
             return []

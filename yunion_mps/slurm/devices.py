@@ -1,6 +1,6 @@
 """What each index of gres.conf stands for: the lines of the configuration, and the record of the devices.
 
-An index is a device or, with gres/shard, a GPU; the way in which a device is shared is its type. `gres-conf
+An index is a device or, with gres/shard, a GPU; a device's type says how it is shared. `gres-conf
 --install` records the devices, so that the hooks notice if the host's devices no longer match: an index never
 stands for a different device, or type, than when gres.conf was written.
 """
@@ -36,8 +36,8 @@ _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
 class RecordedDevice(NamedTuple):
     """A device as it was when gres.conf was written.
 
-    Its type is `mps`, `time-sliced` or, for a MIG instance that is one device, the profile. Former versions
-    recorded none: for them, all were `mps`.
+    Its type is `mps`, `time-sliced` or, for a whole MIG instance, the profile. Earlier versions recorded no
+    type: all of their devices were `mps`.
     """
 
     addr: str

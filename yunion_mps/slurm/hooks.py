@@ -279,7 +279,9 @@ def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> i
     counts = [counts_of(one, "gpu") for one in gres]
     if not number and [len(job.indices)] not in [[*one.values()] for one in counts]:
         found = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
-        what = f"Slurm has given the job devices of different types, but a process can use only one: {found}"
+        what = (
+            f"Slurm has given the job devices of several types, but a process can use only one type: {found}"
+        )
         hint = f"request one type ({', '.join(types)}) without --exclusive: --gres=gpu:{types[0]}:1"
         raise InfeasibleError(what, hint)
     return number

@@ -28,8 +28,8 @@ _GRACE_S = 10
 class Job(NamedTuple):
     """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step.
 
-    A batch script is no step, but inherits the indices of a step that has submitted it. Slurm sets
-    CUDA_VISIBLE_DEVICES for both, so they are not its own if that has another number of devices.
+    A batch script is not a step, but inherits the indices of a step that submitted it. Slurm sets
+    CUDA_VISIBLE_DEVICES for both: if its number of devices differs, the indices are not the script's own.
 
     `components` are the ids of the jobs that form a heterogeneous job. No two of them share a node, and the
     tasks of all of them have the id of the first.

@@ -31,7 +31,7 @@ from yunion_mps.text import count
 log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
-_WHEN_UNUSED = "once nothing uses what has to go"
+_WHEN_UNUSED = "once nothing uses what the layout removes"
 #: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
@@ -70,7 +70,7 @@ FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
 class Uses(NamedTuple):
-    """By GPU (UUID) as text: the leases and MPS servers on it, and the leases that it stays as it is for."""
+    """By GPU (UUID), as text: the leases and MPS servers that use it, and leases that keep it unchanged."""
 
     users: Mapping[str, str] = {}
     kept_for: Mapping[str, str] = {}
@@ -81,10 +81,10 @@ class Uses(NamedTuple):
         return f"after the end of {' and '.join(holders)}" if holders else ""
 
     def unused(self, plan: Plan, gpus: Iterable[Gpu], gpu: Gpu) -> str:
-        """Return when a GPU gets its layout: once nothing uses what the plan has no place for."""
+        """Return when a GPU gets its layout: once nothing uses what the plan does not have."""
         parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
         users = [self.users[one] for one in parts if one in self.users and one not in plan.offered]
-        return f"{_WHEN_UNUSED}; now {', '.join(users)}" if users else _WHEN_UNUSED
+        return f"{_WHEN_UNUSED}; in use by {', '.join(users)}" if users else _WHEN_UNUSED
 
 
 _UNUSED = Uses()
@@ -334,7 +334,7 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
 def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> Iterator[tuple[str, Reason]]:
     """Yield the GPUs (UUIDs) that a control daemon serves until its servers have ended, and what follows.
 
-    They have no new leases, which would delay that for ever.
+    They get no new leases, which would delay that forever.
     """
     stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
     what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
@@ -344,7 +344,7 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
         end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
         for uuid in domain.in_effect.gpu_uuids:
             if uuid not in stay:
-                happens = what.get(uuid, "it is given up")
+                happens = what.get(uuid, "its devices are removed")
                 yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
             elif domain.is_draining:
                 yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)

@@ -55,8 +55,8 @@ class ModeResult(NamedTuple):
 def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
     """Return the UUIDs of the GPUs whose original modes would keep out processes of jobs without MPS.
 
-    Contexts that exist continue in such a mode, but a job that starts, or that creates another one, fails. So
-    they wait until the GPU is not among those `leased` and has no process.
+    Existing contexts continue in such a mode, but a job that starts, or creates another context, fails. So
+    these modes wait until the GPU is not `leased` and has no process.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
     return strict & _used(nvml, leased) if strict else set()
@@ -137,7 +137,7 @@ class ComputeModes:
             for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):
                 for uuid in uuids:
                     what = f"{name_of(uuid, gpus)} keeps its {label}, because jobs without MPS use it"
-                    log.warning("%s; %s", what, "after their end: yunion-mps-daemon --restore")
+                    log.warning("%s; %s", what, "once they have ended: yunion-mps-daemon --restore")
             left = {*left, *held}
             slices = restore_unused(TIME_SLICE, store, nvml, held_slices, gpus)
             result = ModeResult(*restore_unused(COMPUTE_MODE, store, nvml, left, gpus), slices)

@@ -39,7 +39,7 @@ class MigLayouts:
         self._emit = emit
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        #: Those that an operator wants in effect now, until they are.
+        #: Those that do not wait, because of `reload --now`, until they are in effect.
         self._forced: set[MigLayout] = set()
         self._lock = threading.Lock()
         self._ended = False
@@ -54,7 +54,7 @@ class MigLayouts:
         return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
 
     def force(self, *, now: bool) -> None:
-        """With `now`, let the layouts not wait for leases, nor for unused instances of other programs."""
+        """With `now`, the layouts wait neither for leases nor for unused instances of other programs."""
         self._forced = {*self._desired.plan.layouts} if now else set()
 
     @property
@@ -93,7 +93,7 @@ class MigLayouts:
             return carry_out(tasks, Mig(nvml), store, lambda: self._ended)
 
     def end(self) -> None:
-        """Change nothing more but to restore: a stop has begun."""
+        """Make no more changes except to restore layouts: a stop has begun."""
         self._ended = True
 
     def restore(self, nvml: Nvml | None, store: Store, used: Collection[str]) -> None:
@@ -139,7 +139,7 @@ class MigLayouts:
         self._forced = {one for one in self._forced if one.gpu_uuid in self._reasons}
 
     def _report(self, gpu: Gpu, why: Reason) -> None:
-        """Report that the layout is pending, or in effect at last; to wait for jobs is nothing wrong."""
+        """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""
         before = self._reported.pop(str(gpu.uuid), NO_REASON)
         if not why:
             if before:
@@ -151,7 +151,7 @@ class MigLayouts:
             is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
             severity = "warning" if is_wrong else "info"
             log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
-            consequence = "instances of it that exist already serve"
+            consequence = "instances of the layout that exist already keep serving"
             self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:

@@ -79,7 +79,7 @@ class LayoutTask(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a forced layout takes away: the UUIDs of GPUs and MIG devices, and instances of other programs."""
+    """What a forced layout removes: GPUs and MIG devices (UUIDs), and instances of other programs."""
 
     uuids: frozenset[str]
     others: tuple[MigInstance, ...]
@@ -264,7 +264,7 @@ class _LayoutWork:
     def _empty(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of other programs' instances that have no compute instance yet.
 
-        Not of one at the place of ours: its compute instance was destroyed, and is created again.
+        An instance at the place of one of ours is not among them: its compute instance is created again.
         """
         places = {one.place for one in self._recorded}
         return {one.id for one in existing if not (one.compute_instances or one.place in places)}
@@ -357,7 +357,9 @@ def _what_was_done(instance: MigInstance) -> str:
     """Return what another program did; without a UUID, the GPU instance itself may have been ours."""
     if instance.uuid:
         return "created"
-    return "divided into compute instances" if instance.compute_instances else "left without compute instance"
+    return (
+        "divided into compute instances" if instance.compute_instances else "left without a compute instance"
+    )
 
 
 def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:

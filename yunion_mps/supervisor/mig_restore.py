@@ -42,11 +42,11 @@ def restore(
     *,
     keeps_requests: bool,
 ) -> LayoutResult:
-    """Restore the layouts from before our first change, where that is desired.
+    """Restore the layouts from before our first change, if their entries say so.
 
-    Where a GPU or instance that would have to go is `used` (UUIDs), leased or has processes, nothing changes.
-    With `keeps_requests`, nor does it where we have only asked for another mode, which the next reset brings.
-    What a restoration creates stays recorded as ours.
+    If a GPU or instance that would have to go is `used` (UUIDs), leased or has processes, nothing changes.
+    With `keeps_requests`, a change of the mode that waits for the GPU's next reset is not cancelled.
+    Restored instances stay recorded as ours.
     """
     if nvml is None:
         return LayoutResult({}, {})
@@ -78,7 +78,7 @@ def restore(
 
 
 def _is_requested(layout: MigLayout, record: MigRecord, mig: Mig) -> bool:
-    """Whether only the mode is to change, and only at the GPU's next reset."""
+    """Whether a change of the mode waits for the GPU's next reset, and nothing else has changed."""
     with contextlib.suppress(DriverError):  # the restoration reports it
         mode = mig.mode(layout.gpu_uuid)
         return mode.enabled == record.enabled_before and mode.pending == layout.enabled != mode.enabled

@@ -1,4 +1,4 @@
-"""Snapshots: what the answers of the daemon show of the GPUs and domains, and what an operator must know."""
+"""Snapshots of the GPUs and domains, from which the daemon answers, and warnings for the operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Snapshots:
         plan: Callable[[], Plan],
         warnings: Callable[[], Iterable[Reason]],
     ) -> None:
-        """`plan` returns what is in effect, and `warnings` those that others keep."""
+        """`plan` returns the plan in effect, `warnings` those of other parts of the supervisor."""
         self._host_conf = host_conf
         self._desired = desired
         self._gpus = gpus
@@ -134,7 +134,7 @@ def _notice(
 
 
 def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
-    """Yield what an operator must know although all runs, such as budgets that are not enforced."""
+    """Yield what an operator must know although everything runs, such as budgets that are not enforced."""
     for warning in snapshot.warnings:
         yield warning, None
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}

@@ -37,8 +37,8 @@ class SliceWork(NamedTuple):
 class TimeSlices:
     """Decides which time slices to set and restore.
 
-    They are set at the start, after a reload and after a GPU was lost, and compared now and then: reading one
-    takes a program of NVIDIA's.
+    They are set at the start, after a reload and after a GPU was lost. They are compared only every few
+    minutes, because that runs nvidia-smi for each GPU.
     """
 
     def __init__(self, gpus: Gpus, emit: Callable[[Event], None]) -> None:

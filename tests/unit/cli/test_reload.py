@@ -245,9 +245,9 @@ NOT_DONE = "yunion-mps: cancelled: nothing was changed, and no job was ended\n"
 @pytest.mark.parametrize(
     ("answer", "code", "end"),
     [
-        (b"y\n", 0, f"End them? [y/N]: y\n{SAME}"),
-        (b"n\n", 1, f"End them? [y/N]: n\n{NOT_DONE}"),
-        (b"\n", 1, f"End them? [y/N]: \n{NOT_DONE}"),
+        (b"y\n", 0, f"Continue? [y/N]: y\n{SAME}"),
+        (b"n\n", 1, f"Continue? [y/N]: n\n{NOT_DONE}"),
+        (b"\n", 1, f"Continue? [y/N]: \n{NOT_DONE}"),
         (b"\x04", 130, ""),
     ],
 )
@@ -273,7 +273,7 @@ LOSING: by_hand.Json = {**by_hand.NOTHING, "losses": [by_hand.EXAMPLES["Loss"], 
 
 def test_a_plan_names_the_leases_and_instances_that_now_would_take_away(own: Cli) -> None:
     own.host.reloader.planned = LOSING
-    title = "A reload would change nothing.\nA reload --now would also take these away:\n"
+    title = "A reload would change nothing.\nA reload --now would also remove these:\n"
     assert own.good("plan") == title + LOSSES
 
 
@@ -281,10 +281,10 @@ def test_reload_now_asks_before_it_takes_leased_instances_away(own: Cli) -> None
     own.host.reloader.planned = LOSING
     code, text = own.answered(b"n\n", "reload", "--now")
     assert (code, own.host.reloader.done) == (1, ["plan"])
-    assert text == f"The MIG layouts would take these away:\n{LOSSES}End them? [y/N]: n\n{NOT_DONE}"
+    assert text == f"The MIG layouts would remove these:\n{LOSSES}Continue? [y/N]: n\n{NOT_DONE}"
     done = own("reload", "--now", "--yes")
     assert (done.code, own.host.reloader.done) == (0, ["plan", "plan", "reload now"])
-    assert done.err == f"The MIG layouts will take these away:\n{LOSSES}"
+    assert done.err == f"The MIG layouts will remove these:\n{LOSSES}"
 
 
 def without_its_layout(reason: Reason) -> Snapshot:

@@ -221,7 +221,7 @@ def test_a_job_has_shards_or_devices_of_one_type() -> None:
         ((0,), ("gpu:1(IDX:0)", "shard:1(IDX:0)"), "contradictory answers"),
         ((0, 1), ("shard:2(1/4,1/4)",), "shards of 2 GPUs"),
         ((0, 3), ("gpu:mps:1(IDX:0),gpu:time-sliced:1(IDX:3)",), "1 of mps, 1 of time-sliced"),
-        ((3,), ("gpu:mps:1(IDX:0),gpu:time-sliced:1(IDX:3)",), "different types"),  # as 24.11 tells Prolog
+        ((3,), ("gpu:mps:1(IDX:0),gpu:time-sliced:1(IDX:3)",), "several types"),  # as 24.11 tells Prolog
     ],
 )
 def test_a_job_whose_devices_are_unclear_is_refused(

@@ -294,7 +294,7 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     host.sim.run(["nvidia-smi", "mig", "-cgi", "4g.40gb"], check=True)
     (other,) = host.gpu.mig_instances
     why = host.apply("4g.40gb")
-    what = f"instance g{other.id} (4g.40gb), which another program left without compute instance"
+    what = f"instance g{other.id} (4g.40gb), which another program left without a compute instance"
     assert (why, why.code) == (f"{what}, is in the way of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
     assert host.gpu.mig_instances == (other,)
     assert host.apply("3g.40gb") == "", "beside it"

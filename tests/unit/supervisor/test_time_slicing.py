@@ -125,7 +125,7 @@ def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str
     host.divide(4, f"virtual_number: {after}")
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
     if "mig" in after:
-        assert effects["MIG layout", "00:07.0"].endswith("has to go; now lease job of root")
+        assert effects["MIG layout", "00:07.0"].endswith("the layout removes; in use by lease job of root")
         return
     assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
         "after the end of lease job of root"

@@ -16,7 +16,7 @@ const LOOKS = {
   "in use": "used", "over budget": "over", idle: "idle", free: "free", reserved: "out", "no memory": "out", unavailable: "out",
 };
 
-/** The ways of sharing a GPU that have a name of their own here. */
+/** The ways of sharing that the page names differently. */
 const WAYS = { mig: "MIG mode", mps: "MPS" };
 
 /** All GPUs; `choose` is called with the address of the GPU or device that the user selects. */
