@@ -85,7 +85,7 @@ def test_a_job_with_devices_of_different_types_fails_with_the_reason(
 ) -> None:
     done = slurm.srun(*words, "true")
     assert done.returncode != 0
-    assert "different types, but a process can use only one" in done.stdout, f"{done}{slurm.logs()}"
+    assert "several types, but a process can use only one" in done.stdout, f"{done}{slurm.logs()}"
     assert "request one type (mps, time-sliced, 1g.10gb) without --exclusive" in done.stdout
     wait_unused(slurm, daemon)
     slurm.wait(lambda: slurm.state() == "idle", "the node")
