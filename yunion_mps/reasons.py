@@ -91,7 +91,10 @@ MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
 #: Codes of layouts that wait for what ends by itself, as leases and jobs do, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
-LAYOUT_NEEDS = frozenset({MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED})
+LAYOUT_NEEDS = frozenset({
+    MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED, MIG_NO_PERMISSION, MIG_NOT_SUPPORTED,
+    MIG_INSUFFICIENT_RESOURCES,
+})
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
 MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",

@@ -79,7 +79,7 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     assert told == {"00:06.0": "", "00:07.0": "the GPU is no longer present"}
     kept = leases(daemon)
     assert [one["state"] for one in kept] == ["idle", "unavailable"]
-    assert [{**one, "state": "idle", "reason": ""} for one in kept] == held
+    assert [{**one, "state": "idle", "reason": "", "reason_code": ""} for one in kept] == held
     take(daemon, "devices=00:06.0-2&holder.name=next&holder.ttl_s=600")
     status, answer = daemon.ask("POST", "/v1/leases", "devices=00:07.0-2&holder.name=lost&holder.ttl_s=600")
     assert status != 200

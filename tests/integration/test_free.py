@@ -108,7 +108,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
 
     (change,) = daemon.get("/v1/plan")[1]["changes"]
     assert change["effect"] == f"after the end of {leases}"
-    assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits]}
+    assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits], "losses": []}
     assert counted(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"

@@ -126,6 +126,7 @@ def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_
             }
         ],
         "pending": [],
+        "losses": [],
     }
     assert (daemon.control_pid(), work.jobs.servers()) == (control_pid, [server])
     lease = take(daemon, f"devices={DEVICE}&holder.name=job&holder.ttl_s=600")

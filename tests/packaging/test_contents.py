@@ -64,7 +64,7 @@ OF_THE_PLUGIN = {
         if path.is_file()
     ),
 }
-MAX_MIB = 8
+MAX_MIB = 9
 
 
 def test_both_formats_install_the_same_files(each: Built, unpacked: Path) -> None:

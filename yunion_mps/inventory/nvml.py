@@ -127,6 +127,11 @@ class Nvml:
         }
 
     @bounded
+    def compute_modes(self) -> dict[str, str]:
+        """Return the compute mode of each GPU, by UUID; GPUs that do not answer are missing."""
+        return _of_each_gpu(_mode, whole=True)
+
+    @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
         listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)

@@ -56,9 +56,15 @@ def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> se
     """Return the UUIDs of the GPUs whose original modes would keep out processes of jobs without MPS.
 
     Existing contexts continue in such a mode, but a job that starts, or creates another context, fails. So
-    these modes wait until the GPU is not `leased` and has no process.
+    these modes wait until the GPU is not `leased` and has no process. A GPU whose mode is not Default now has
+    no such jobs: what uses it is an MPS server.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
+    if not strict or nvml is None:
+        return strict.intersection(leased)
+    with contextlib.suppress(DriverError, ShortageError):
+        now = nvml.compute_modes()
+        strict = {uuid for uuid in strict if now.get(uuid, DEFAULT) == DEFAULT}
     return strict & _used(nvml, leased) if strict else set()
 
 

@@ -43,8 +43,8 @@ def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: Ex
     with Served(scene.host) as served, urlopen(f"{served.url}overview.json") as answer:
         page = json.loads(answer.read())
     instances = [f"00:08.0-g{one.gpu_instance}" for one in scene.host.gpus[2].mig_devices()]
-    assert [(gpu["addr"], gpu["sharing"], gpu["budget_enforced"]) for gpu in page["gpus"]] == [
-        ("00:06.0", "mps", True),
+    assert [(gpu["addr"], gpu["way"], gpu["budget_enforced"]) for gpu in page["gpus"]] == [
+        ("00:06.0", "", True),
         ("00:07.0", "time-slicing", False),
         ("00:08.0", "mig", True),
         *((address, "none", True) for address in instances),

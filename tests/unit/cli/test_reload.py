@@ -13,7 +13,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DRIVER_HUNG, MIG_IN_USE, MIG_RESET_REQUIRED, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DRIVER_HUNG, LAYOUT_NEEDS, MIG_IN_USE, Reason
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done, Serve
@@ -305,7 +305,7 @@ def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
     )
 
 
-@pytest.mark.parametrize("code", [MIG_RESET_REQUIRED, DRIVER_HUNG])
+@pytest.mark.parametrize("code", [*sorted(LAYOUT_NEEDS), DRIVER_HUNG])
 def test_a_reload_does_not_wait_for_what_needs_the_operator(own: Cli, code: str) -> None:
     own.host.snapshot = without_its_layout(Reason("it needs a reset", code))
     done = own("reload", "--drain")
