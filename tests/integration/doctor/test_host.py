@@ -47,7 +47,7 @@ def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: Ex
         ("00:06.0", "", True),
         ("00:07.0", "time-slicing", False),
         ("00:08.0", "mig", True),
-        *((address, "none", True) for address in instances),
+        *((address, "", True) for address in instances),
     ]
     devices = [device for part in page["parts"] for device in part["devices"]]
     assert devices == ["00:06.0-0", "00:06.0-1", "00:07.0-0", "00:07.0-1", *instances]
