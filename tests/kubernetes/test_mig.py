@@ -124,6 +124,23 @@ def test_without_cdi_a_container_gets_the_capabilities_of_its_instance(
     assert pod.answer.envs["NVIDIA_VISIBLE_DEVICES"] == uuid
 
 
+def test_without_cdi_a_next_pod_gets_the_uuid_of_an_instance_created_again(
+    without_cdi: Kubelet, daemon: Daemon
+) -> None:
+    pod = without_cdi.run_pod("trainer", 1)
+    old = pod.answer.envs["CUDA_VISIBLE_DEVICES"]
+    gpu = daemon.host.gpus[0]
+    gpu.end_instances(int(pod.devices[0].rpartition("-g")[2]))
+    eventually(lambda: leases_of(daemon)[0]["environment"]["CUDA_VISIBLE_DEVICES"] != old, "the new UUID")
+    (new,) = {one.uuid for one in gpu.mig_devices() if one.profile == "3g.40gb"}
+    without_cdi.wait_healthy(2)
+    following = without_cdi.admit("next", pod.devices)
+    without_cdi.start_container(following)
+    assert following.answer.envs["CUDA_VISIBLE_DEVICES"] == new
+    (lease,) = leases_of(daemon)
+    assert (lease["devices"], lease["environment"]["CUDA_VISIBLE_DEVICES"]) == ([*pod.devices], new)
+
+
 def test_without_cdi_an_instance_without_capabilities_is_refused(
     without_cdi: Kubelet, daemon: Daemon
 ) -> None:
