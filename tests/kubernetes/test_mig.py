@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from yunion_mps.identity import physical_gpu
 from yunion_mps.kubernetes import kubelet_api as api
 
 from integration.daemon_host import Daemon, eventually
@@ -95,6 +96,34 @@ def test_a_layout_that_changes_adds_a_resource_and_empties_another(daemon_with_m
         kubelet.restart()
         kubelet.wait_registered(4)
         assert kubelet.request(BIG).wait_healthy(0) == []
+
+
+def test_spread_counts_instances_by_their_gpu(daemon: Daemon) -> None:
+    write_options(daemon, "preferred: spread")
+    host = divided(daemon, "mig: all-1g.10gb", "mig: all-1g.10gb").host
+    with Kubelet(host, RESOURCE, INSTANCES) as kubelet, KubeletPlugin(host):
+        kubelet.request(INSTANCES).wait_healthy(14)
+        devices = [kubelet.run_pod(f"pod-{number}", 1).devices[0] for number in range(4)]
+        assert [physical_gpu(one) for one in devices] == ["00:06.0", "00:07.0"] * 2
+
+
+def test_a_container_gets_no_instance_beside_a_whole_gpu(daemon: Daemon) -> None:
+    sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 1"
+    host = divided(daemon, sliced, f"{sliced}\n  mig: [3g.40gb, 3g.40gb]").host
+    with Kubelet(host, RESOURCE, TIME_SLICED) as kubelet, KubeletPlugin(host):
+        whole, instance, other = sorted(kubelet.request(TIME_SLICED).wait_healthy(3))
+        assert kubelet.preferred(2) == (instance, other)
+        mixed = (instance, whole)
+        for ask in (
+            lambda: kubelet.admit("trainer", mixed),
+            lambda: kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(mixed)),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            told = f"a process can use whole GPUs or MIG instances, but not both: {whole}, {instance}"
+            assert told in str(caught.value.details())
+        assert leases_of(daemon) == []
+        kubelet.run_pod("trainer", 2)
 
 
 @pytest.fixture
