@@ -132,4 +132,4 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     assert lease(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
     assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
     assert counted(daemon) == {"total": 8, "available": 8, "used": 1, "free": 7}
-    assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})
+    assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": [], "losses": []})

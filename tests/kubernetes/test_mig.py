@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from yunion_mps.identity import physical_gpu
 from yunion_mps.kubernetes import kubelet_api as api
 
 from integration.daemon_host import Daemon, eventually
@@ -97,6 +98,34 @@ def test_a_layout_that_changes_adds_a_resource_and_empties_another(daemon_with_m
         assert kubelet.request(BIG).wait_healthy(0) == []
 
 
+def test_spread_counts_instances_by_their_gpu(daemon: Daemon) -> None:
+    write_options(daemon, "preferred: spread")
+    host = divided(daemon, "mig: all-1g.10gb", "mig: all-1g.10gb").host
+    with Kubelet(host, RESOURCE, INSTANCES) as kubelet, KubeletPlugin(host):
+        kubelet.request(INSTANCES).wait_healthy(14)
+        devices = [kubelet.run_pod(f"pod-{number}", 1).devices[0] for number in range(4)]
+        assert [physical_gpu(one) for one in devices] == ["00:06.0", "00:07.0"] * 2
+
+
+def test_a_container_gets_no_instance_beside_a_whole_gpu(daemon: Daemon) -> None:
+    sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 1"
+    host = divided(daemon, sliced, f"{sliced}\n  mig: [3g.40gb, 3g.40gb]").host
+    with Kubelet(host, RESOURCE, TIME_SLICED) as kubelet, KubeletPlugin(host):
+        whole, instance, other = sorted(kubelet.request(TIME_SLICED).wait_healthy(3))
+        assert kubelet.preferred(2) == (instance, other)
+        mixed = (instance, whole)
+        for ask in (
+            lambda: kubelet.admit("trainer", mixed),
+            lambda: kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(mixed)),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            told = f"a process can use whole GPUs or MIG instances, but not both: {whole}, {instance}"
+            assert told in str(caught.value.details())
+        assert leases_of(daemon) == []
+        kubelet.run_pod("trainer", 2)
+
+
 @pytest.fixture
 def without_cdi(daemon: Daemon) -> Iterator[Kubelet]:
     write_options(daemon, "deviceListStrategy: environment")
@@ -122,6 +151,23 @@ def test_without_cdi_a_container_gets_the_capabilities_of_its_instance(
         *(f"/dev/nvidia-caps/nvidia-cap{minor[name]}" for name in caps),
     ]
     assert pod.answer.envs["NVIDIA_VISIBLE_DEVICES"] == uuid
+
+
+def test_without_cdi_a_next_pod_gets_the_uuid_of_an_instance_created_again(
+    without_cdi: Kubelet, daemon: Daemon
+) -> None:
+    pod = without_cdi.run_pod("trainer", 1)
+    old = pod.answer.envs["CUDA_VISIBLE_DEVICES"]
+    gpu = daemon.host.gpus[0]
+    gpu.end_instances(int(pod.devices[0].rpartition("-g")[2]))
+    eventually(lambda: leases_of(daemon)[0]["environment"]["CUDA_VISIBLE_DEVICES"] != old, "the new UUID")
+    (new,) = {one.uuid for one in gpu.mig_devices() if one.profile == "3g.40gb"}
+    without_cdi.wait_healthy(2)
+    following = without_cdi.admit("next", pod.devices)
+    without_cdi.start_container(following)
+    assert following.answer.envs["CUDA_VISIBLE_DEVICES"] == new
+    (lease,) = leases_of(daemon)
+    assert (lease["devices"], lease["environment"]["CUDA_VISIBLE_DEVICES"]) == ([*pod.devices], new)
 
 
 def test_without_cdi_an_instance_without_capabilities_is_refused(

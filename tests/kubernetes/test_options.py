@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.enums import SHARING
 from yunion_mps.errors import ConfigError
+from yunion_mps.identity import gpu_of
 from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOptions, read_options
 from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths
@@ -223,6 +224,30 @@ def test_devices_of_few_gpus_are_preferred(
     required: list[str], size: int, placement: str, chosen: str
 ) -> None:
     assert preferred(list(GPU_OF), required, size, GPU_OF, placement) == chosen.split()
+
+
+@pytest.mark.parametrize(
+    ("available", "required", "size", "placement", "chosen"),
+    [
+        ("a-g1 b-g1 b-g2", "", 1, "spread", "b-g1"),
+        ("a-g1 a-g2 b-g1", "", 1, "binpack", "b-g1"),
+        ("a-g1 b-g1 b-g2", "", 2, "spread", "b-g1 b-g2"),
+        ("a-g1 b-g1 b-g2 b-g3", "", 2, "binpack", "b-g1 b-g2"),
+        ("a-g1-0 a-g1-1 b-g1-0 b-g2-0", "", 2, "spread", "a-g1-0 a-g1-1"),
+        ("a-g1-0 b-g1-0 b-g2-0 b-g2-1", "", 1, "spread", "b-g2-0"),
+        ("a-0 b-g1-0 b-g2-0", "", 2, "binpack", "b-g1-0 b-g2-0"),
+        ("a-0 b-g1-0 c-0", "", 2, "binpack", "a-0 c-0"),
+        ("a-0 b-g1-0 b-g1-1 c-0 c-1", "a-0", 3, "binpack", "a-0 c-0 c-1"),
+        ("b-0 b-1 a-g1-0 a-g2-0", "a-g1-0", 2, "binpack", "a-g1-0 a-g2-0"),
+        ("a-0 b-g1-0", "", 2, "binpack", "a-0 b-g1-0"),
+    ],
+)
+def test_instances_are_preferred_by_their_gpu_and_not_mixed_with_gpus(
+    available: str, required: str, size: int, placement: str, chosen: str
+) -> None:
+    names = available.split()
+    of = {name: gpu_of(name) for name in names}
+    assert preferred(names, required.split(), size, of, placement) == chosen.split()
 
 
 def test_a_lease_s_name_is_that_of_its_resource_and_devices() -> None:

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.identity import physical_gpu
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions
@@ -99,25 +100,59 @@ def preferred(
     """`size` of the available ids, with the required ones, on as few GPUs as possible.
 
     Among the GPUs with enough of them, binpack prefers the one with the fewest, spread the one with the most.
+    The same applies to the MIG instances of a GPU. Whole GPUs and instances are not mixed if avoidable.
     """
     chosen = list(required)
-    begun = {gpu_of.get(name, "") for name in chosen}
     taken = set(chosen)
-    by_gpu: dict[str, list[str]] = {}
+    left: dict[str, list[str]] = {}
     for name in available:
         if name not in taken:
-            by_gpu.setdefault(gpu_of.get(name, ""), []).append(name)
-    while len(chosen) < size and by_gpu:
-        missing = size - len(chosen)
-
-        def rank(gpu: str, missing: int = missing) -> tuple[bool, bool, int]:
-            number = len(by_gpu[gpu])
-            is_enough = number >= missing
-            ascending = is_enough and placement == BINPACK
-            return gpu not in begun, not is_enough, number if ascending else -number
-
-        chosen += by_gpu.pop(min(by_gpu, key=rank))[:missing]
+            left.setdefault(gpu_of.get(name, ""), []).append(name)
+    while len(chosen) < size and left:
+        best = min(left.values(), key=_ranking(left.values(), chosen, size - len(chosen), gpu_of, placement))
+        chosen += left.pop(gpu_of.get(best[0], ""))[: size - len(chosen)]
     return chosen
+
+
+def _ranking(
+    left: Iterable[Sequence[str]],
+    chosen: Sequence[str],
+    missing: int,
+    gpu_of: Mapping[str, str],
+    placement: str,
+) -> Callable[[Sequence[str]], tuple[object, ...]]:
+    """What sorts the ids that are left of each GPU or instance by preference."""
+    begun = {gpu_of.get(name, "") for name in chosen}
+    begun_gpus = set(map(physical_gpu, chosen))
+    begun_kinds = set(map(_is_on_instance, chosen))
+    of_gpu, of_kind = Counter[str](), Counter[bool]()
+    for names in left:
+        of_gpu[physical_gpu(names[0])] += len(names)
+        of_kind[_is_on_instance(names[0])] += len(names)
+
+    def by_number(number: int) -> tuple[bool, int]:
+        is_enough = number >= missing
+        return not is_enough, number if is_enough and placement == BINPACK else -number
+
+    def rank(names: Sequence[str]) -> tuple[object, ...]:
+        first = names[0]
+        gpu, kind = physical_gpu(first), _is_on_instance(first)
+        return (
+            gpu_of.get(first, "") not in begun,
+            bool(begun_kinds) and kind not in begun_kinds,
+            len(names) < missing,
+            of_kind[kind] < missing,
+            gpu not in begun_gpus,
+            by_number(of_gpu[gpu]),
+            by_number(len(names)),
+        )
+
+    return rank
+
+
+def _is_on_instance(name: str) -> bool:
+    """Whether the id is that of a MIG instance, or of a part of one."""
+    return "-g" in name
 
 
 class ResourceHealth:
@@ -235,6 +270,12 @@ class DeviceResource(ExtendedResource):
         if gone:  # or of another kind: its pod was promised this one
             what = f"no longer devices of {self.name}: {', '.join(gone[:_MAX_NAMED])} (delete the pod)"
             raise RpcError(StatusCode.FAILED_PRECONDITION, what)
+        kinds = {_is_on_instance(name): name for name in sorted(ids, reverse=True)}
+        if len(kinds) > 1:
+            named = f"{kinds[False]}, {kinds[True]}"
+            what = f"a process can use whole GPUs or MIG instances, but not both: {named}"
+            hint = "request fewer devices, or set migStrategy: mixed, which counts them separately"
+            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
         return {"devices": sorted(ids)}
 
     def refuse(self, ids: Sequence[str]) -> None:
