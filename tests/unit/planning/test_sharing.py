@@ -136,7 +136,7 @@ def test_after_a_restart_a_leased_gpu_has_no_other_devices() -> None:
     assert served(plan) == [("host", (FIRST.uuid,))]
 
 
-@pytest.mark.parametrize("before, after", [(NOT_SHARED, TIME_SLICING), (TIME_SLICING, NOT_SHARED)])
+@pytest.mark.parametrize(("before", "after"), [(NOT_SHARED, TIME_SLICING), (TIME_SLICING, NOT_SHARED)])
 def test_a_leased_mig_instance_is_divided_in_one_way_at_a_time(before: str, after: str) -> None:
     former, target = (
         Plan("host", direct=(DirectGpu(str(FIRST.uuid), 81559, 1, way),)) for way in (before, after)
