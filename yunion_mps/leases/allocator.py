@@ -12,7 +12,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib, of_different_gpus
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, groups_across, needs_mib, of_different_gpus
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
@@ -44,7 +44,7 @@ NO_RESERVATION = no_reservation()
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
     """Yield the smallest groups of devices that could satisfy a request if everything were free and served.
 
-    There is a group for each GPU with enough devices, or, across GPUs, for each control daemon.
+    There is a group for each GPU with enough devices, or, across GPUs, for each kind.
     """
     if request.number == 1:
         return
@@ -53,11 +53,9 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
     if request.across:
-        by_domain: dict[str, list[Device]] = {}
-        for smallest, *_ in groups:
-            by_domain.setdefault(smallest.domain, []).append(smallest)
-        yield tuple(of_different_gpus(smallest for smallest, *_ in groups)[: request.number])
-        groups = [of_different_gpus(devices) for devices in by_domain.values()]
+        smallest = [smallest for smallest, *_ in groups]
+        yield tuple(of_different_gpus(smallest)[: request.number])
+        groups = groups_across(smallest)
     for devices in groups:
         if len(devices) >= request.number:
             yield tuple(devices[: request.number])
@@ -354,10 +352,7 @@ def _place(
     fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
     if not request.across:
         return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
-    by_domain: dict[str, list[Device]] = {}
-    for first, *_ in fits:
-        by_domain.setdefault(first.domain, []).append(first)
-    apart = map(of_different_gpus, by_domain.values())
+    apart = groups_across(first for first, *_ in fits)
     enough = (firsts for firsts in apart if len(firsts) >= request.number)
     return tuple(next(enough, [])[: request.number])
 
