@@ -62,6 +62,8 @@ def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> N
     leased = lease(daemon, "3g.40gb")
     daemon.host.divide("type: NVIDIA_GPU_SHARE\n  mig: [3g.40gb, 1g.10gb]\n  virtual_number: 2")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
+    shared = {row["addr"]: row["sharing"] for row in daemon.get("/v1/gpus")[1]["gpus"]}
+    assert shared[leased] == "none"
     names = [row["addr"] for row in daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]]
     assert (names.count(leased), len(names), len({*names})) == (1, 3, 3)
     daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
