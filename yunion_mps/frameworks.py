@@ -22,8 +22,9 @@ def cap_memory(*frameworks: str) -> dict[str, int]:
     """Cap the frameworks, `torch` or `tensorflow`, and return the MiB of each GPU by framework.
 
     Those that are named are imported. If none is named, those are capped that the program has imported
-    already, and none is imported. Without a budget in the environment, nothing is capped. Call it before the
-    first use of a GPU, and in each process that uses one. Raises HostError if a framework cannot be capped.
+    already, and none is imported. Without a budget in the environment, nothing is capped, and neither is a
+    framework that sees no GPU. Call it before the first use of a GPU, and in each process that uses one.
+    Raises HostError if a framework cannot be capped.
     """
     unknown = set(frameworks) - _CAPS.keys()
     if unknown:
@@ -34,11 +35,11 @@ def cap_memory(*frameworks: str) -> dict[str, int]:
     capped = {}
     for name in frameworks or [name for name in _CAPS if name in sys.modules]:
         try:
-            _CAPS[name](import_module(name), memory_mib)
-        except (ImportError, RuntimeError, ValueError) as error:
+            if _CAPS[name](import_module(name), memory_mib):
+                capped[name] = memory_mib
+        except (AssertionError, AttributeError, ImportError, RuntimeError, ValueError) as error:
             hint = "call cap_memory() before the first use of a GPU, with the framework installed"
             raise HostError(f"{name} cannot be capped at {memory_mib} MiB: {error}", hint) from error
-        capped[name] = memory_mib
     return capped
 
 
@@ -47,24 +48,30 @@ def _budget_mib(environment: Mapping[str, str]) -> int | None:
     text = environment.get(MEMORY_VARIABLE)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) == 0:
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
         raise HostError(f"{MEMORY_VARIABLE} is {text!r}, not a number of MiB", "let yunion-mps run set it")
     return int(text)
 
 
-def _cap_torch(torch: Any, memory_mib: int) -> None:
+def _cap_torch(torch: Any, memory_mib: int) -> int:
+    """Return the number of GPUs that are capped now."""
     # https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
-    for device in range(torch.cuda.device_count()):
+    gpus: int = torch.cuda.device_count()
+    for device in range(gpus):
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib * _MIB / total), device)
+    return gpus
 
 
-def _cap_tensorflow(tensorflow: Any, memory_mib: int) -> None:
+def _cap_tensorflow(tensorflow: Any, memory_mib: int) -> int:
+    """Return the number of GPUs that are capped now."""
     # https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth
     config = tensorflow.config
-    for gpu in config.list_physical_devices("GPU"):
+    gpus = config.list_physical_devices("GPU")
+    for gpu in gpus:
         limited = config.LogicalDeviceConfiguration(memory_limit=memory_mib)
         config.set_logical_device_configuration(gpu, [limited])
+    return len(gpus)
 
 
-_CAPS: dict[str, Callable[[Any, int], None]] = {"torch": _cap_torch, "tensorflow": _cap_tensorflow}
+_CAPS: dict[str, Callable[[Any, int], int]] = {"torch": _cap_torch, "tensorflow": _cap_tensorflow}

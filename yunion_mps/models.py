@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
-from yunion_mps.identity import gpu_of, physical_gpu
+from yunion_mps.identity import gpu_of, is_on_instance, physical_gpu
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -84,7 +84,7 @@ class Gpu(NamedTuple):
     @property
     def is_instance(self) -> bool:
         """Whether it is a MIG instance; `parent` says of which GPU, unless only the address is known."""
-        return "-g" in self.pci_address
+        return is_on_instance(self.pci_address)
 
     @property
     def physical_address(self) -> str:
@@ -129,7 +129,7 @@ class Device(NamedTuple):
 
     @property
     def is_on_instance(self) -> bool:
-        return "-g" in self.addr
+        return is_on_instance(self.addr)
 
     @property
     def dev_type(self) -> str:

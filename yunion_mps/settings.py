@@ -52,6 +52,11 @@ class DeviceEntry(NamedTuple):
     mig: tuple[str, ...] = ()
     mig_restore: bool = False
 
+    @property
+    def uses_mps(self) -> bool:
+        is_divided = bool(self.virtual_number or self.slices or self.memory_unit_mib)
+        return self.sharing == MPS and (is_divided or not self.mig)
+
 
 class Config(NamedTuple):
     """The contents of both files, with the defaults filled in.

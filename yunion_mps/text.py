@@ -34,3 +34,10 @@ def decode_line(raw: bytes) -> str:
 def count(number: int, name: str, names: str = "") -> str:
     """Return `1 GPU`, `2 GPUs`; `names` is the plural if it does not end in s."""
     return f"{number} {name if number == 1 else names or name + 's'}"
+
+
+def gpus_that_are(how: str, gpus: Sequence[str]) -> str:
+    """Return `GPU 00:06.0, which is time-sliced`, or the same of several."""
+    if len(gpus) == 1:
+        return f"GPU {gpus[0]}, which is {how}"
+    return f"GPUs {', '.join(gpus)}, which are {how}"

@@ -318,6 +318,7 @@ def shown(line: str, host: SimHost) -> str:
     text = line.replace(str(host.root), "")
     text = re.sub(r"\b(PIDs?) \d+(, \d+)*", r"\1 N", text)
     text = re.sub(r"\b(kill -\w+) \d+", r"\1 N", text)
+    text = re.sub(r"\b(lease) [0-9a-f]{8}\b", r"\1 ID", text)
     text = re.sub(r"\bhas \d+ connections", "has N connections", text)
     # A queue that is filled from the start may be full before or after the domain is ready.
     text = re.sub(r"\b(applying|ready) (-> wedged .*its queue is full)", r"… \2", text)

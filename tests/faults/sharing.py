@@ -9,7 +9,7 @@ from yunion_mps import reasons
 
 from faults.hands import await_events
 from faults.rows import SHARING, fault
-from faults.scene import Scene, until
+from faults.scene import Scene, shown, until
 from simhost.gpu import MigDevice
 
 _MIG = [{"kind": "h100"}]
@@ -166,7 +166,7 @@ def type_changed(scene: Scene) -> None:
     scene.inject(lambda: _reload(scene))
     rows = scene.daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
     (why,) = {row["reason"] for row in rows if row["state"] == "pending" and row["addr"] != "00:07.0-0"}
-    scene.words = why
+    scene.words = shown(why, scene.host)
     assert scene.host.gpus[1].compute_mode == "exclusive_process", "its job keeps MPS"
     scene.note_recovery("waits for the lease")
     scene.repair(lambda: scene.daemon.ask("DELETE", f"/v1/leases/{other}"), "its end")

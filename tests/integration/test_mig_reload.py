@@ -56,6 +56,20 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
     assert losses(daemon) == {}
 
 
+def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    leased = lease(daemon, "3g.40gb")
+    daemon.host.divide("type: NVIDIA_GPU_SHARE\n  mig: [3g.40gb, 1g.10gb]\n  virtual_number: 2")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    shared = {row["addr"]: row["sharing"] for row in daemon.get("/v1/gpus")[1]["gpus"]}
+    assert shared[leased] == "none"
+    names = [row["addr"] for row in daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]]
+    assert (names.count(leased), len(names), len({*names})) == (1, 3, 3)
+    daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+    eventually(lambda: {f"{leased}-0", f"{leased}-1"} <= devices(daemon).keys(), "the new division")
+
+
 def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     number = lease(daemon, "3g.40gb").partition("-")[2]

@@ -248,7 +248,10 @@ OFFERED = {
     one.name: one
     for one in offered_devices(
         facts(
-            [share(6, 0), share(6, 1), share(7, 0), instance(11, 1, "1g.10gb")],
+            [
+                *(share(6, 0), share(6, 1), share(7, 0), instance(11, 1, "1g.10gb")),
+                share(12, 0, sharing="time-slicing"),
+            ],
             [pool(8), pool(9), pool(10, thread_percentage=10, thread_percentage_total=100)],
         )
     )
@@ -284,6 +287,7 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
         ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of only one GPU"),
         ([result("06-00-0-0"), result("0b-00-0-g1")], "through MPS and some are not"),
         ([result("08-00-0", "1Gi"), result("0b-00-0-g1")], "through MPS and some are not"),
+        ([result("0b-00-0-g1"), result("0c-00-0-0")], "on MIG instances and some are not"),
         ([result("08-00-0", "lots")], "is not a quantity"),
     ],
 )

@@ -94,6 +94,24 @@ def test_a_framework_that_has_started_says_when_to_call_this(tensorflow: Any) ->
     assert caught.value.hint.startswith("call cap_memory() before the first use of a GPU")
 
 
+def test_a_framework_that_sees_no_gpu_is_not_capped(torch: list[tuple[float, int]], tensorflow: Any) -> None:
+    sys.modules["torch"].cuda.device_count = lambda: 0
+    tensorflow.config.list_physical_devices = lambda kind: []
+    assert (cap_memory(), torch, tensorflow.limits) == ({}, [], {})
+
+
+def test_a_framework_without_cuda_is_an_error(torch: list[tuple[float, int]]) -> None:
+    def refuse(device: int) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    sys.modules["torch"].cuda.get_device_properties = refuse
+    with pytest.raises(HostError, match="torch cannot be capped at 4096 MiB: Torch not compiled"):
+        cap_memory()
+    del sys.modules["torch"].cuda
+    with pytest.raises(HostError, match="torch cannot be capped at 4096 MiB: module"):
+        cap_memory()
+
+
 def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
     with pytest.raises(HostError, match="torch cannot be capped at 4096 MiB"):
@@ -105,7 +123,7 @@ def test_an_unknown_framework_is_an_error() -> None:
         cap_memory("jax")
 
 
-@pytest.mark.parametrize("text", ["", "4GiB", "0", "-1"])
+@pytest.mark.parametrize("text", ["", "4GiB", "0", "-1", "٣٢"])
 def test_an_invalid_budget_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YUNION_MPS_MEMORY_MIB", text)
     with pytest.raises(HostError, match="YUNION_MPS_MEMORY_MIB is"):

@@ -13,6 +13,7 @@ from yunion_mps.http.operations import GET_DEVICES, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
+from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord
@@ -106,5 +107,5 @@ def warn_unenforced_budgets(lease: LeaseRecord) -> None:
 def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:
     """Print a notice if there are GPUs, which share in this way, that do not enforce budgets."""
     if gpus:
-        which = f"GPU {', '.join(gpus)}, which is {WHY_UNENFORCED[sharing]}"
-        print_notice(f"budgets are not enforced on {which}: a job can use all of its memory")
+        which, whose = gpus_that_are(WHY_UNENFORCED[sharing], gpus), "its" if len(gpus) == 1 else "their"
+        print_notice(f"budgets are not enforced on {which}: a job can use all of {whose} memory")

@@ -35,6 +35,7 @@ T = TypeVar("T")
 _FACT_TIME_SHARE = 0.8
 
 OK = "ok"
+WITHOUT_MPS = "no GPU of this host is shared through MPS"
 SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
 UNKNOWN = "unknown"  # the check failed or took too long
 #: Levels in the order of the report, the worst first, with the exit statuses of monitoring plugins (Nagios,
@@ -156,6 +157,18 @@ class Host:
         config, problems = self.config()
         return not config.enable_cuda_mps and not problems and not self.domains()
 
+    def uses_mps(self) -> bool:
+        """Whether a domain runs, or the configuration shares GPUs through MPS, which needs programs."""
+        entries = self.config()[0].devices
+        return not entries or any(entry.uses_mps for entry in entries) or bool(self.domains())
+
+    def mps_domains(self) -> list[DomainPlan]:
+        """Return the domains; raises SkipError if there are none."""
+        domains = self.domains()
+        if not domains:
+            raise SkipError if self.uses_mps() else SkipError(WITHOUT_MPS)
+        return domains
+
     def our_gpus(self) -> list[Gpu]:
         """Return the GPUs that are or would be divided into devices; raises SkipError if there are none.
 
@@ -180,7 +193,7 @@ class Host:
         sharing = self.plan()[0].sharing
         gpus = [gpu for gpu in self.our_gpus() if sharing.get(gpu.pci_address, MPS) == MPS]
         if not gpus:
-            raise SkipError
+            raise SkipError(WITHOUT_MPS)
         return gpus
 
     def control_pid(self, domain: DomainPlan) -> int | None:

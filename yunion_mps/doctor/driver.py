@@ -8,7 +8,17 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.doctor.checks import (
+    WITHOUT_MPS,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    ok,
+    problem,
+    warning,
+)
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of
@@ -64,6 +74,8 @@ def programs(host: Host) -> Findings:
     """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
     if host.is_mps_disabled():
         raise SkipError(_NOT_NEEDED)
+    if not host.uses_mps():
+        return _library_findings(host) or [ok(f"{_LIBRARY} is installed; {WITHOUT_MPS}")]
     try:
         program = find_control_program()
     except HostError as error:
@@ -82,11 +94,16 @@ def programs(host: Host) -> Findings:
             )
             hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
             findings.append(warning(what, hint))
-    if not _libraries(host):
-        what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
-        hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
-        findings.append(warning(what, hint))
+    findings += _library_findings(host)
     return findings or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
+
+
+def _library_findings(host: Host) -> list[Finding]:
+    if _libraries(host):
+        return []
+    what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
+    hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
+    return [warning(what, hint)]
 
 
 @check("device nodes", DEVICE_NODES)

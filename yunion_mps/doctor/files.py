@@ -14,7 +14,6 @@ from yunion_mps.doctor.checks import (
     Finding,
     Findings,
     Host,
-    SkipError,
     check,
     invisible,
     ok,
@@ -61,7 +60,7 @@ def pipe_directory(host: Host) -> Findings:
     """Whether all users can reach the sockets, and no other user can replace the control daemon."""
     findings: list[Finding] = []
     missing = []
-    directories = [domain.pipe_directory for domain in host.domains()]
+    directories = [domain.pipe_directory for domain in host.mps_domains()]
     group = host.config()[0].cuda_mps_pipe_group
     for directory in directories:
         try:
@@ -70,8 +69,6 @@ def pipe_directory(host: Host) -> Findings:
             missing.append(directory)
     if findings:
         return findings
-    if not directories:
-        raise SkipError
     if missing:
         return [ok(f"{_summary(missing)}: will be created when the daemon starts")]
     return [ok(f"{_summary(directories)}: {f'only the group {group}' if group else 'all users'} have access")]

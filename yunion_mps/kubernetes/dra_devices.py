@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
+from yunion_mps.identity import is_on_instance
 from yunion_mps.kubernetes.dra_objects import (
     AllocatedDevice,
     DeviceAttribute,
@@ -167,6 +168,9 @@ def requested_by(
             "or each in a separate claim, for a separate container"
         )
         raise InfeasibleError(what, hint)
+    if len({is_on_instance(one.address) for one in found}) > 1:
+        what = "some of these devices are on MIG instances and some are not; a process can use one kind"
+        raise InfeasibleError(what, "request each in a separate claim, for a separate container")
     pools = {one.gpu for one in found if one.is_pool}
     if not pools:
         return ClaimRequest(tuple(sorted({one.address for one in found})))

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, needs_mib, of_different_gpus
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, groups_across, needs_mib, of_different_gpus
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
-from yunion_mps.text import count
+from yunion_mps.text import count, gpus_that_are
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
@@ -44,7 +44,7 @@ NO_RESERVATION = no_reservation()
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
     """Yield the smallest groups of devices that could satisfy a request if everything were free and served.
 
-    There is a group for each GPU with enough devices, or, across GPUs, for each control daemon.
+    There is a group for each GPU with enough devices, or, across GPUs, for each kind.
     """
     if request.number == 1:
         return
@@ -53,11 +53,9 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
     if request.across:
-        by_domain: dict[str, list[Device]] = {}
-        for smallest, *_ in groups:
-            by_domain.setdefault(smallest.domain, []).append(smallest)
-        yield tuple(of_different_gpus(smallest for smallest, *_ in groups)[: request.number])
-        groups = [of_different_gpus(devices) for devices in by_domain.values()]
+        smallest = [smallest for smallest, *_ in groups]
+        yield tuple(of_different_gpus(smallest)[: request.number])
+        groups = groups_across(smallest)
     for devices in groups:
         if len(devices) >= request.number:
             yield tuple(devices[: request.number])
@@ -97,8 +95,8 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
         hint = "to use it anyway, set allow_unlimited"
         raise HostError(_describe_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
     number = len(matching)
-    gpus = len(of_different_gpus(candidate.device for candidate in matching))
-    there = f"{count(number, 'such device')} on {count(gpus, 'GPU')}" if number else "no such devices"
+    places = _describe_places([candidate.device for candidate in matching], across=request.across)
+    there = f"{count(number, 'such device')} on {places}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
@@ -107,6 +105,15 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, pools)
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
+
+
+def _describe_places(devices: Sequence[Device], *, across: bool) -> str:
+    """The GPUs of the devices, with each MIG instance by itself unless different GPUs are requested."""
+    if across:
+        return count(len(of_different_gpus(devices)), "GPU")
+    places = Counter({device.gpu_uuid: device.is_on_instance for device in devices}.values())
+    gpus, instances = count(places[False], "GPU"), count(places[True], "MIG instance")
+    return " and ".join([gpus] * bool(places[False]) + [instances] * bool(places[True]))
 
 
 def _describe_maximum(candidate: PoolCandidate) -> str:
@@ -354,10 +361,7 @@ def _place(
     fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
     if not request.across:
         return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
-    by_domain: dict[str, list[Device]] = {}
-    for first, *_ in fits:
-        by_domain.setdefault(first.domain, []).append(first)
-    apart = map(of_different_gpus, by_domain.values())
+    apart = groups_across(first for first, *_ in fits)
     enough = (firsts for firsts in apart if len(firsts) >= request.number)
     return tuple(next(enough, [])[: request.number])
 
@@ -379,8 +383,5 @@ def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
     for uuid, (gpu, why) in candidates.unenforced.items():
         if uuid in of:
             by_cause.setdefault(why, []).append(gpu)
-    which = " and ".join(
-        f"GPU {names[0]}, which is {why}" if len(names) == 1 else f"GPUs {', '.join(names)}, which are {why}"
-        for why, names in by_cause.items()
-    )
+    which = " and ".join(gpus_that_are(why, names) for why, names in by_cause.items())
     return f"no budget is enforced on {which}: a command could use all of the memory"

@@ -204,6 +204,14 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
+def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
+    """The devices that a process can use together, one of each physical GPU: of one domain and one kind."""
+    groups: dict[tuple[str, bool], list[Device]] = {}
+    for device in devices:
+        groups.setdefault((device.domain, device.is_on_instance), []).append(device)
+    return [of_different_gpus(group) for group in groups.values()]
+
+
 def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
     """The first device of each physical GPU, whose MIG instances are not different GPUs."""
     firsts: dict[str, Device] = {}

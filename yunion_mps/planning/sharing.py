@@ -109,7 +109,8 @@ def _with_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) -> Pl
 def _direct(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
     kept = next((gpu for gpu in former.direct if gpu.uuid == uuid), DirectGpu(uuid, 0, 0, sharing))
     domains, parked = (tuple(_without(uuid, some)) for some in (plan.domains, plan.parked))
-    return plan._replace(domains=domains, parked=parked, direct=(*plan.direct, kept))
+    others = (gpu for gpu in plan.direct if gpu.uuid != uuid)
+    return plan._replace(domains=domains, parked=parked, direct=(*others, kept))
 
 
 def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from yunion_mps.cli.calls import warn_unenforced
 from yunion_mps.cli.lease import in_time
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Holder, Lease
@@ -66,3 +67,9 @@ def test_a_lease_of_a_former_division_is_pending_until_it_ends(own: Cli) -> None
 )
 def test_the_time_to_the_end_is_rounded_to_minutes(left_s: float, shown: str) -> None:
     assert in_time(left_s) == shown
+
+
+def test_a_notice_names_all_gpus_that_enforce_no_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_unenforced(["00:06.0", "00:07.0"], "time-slicing")
+    gpus = "GPUs 00:06.0, 00:07.0, which are time-sliced: a job can use all of their memory"
+    assert capsys.readouterr().err == f"yunion-mps: budgets are not enforced on {gpus}\n"

@@ -126,6 +126,28 @@ def test_without_mps_no_driver_and_no_program_is_missed(tmp_path: Path) -> None:
     assert one(off, "programs", "skipped").what == why
 
 
+@pytest.mark.parametrize("how", ["NVIDIA_GPU_SHARE, virtual_number: 2", "NVIDIA_MPS, mig: all-1g.10gb"])
+def test_without_gpus_shared_through_mps_only_the_library_is_needed(
+    host: Host, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "bin" / SERVER).unlink()
+    entry = f"devices: [{{path: '06:00.0', type: {how}}}]\n"
+    write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    host.inventory = Lazy(lambda: builders.inventory(builders.gpu(6)))
+    why = "no GPU of this host is shared through MPS"
+    assert one(host, "programs", "ok").what == f"libcuda.so.1 is installed; {why}"
+    assert one(host, "control daemon", "skipped").what == why
+    assert one(host, "pipe directory", "skipped").what == why
+
+
+def test_without_gpus_shared_through_mps_their_checks_say_so(tmp_path: Path) -> None:
+    entry = "devices: [{path: '06:00.0', type: NVIDIA_GPU_SHARE, virtual_number: 2}]\n"
+    write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    for check in ("budgets", "job budgets", "client limit"):
+        what = one(host_of(tmp_path, FIRST), check, "skipped").what
+        assert what == "no GPU of this host is shared through MPS"
+
+
 # -- virtual machines
 
 

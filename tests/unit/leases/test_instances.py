@@ -34,6 +34,26 @@ def test_devices_across_gpus_are_not_two_instances_of_one_gpu() -> None:
         refuse_infeasible(two, Candidates(instances(0, 1, 2)))
 
 
+def test_a_request_for_devices_of_one_gpu_counts_its_instances() -> None:
+    there = "2 devices of GPU 00:00.0 can never be allocated: the host has 3 such devices on 3 MIG instances"
+    with pytest.raises(InfeasibleError, match=there):
+        refuse_infeasible(LeaseRequest(2, gpu="00:00.0"), Candidates(instances(0, 1, 2, 3)))
+    with pytest.raises(InfeasibleError, match="has 3 such devices on 1 GPU and 2 MIG instances"):
+        refuse_infeasible(LeaseRequest(4), Candidates([*instances(0, 1, 2), Candidate(device(1, 0))]))
+
+
+@pytest.mark.parametrize("domain", ["", "host"])
+def test_a_whole_gpu_and_an_instance_are_never_in_one_lease(domain: str) -> None:
+    whole = [Candidate(device(gpu, 0)._replace(domain=domain)) for gpu in (2, 3)]
+    host = Candidates([*instances(0, 1), *whole])
+    two = LeaseRequest(2, across=True)
+    assert [one.gpu_uuid for one in Allocator(Ledger()).choose(two, host)] == ["GPU-2", "GPU-3"]
+    both = Candidates([*instances(0, 1, domain=domain and "00:00.0-g1"), whole[0]])
+    for request in (two, LeaseRequest(devices=("00:00.0-g1", "02:00.0-0")), LeaseRequest(devices=("all",))):
+        with pytest.raises(InfeasibleError, match="some of these devices are on MIG instances and some are"):
+            refuse_infeasible(request, both)
+
+
 def test_instances_with_control_daemons_cannot_be_served_together() -> None:
     each = [*instances(0, 1, domain="00:00.0-g1"), *instances(1, 3, domain="01:00.0-g3")]
     with pytest.raises(InfeasibleError, match="different control daemons") as caught:

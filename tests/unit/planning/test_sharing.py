@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.enums import MPS, TIME_SLICING
+from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
 from yunion_mps.models import Device, DirectGpu, Plan
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.planning.plan import make_plan
@@ -134,6 +134,16 @@ def test_after_a_restart_a_leased_gpu_has_no_other_devices() -> None:
     plan = kept(BOTH, BOTH, {str(SECOND.uuid): TIME_SLICING})
     assert plan.direct == (DirectGpu(str(SECOND.uuid), 0, 0),)
     assert served(plan) == [("host", (FIRST.uuid,))]
+
+
+@pytest.mark.parametrize(("before", "after"), [(NOT_SHARED, TIME_SLICING), (TIME_SLICING, NOT_SHARED)])
+def test_a_leased_mig_instance_is_divided_in_one_way_at_a_time(before: str, after: str) -> None:
+    former, target = (
+        Plan("host", direct=(DirectGpu(str(FIRST.uuid), 81559, 1, way),)) for way in (before, after)
+    )
+    plan = kept(target, former, {str(FIRST.uuid): before})
+    assert (plan.direct, list(plan.pending)) == (former.direct, [FIRST.uuid])
+    assert kept(target, plan, {}) == target
 
 
 def test_a_control_daemon_of_an_earlier_run_needs_no_plan() -> None:
