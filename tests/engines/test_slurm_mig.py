@@ -77,6 +77,22 @@ def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Da
     slurm.wait_job(job, "COMPLETED")
 
 
+@pytest.mark.parametrize(("kind", "gpu"), [("mps", 0), ("time-sliced", 1), ("1g.10gb", 2)])
+def test_every_task_has_a_device_if_devices_are_requested_per_task(
+    slurm: Slurm, daemon: Daemon, kind: str, gpu: int
+) -> None:
+    """Slurm 22.05 assigns the tasks no device of types that do not begin with a digit: they have all."""
+    show = "echo $CUDA_VISIBLE_DEVICES $YUNION_MPS_DEVICE"
+    done = slurm.srun(f"--gpus-per-task={kind}:1", "-n2", "sh", "-c", show)
+    tasks = sorted((line.split() for line in done.stdout.splitlines()), key=lambda task: task[-1:])
+    single = [[addr] for addr in TYPES[kind][:2]]
+    both = [TYPES[kind][:2]] * 2
+    assert [devices.split(",") for _, devices in tasks] in (single, both), f"{done}{slurm.logs()}"
+    host = daemon.host.gpus[gpu]
+    assert {uuid for uuid, _ in tasks} == {one.uuid for one in host.mig_devices() or [host]}
+    wait_unused(slurm, daemon)
+
+
 @pytest.mark.parametrize(
     "words", [["--gres=gpu:5"], ["--gres=gpu:mps:1,gpu:time-sliced:1"], ["--exclusive", "--gpus=1"]]
 )
