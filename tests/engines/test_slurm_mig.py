@@ -78,7 +78,7 @@ def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Da
 
 
 @pytest.mark.parametrize(("kind", "gpu"), [("mps", 0), ("time-sliced", 1), ("1g.10gb", 2)])
-def test_every_task_has_a_device_if_devices_are_requested_per_task(
+def test_every_task_has_a_device_if_they_are_requested_per_task(
     slurm: Slurm, daemon: Daemon, kind: str, gpu: int
 ) -> None:
     """Slurm 22.05 assigns the tasks no device of types that do not begin with a digit: they have all."""
@@ -88,9 +88,47 @@ def test_every_task_has_a_device_if_devices_are_requested_per_task(
     single = [[addr] for addr in TYPES[kind][:2]]
     both = [TYPES[kind][:2]] * 2
     assert [devices.split(",") for _, devices in tasks] in (single, both), f"{done}{slurm.logs()}"
-    host = daemon.host.gpus[gpu]
-    assert {uuid for uuid, _ in tasks} == {one.uuid for one in host.mig_devices() or [host]}
+    found = daemon.host.gpus[gpu]
+    assert {uuid for uuid, _ in tasks} == ({one.uuid for one in found.mig_devices()} or {found.uuid})
     wait_unused(slurm, daemon)
+
+
+def test_later_steps_follow_an_instance_that_is_created_again(slurm: Slurm, daemon: Daemon) -> None:
+    """Steps with both of the job's instances, and with the one that is missing for a while."""
+    show = "printenv CUDA_VISIBLE_DEVICES"
+    steps = f"srun --quiet {show}; srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 {show}; echo end"
+    again = f"while ! [ -e {slurm.folder}/go$n ]; do sleep 0.05; done; {steps}"
+    job = slurm.submit(f"{steps}\nfor n in 1 2; do {again}; done", "--gres=gpu:1g.10gb:2")
+
+    def outputs(number: int) -> list[str]:
+        slurm.wait(lambda: slurm.output(job).count("end") == number, "the output of the steps")
+        return slurm.output(job).split("end\n")[number - 1].splitlines()
+
+    def is_told(what: str) -> bool:
+        path = slurm.host.root / f"run/yunion-mps/slurm/{job}.instances"
+        return path.exists() and what in path.read_text()
+
+    gpu = daemon.host.gpus[2]
+    old, other = [one.uuid for one in gpu.mig_devices()]
+    assert outputs(1) == [f"{old},{other}", old]
+    daemon.host.fail("nvmlDeviceCreateGpuInstance*", "unknown")
+    gpu.end_instances(gpu.mig_devices()[0].gpu_instance)
+    slurm.wait(lambda: is_told("no longer exists"), "its end")
+    (slurm.folder / "go1").touch()
+    why = "the MIG instance no longer exists [mig_instance_gone]"
+    gone = f"yunion-mps: device {INSTANCES[0]} is unavailable: {why}"
+    assert [line for line in outputs(2) if line.startswith("yunion-mps: device")] == [gone] * 2
+    assert not [line for line in outputs(2) if line.startswith("MIG-")]
+    daemon.host.clear()
+    slurm.wait(lambda: is_told('"missing": {}'), "its creation")
+    (new,) = {one.uuid for one in gpu.mig_devices()} - {other}
+    assert new != old
+    (slurm.folder / "go2").touch()
+    assert outputs(3) == [f"{new},{other}", new], slurm.output(job)
+    wait_unused(slurm, daemon)
+    slurm.wait(
+        lambda: list((slurm.host.root / "run/yunion-mps/slurm").iterdir()) == [], "the end of its files"
+    )
 
 
 @pytest.mark.parametrize(
