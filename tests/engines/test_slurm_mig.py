@@ -176,6 +176,33 @@ def test_a_changed_type_drains_the_node_and_leases_nothing(
     slurm.wait_job(job, "COMPLETED")
 
 
+def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, daemon: Daemon) -> None:
+    """No other job of this type could start, and the next one would be requeued."""
+    running = slurm.submit(
+        f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done", "--gres=gpu:time-sliced:1"
+    )
+    slurm.wait(lambda: leases_of(daemon), "its lease")
+    daemon.host.divide(2, 3, *DIVISIONS[2:])
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[1]}")[1]["state"] == "pending", "the change")
+    slurm.check_health()
+    why = f"device {TIME_SLICED[1]}: it changes to mps after the end of lease slurm:{running} of root"
+    assert slurm.reason() == f"yunion-mps: leases_pending: {why}"
+    (slurm.folder / "go").touch()
+    slurm.wait_job(running, "COMPLETED")
+    wait_unused(slurm, daemon)
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["sharing"] == "mps", "the change")
+    slurm.check_health()
+    assert slurm.reason().startswith("yunion-mps: slurm_devices_changed: "), (
+        "gres.conf has to be written again"
+    )
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["state"] == "free", "the change")
+    slurm.check_health()
+    slurm.wait(lambda: slurm.state() == "idle", "the node")
+
+
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:
     """Slurm would count the devices in the order of slurm.conf."""
     place = slurm.folder / "slurm.conf"

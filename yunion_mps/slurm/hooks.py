@@ -22,7 +22,7 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, Reason
+from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, Reason
 from yunion_mps.slurm.devices import Record, read_record
 from yunion_mps.slurm.instances import present_environment, remove_instances
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
@@ -31,7 +31,7 @@ from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails
+    from yunion_mps.answers import Device, LeaseDetails
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
@@ -167,11 +167,9 @@ class Hooks:
             raise
         except YunionError as error:
             return error.reason
-        broken = [
-            device for device in devices if device["addr"] in addresses and device["state"] == UNAVAILABLE
-        ]
-        if broken:
-            return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
+        for device in devices:
+            if device["addr"] in addresses and _is_refused(device):
+                return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
         return held
 
     def _disconnect(
@@ -256,6 +254,12 @@ class Hooks:
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
         return job_id, content
+
+
+def _is_refused(device: Device) -> bool:
+    """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
+    is_pending = device["reason_code"] == LEASES_PENDING and not device["lease"]
+    return is_pending or device["state"] == UNAVAILABLE
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:
