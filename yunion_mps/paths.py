@@ -69,7 +69,7 @@ class Paths:
     dra_directory = _PathBelowRoot("/var/lib/kubelet/plugins/mps.yunion.io")
     #: A pod's token and the certificate authority of its API server.
     service_account = _PathBelowRoot("/var/run/secrets/kubernetes.io/serviceaccount")
-    #: The environment of each Slurm job's tasks, written by Prolog.
+    #: The environment of each Slurm job's tasks, and what has become of its MIG instances.
     slurm_jobs = _PathBelowRoot("/run/yunion-mps/slurm")
     #: The devices by Slurm's index, and the entry that creates their nodes at boot.
     slurm_devices = _PathBelowRoot("/etc/yunion/slurm-devices.json")

@@ -77,6 +77,60 @@ def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Da
     slurm.wait_job(job, "COMPLETED")
 
 
+@pytest.mark.parametrize(("kind", "gpu"), [("mps", 0), ("time-sliced", 1), ("1g.10gb", 2)])
+def test_every_task_has_a_device_if_they_are_requested_per_task(
+    slurm: Slurm, daemon: Daemon, kind: str, gpu: int
+) -> None:
+    """Slurm 22.05 assigns the tasks no device of types that do not begin with a digit: they have all."""
+    show = "echo $CUDA_VISIBLE_DEVICES $YUNION_MPS_DEVICE"
+    done = slurm.srun(f"--gpus-per-task={kind}:1", "-n2", "sh", "-c", show)
+    tasks = sorted((line.split() for line in done.stdout.splitlines()), key=lambda task: task[-1:])
+    single = [[addr] for addr in TYPES[kind][:2]]
+    both = [TYPES[kind][:2]] * 2
+    assert [devices.split(",") for _, devices in tasks] in (single, both), f"{done}{slurm.logs()}"
+    found = daemon.host.gpus[gpu]
+    assert {uuid for uuid, _ in tasks} == ({one.uuid for one in found.mig_devices()} or {found.uuid})
+    wait_unused(slurm, daemon)
+
+
+def test_later_steps_follow_an_instance_that_is_created_again(slurm: Slurm, daemon: Daemon) -> None:
+    """Steps with both of the job's instances, and with the one that is missing for a while."""
+    show = "printenv CUDA_VISIBLE_DEVICES"
+    steps = f"srun --quiet {show}; srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 {show}; echo end"
+    again = f"while ! [ -e {slurm.folder}/go$n ]; do sleep 0.05; done; {steps}"
+    job = slurm.submit(f"{steps}\nfor n in 1 2; do {again}; done", "--gres=gpu:1g.10gb:2")
+
+    def outputs(number: int) -> list[str]:
+        slurm.wait(lambda: slurm.output(job).count("end") == number, "the output of the steps")
+        return slurm.output(job).split("end\n")[number - 1].splitlines()
+
+    def is_told(what: str) -> bool:
+        path = slurm.host.root / f"run/yunion-mps/slurm/{job}.instances"
+        return path.exists() and what in path.read_text()
+
+    gpu = daemon.host.gpus[2]
+    old, other = [one.uuid for one in gpu.mig_devices()]
+    assert outputs(1) == [f"{old},{other}", old]
+    daemon.host.fail("nvmlDeviceCreateGpuInstance*", "unknown")
+    gpu.end_instances(gpu.mig_devices()[0].gpu_instance)
+    slurm.wait(lambda: is_told("no longer exists"), "its end")
+    (slurm.folder / "go1").touch()
+    why = "the MIG instance no longer exists [mig_instance_gone]"
+    gone = f"yunion-mps: device {INSTANCES[0]} is unavailable: {why}"
+    assert [line for line in outputs(2) if line.startswith("yunion-mps: device")] == [gone] * 2
+    assert not [line for line in outputs(2) if line.startswith("MIG-")]
+    daemon.host.clear()
+    slurm.wait(lambda: is_told('"missing": {}'), "its creation")
+    (new,) = {one.uuid for one in gpu.mig_devices()} - {other}
+    assert new != old
+    (slurm.folder / "go2").touch()
+    assert outputs(3) == [f"{new},{other}", new], slurm.output(job)
+    wait_unused(slurm, daemon)
+    slurm.wait(
+        lambda: list((slurm.host.root / "run/yunion-mps/slurm").iterdir()) == [], "the end of its files"
+    )
+
+
 @pytest.mark.parametrize(
     "words", [["--gres=gpu:5"], ["--gres=gpu:mps:1,gpu:time-sliced:1"], ["--exclusive", "--gpus=1"]]
 )
@@ -120,6 +174,33 @@ def test_a_changed_type_drains_the_node_and_leases_nothing(
     slurm.check_health_a_minute_later()
     slurm.start_again(job)
     slurm.wait_job(job, "COMPLETED")
+
+
+def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, daemon: Daemon) -> None:
+    """No other job of this type could start, and the next one would be requeued."""
+    running = slurm.submit(
+        f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done", "--gres=gpu:time-sliced:1"
+    )
+    slurm.wait(lambda: leases_of(daemon), "its lease")
+    daemon.host.divide(2, 3, *DIVISIONS[2:])
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[1]}")[1]["state"] == "pending", "the change")
+    slurm.check_health()
+    why = f"device {TIME_SLICED[1]}: it changes to mps after the end of lease slurm:{running} of root"
+    assert slurm.reason() == f"yunion-mps: leases_pending: {why}"
+    (slurm.folder / "go").touch()
+    slurm.wait_job(running, "COMPLETED")
+    wait_unused(slurm, daemon)
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["sharing"] == "mps", "the change")
+    slurm.check_health()
+    assert slurm.reason().startswith("yunion-mps: slurm_devices_changed: "), (
+        "gres.conf has to be written again"
+    )
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["state"] == "free", "the change")
+    slurm.check_health()
+    slurm.wait(lambda: slurm.state() == "idle", "the node")
 
 
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:

@@ -79,6 +79,17 @@ def test_each_component_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daem
     cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
 
 
+def test_each_task_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daemons: list[Daemon]) -> None:
+    """The tasks of all components have the id of the first, and Slurm 22.05 tells them of no device."""
+    for daemon in daemons:
+        daemon.configure(cuda_mps_combine=2)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+    words = ["--gpus-per-task=mps:1", "-n2", "printenv", "CUDA_MPS_PIPE_DIRECTORY"]
+    done = cluster.srun(*words, ":", *words)
+    assert done.returncode == 0, f"{done}{cluster.logs()}"
+    assert sorted(done.stdout.split()) == sorted([str(daemon.pipe_directory) for daemon in daemons] * 2)
+
+
 def test_a_node_at_fault_leaves_the_other_to_the_jobs(cluster: Slurm, daemons: list[Daemon]) -> None:
     daemons[0].stop()
     cluster.check_health()

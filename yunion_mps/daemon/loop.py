@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import select
 from collections.abc import Callable, Mapping
 
@@ -27,6 +28,7 @@ from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
+from yunion_mps.slurm.instances import write_instances
 from yunion_mps.tasks import cancel, within
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class _Loop:
         self._due_s: float | None = None
         self._is_tick_scheduled = False
         self._published_config = self._supervisor.config
+        #: The snapshot's version when Slurm's jobs were last told of their MIG instances.
+        self._followed_version = -1
         #: The version of the status that was last sent to systemd.
         self._notified_version = -1
         control = LoopControl(program(), asyncio.Event(), self._schedule_tick, self._request_reexec)
@@ -189,6 +193,7 @@ class _Loop:
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self._guard, self._tick)
         self._services.leases.follow_instances()
+        self._publish_instances()
         self._services.leases.serve()  # the change may satisfy a queued request
         self._publish_config()
         self._cdi.refresh()
@@ -202,6 +207,15 @@ class _Loop:
             self._published_config = self._supervisor.config
             self._textfile.wake()
             publish_addresses(self._paths, self._published_config)
+
+    def _publish_instances(self) -> None:
+        """Tell the steps of Slurm's jobs what has become of their MIG instances."""
+        version = self._supervisor.snapshot().version
+        if version != self._followed_version and os.path.exists(self._paths.slurm_devices):
+            write_instances(
+                self._paths, self._services.leases.leases(brief=True), self._queries.all_devices()
+            )
+        self._followed_version = version
 
     def _overdue_text(self) -> str:
         """How overdue the next tick is, as text; empty if it is in time."""

@@ -22,15 +22,16 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, Reason
+from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, Reason
 from yunion_mps.slurm.devices import Record, read_record
+from yunion_mps.slurm.instances import present_environment, remove_instances
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails
+    from yunion_mps.answers import Device, LeaseDetails
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
@@ -75,9 +76,11 @@ class Hooks:
         if record is None:
             return 0, []
         try:
-            content = self._read(job)
-            environment = environment_of_task(job, content) if content else {}
-            if environment:
+            job_id, content = self._read(job)
+            environment: Mapping[str, str] = {}
+            if content:
+                environment = environment_of_task(job, content)
+                environment = present_environment(self._paths, job_id, environment, content["environment"])
                 refuse_unreachable(environment)
         except YunionError as error:
             return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]
@@ -99,6 +102,7 @@ class Hooks:
             self._drain(error)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(job.id))
+        remove_instances(self._paths, job.id)
         return 0
 
     def health_check(self) -> int:
@@ -163,11 +167,9 @@ class Hooks:
             raise
         except YunionError as error:
             return error.reason
-        broken = [
-            device for device in devices if device["addr"] in addresses and device["state"] == UNAVAILABLE
-        ]
-        if broken:
-            return Reason(f"device {broken[0]['addr']}: {broken[0]['reason']}", broken[0]["reason_code"])
+        for device in devices:
+            if device["addr"] in addresses and _is_refused(device):
+                return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
         return held
 
     def _disconnect(
@@ -237,20 +239,27 @@ class Hooks:
                 f"{path}: cannot be written: {error.strerror}", "check the free space: df -h /run"
             ) from None
 
-    def _read(self, job: Job) -> JobFile | None:
-        """Return the content of the job's file; None if Slurm has not assigned devices to it."""
-        path = next(filter(os.path.exists, map(self._path, job.components)), self._path(job.id))
+    def _read(self, job: Job) -> tuple[str, JobFile | None]:
+        """Return the job whose file it is, and its content; None if Slurm has not assigned devices to it."""
+        job_id = next((one for one in job.components if os.path.exists(self._path(one))), job.id)
+        path = self._path(job_id)
         try:
             with open(path, encoding="utf-8") as file:
                 content: JobFile = json.load(file)
         except (OSError, ValueError) as error:
             # Slurm removes this variable from jobs without devices, but no indices that they have inherited.
             if isinstance(error, FileNotFoundError) and not self._environment.get("CUDA_VISIBLE_DEVICES"):
-                return None
+                return job_id, None
             what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
-        return content
+        return job_id, content
+
+
+def _is_refused(device: Device) -> bool:
+    """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
+    is_pending = device["reason_code"] == LEASES_PENDING and not device["lease"]
+    return is_pending or device["state"] == UNAVAILABLE
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:

@@ -1,0 +1,89 @@
+"""What has become of the MIG instances that Slurm's jobs have, for the steps that begin later.
+
+An instance that is created again has another UUID. The daemon writes this, because a job's user need not be
+able to ask it. It does not change the file that Prolog has written, because that belongs to the job's user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.files import read_text, write_atomically
+from yunion_mps.models import LEASE_VARIABLE
+from yunion_mps.paths import Paths
+from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.reasons import MIG_INSTANCE_GONE
+from yunion_mps.slurm.job import job_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, LeaseRecord
+
+log = logging.getLogger(__name__)
+
+_UUIDS = "CUDA_VISIBLE_DEVICES"
+
+
+class JobInstances(TypedDict):
+    """The present environment of a job's lease, and why it cannot use some of its devices, by address."""
+
+    environment: Mapping[str, str]
+    missing: Mapping[str, str]
+
+
+def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterable[Device]) -> None:
+    """Write a file for each of Slurm's jobs that has MIG instances, if it changes."""
+    reasons = {one["addr"]: one["reason"] for one in devices if one["reason_code"] == MIG_INSTANCE_GONE}
+    for lease in leases:
+        if (job := job_of(lease)) and "MIG-" in lease["environment"].get(_UUIDS, ""):
+            missing = {addr: reasons[addr] for addr in lease["devices"] if addr in reasons}
+            text = json.dumps(JobInstances(environment=lease["environment"], missing=missing))
+            path = _path(paths, job)
+            if text != read_text(path):
+                try:
+                    write_atomically(path, text)
+                except OSError as error:
+                    log.error("the MIG instances of job %s cannot be written: %s", job, error)
+
+
+def remove_instances(paths: Paths, job_id: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_path(paths, job_id))
+
+
+def present_environment(
+    paths: Paths, job_id: str, environment: Mapping[str, str], leased: Mapping[str, str]
+) -> Mapping[str, str]:
+    """The environment of all of a job's devices, or of one, with their present UUIDs and addresses.
+
+    `leased` is that of all when Prolog leased them. Raises HostError while an instance is missing.
+    """
+    text = read_text(_path(paths, job_id))
+    now: JobInstances = json.loads(text) if text else {"environment": {}, "missing": {}}
+    if now["environment"].get(LEASE_VARIABLE) != leased.get(LEASE_VARIABLE):
+        return environment  # it has no instances, or was requeued
+    addresses = dict(zip(_split(leased, DEVICE_VARIABLE), _split(now["environment"], DEVICE_VARIABLE)))
+    own = [addresses[addr] for addr in _split(environment, DEVICE_VARIABLE)]
+    for addr in own:
+        if addr in now["missing"]:
+            what = f"device {addr} is unavailable: {now['missing'][addr]}"
+            raise HostError(what, "start the step later, or requeue the job", MIG_INSTANCE_GONE)
+    if len(own) == len(addresses):
+        return now["environment"]
+    uuids = dict(zip(_split(leased, _UUIDS), _split(now["environment"], _UUIDS)))
+    (uuid,) = _split(environment, _UUIDS)
+    present = {name: value.replace(uuid, uuids[uuid]) for name, value in environment.items()}
+    return {**present, DEVICE_VARIABLE: ",".join(own)}
+
+
+def _split(environment: Mapping[str, str], name: str) -> Sequence[str]:
+    return environment[name].split(",")
+
+
+def _path(paths: Paths, job_id: str) -> str:
+    return os.path.join(paths.slurm_jobs, f"{job_id}.instances")
