@@ -222,3 +222,31 @@ def test_a_drain_admits_no_job_on_an_instance_that_has_to_go(daemon: Daemon) -> 
             late.end()
             assert process.wait() == 0
         assert profiles(daemon) == ["2g.20gb"] * 3
+
+
+@pytest.mark.parametrize("before", ["mig: [3g.40gb, 3g.40gb]\n  virtual_number: 2", "virtual_number: 2"])
+def test_a_drain_outlasts_the_lease_that_blocks_the_layout(daemon: Daemon, before: str) -> None:
+    """With the real control daemon, although NVML does not list its server."""
+    host = daemon.host
+    with StandIns(host) as stand_ins:
+        host.divide(before)
+        daemon.env["PATH"] = host.env["PATH"]
+        daemon.start().wait_ready()
+        address = sorted(devices(daemon))[0]
+        words = f"holder.name=job&holder.ttl_s=600&devices={address}"
+        status, lease = daemon.ask("POST", "/v1/leases", words)
+        assert status == 201
+        place = Path(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])
+        job = stand_ins.attached(place)
+        (drained,) = stand_ins.servers()
+        host.divide("mig: [2g.20gb, 2g.20gb, 2g.20gb]")
+        done = host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
+        assert done.returncode == 1, done.stderr
+        late = stand_ins.client(place)
+        assert late.says() == "asking"
+        job.end()
+        assert late.says() == "attached"
+        assert drained not in stand_ins.servers(), "it admitted no other client"
+        host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        late.end()
+        eventually(lambda: profiles(daemon) == ["2g.20gb"] * 3, "the layout")

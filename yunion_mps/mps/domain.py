@@ -62,8 +62,8 @@ class Domain(StateMachine):
         #: When that poll of NVML began, and whether another one is requested at once.
         self._polled_s = math.inf
         self._wants_poll = False
-        #: Whether it ends once no server has jobs, because the configuration no longer contains it.
-        self.retiring = False
+        #: Whether it ends once no server has jobs, and whether it will end or change once leases have ended.
+        self.retiring = self._waits_for_leases = False
         #: Whether a compute mode of its GPUs will be restored once no server runs on them.
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
@@ -117,8 +117,8 @@ class Domain(StateMachine):
 
     @property
     def is_draining(self) -> bool:
-        """Whether it admits no new jobs, because it ends, and shuts down each server after its clients."""
-        return self._ends_all_servers and self._rollover.drains
+        """Whether it admits no new jobs and shuts down each server after its clients, because it will end."""
+        return self._rollover.drains and (self._ends_all_servers or self._waits_for_leases)
 
     @property
     def _ends_all_servers(self) -> bool:
@@ -171,10 +171,13 @@ class Domain(StateMachine):
         else:
             self._change(STOPPED, now_s, "stopped")
 
-    def change(self, plan: DomainPlan, now_s: float) -> None:
-        """Make `plan` the desired one; a serving control daemon gets its limits for its next server."""
-        self.retiring = False
-        self._rollover.drains = False
+    def change(self, plan: DomainPlan, now_s: float, *, waits_for_leases: bool = False) -> None:
+        """Make `plan` the desired one; a serving control daemon gets its limits for its next server.
+
+        A drain lasts as long as the change that it was requested for `waits_for_leases`.
+        """
+        self._rollover.drains &= self._waits_for_leases and waits_for_leases
+        self.retiring, self._waits_for_leases = False, waits_for_leases
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
         differs, self.desired = plan != self.desired, plan
@@ -190,8 +193,8 @@ class Domain(StateMachine):
 
     def retire(self) -> None:
         """End it once its servers have ended."""
-        self._rollover.drains &= self.retiring
-        self.retiring = True
+        self._rollover.drains &= self.retiring or self._waits_for_leases
+        self.retiring, self._waits_for_leases = True, False
         self._changed()
 
     def hold_modes(self, *, holds: bool) -> None:
@@ -297,7 +300,8 @@ class Domain(StateMachine):
             self.stop(now_s)
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
-        commands = self._rollover.commands(now_s, every=self._ends_all_servers, in_use=self.in_use)
+        every = self._ends_all_servers or self.is_draining
+        commands = self._rollover.commands(now_s, every=every, in_use=self.in_use)
         try:
             due_s = monitor.tick(now_s, commands)
         except LimitsChangedError as error:
@@ -307,8 +311,7 @@ class Domain(StateMachine):
         finally:
             self._rollover.commands_delivered(monitor.delivered, now_s)
         self.probe_s = monitor.probe_s
-        polls_servers = self._ends_all_servers or self.limits_in_effect.old_servers
-        return min(due_s, now_s + POLL_S) if polls_servers else due_s
+        return min(due_s, now_s + POLL_S) if every or self.limits_in_effect.old_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
         task = self._task

@@ -66,7 +66,7 @@ class Rollover:
         self._next_request_s = self._end_requested_s = 0.0
         #: The servers to shut down if a change waits for them, and whether to force that despite clients.
         self._end_requests: dict[int, bool] = {}
-        #: Whether servers that start later, while all have to end, are to be shut down after their clients.
+        #: Whether servers that start later are to be shut down after their clients, until all have ended.
         self.drains = False
         self._drained: set[int] = set()
 

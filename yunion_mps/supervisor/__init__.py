@@ -331,7 +331,8 @@ class Supervisor:
         self._replan()
         domains = self.desired.domains()
         program = find_control_program() if domains else ""
-        self.fleet.apply(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
+        timeout_s, waiting = self.config.cuda_mps_stop_timeout_s, self.desired.plan.pending
+        self.fleet.apply(domains, program, timeout_s, now_s, waiting)
         self._changed()
 
     # -- internals

@@ -73,8 +73,18 @@ class Fleet:
         for domain in self.domains:
             domain.start(now_s, ours)
 
-    def apply(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
-        """Make `plans` the desired domains: change those that only differ in limits, replace the others."""
+    def apply(
+        self,
+        plans: Sequence[DomainPlan],
+        program: str,
+        stop_timeout_s: int,
+        now_s: float,
+        waiting: Collection[str] = (),
+    ) -> None:
+        """Make `plans` the desired domains: change those that only differ in limits, replace the others.
+
+        `waiting` has the GPUs (UUIDs) whose changes wait for leases.
+        """
         if self._stopping:
             return
         self._program, self._stop_timeout_s = program, stop_timeout_s
@@ -87,7 +97,8 @@ class Fleet:
             else:
                 unassigned.remove(plan)
                 self._records.write_before_change(domain, plan)
-                domain.change(plan, now_s)
+                waits = not set(plan.gpu_uuids).isdisjoint(waiting)
+                domain.change(plan, now_s, waits_for_leases=waits)
         self.blocked = unassigned
         self._advance(now_s)
 

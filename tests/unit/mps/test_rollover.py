@@ -181,6 +181,21 @@ def test_a_retiring_domain_without_servers_ends_at_once(run: DomainRun) -> None:
     run.until(STOPPED)
 
 
+@pytest.mark.parametrize(
+    ("waits", "drains"), [((True, True), True), ((True, False), False), ((False, True), False)]
+)
+def test_a_drain_lasts_as_long_as_leases_block_its_change(
+    run: DomainRun, plan: DomainPlan, jobs: Jobs, waits: tuple[bool, bool], drains: bool
+) -> None:
+    """Before the drain, and at a later reload, which may have withdrawn the change."""
+    jobs.begin()
+    run.domain.change(plan, run.now_s, waits_for_leases=waits[0])
+    run.domain.drain(run.now_s, force=False)
+    run.domain.change(plan, run.now_s, waits_for_leases=waits[1])
+    run.domain.retire()
+    assert run.domain.is_draining == drains
+
+
 def test_a_change_cancels_a_retirement(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
     jobs.begin()
     run.domain.retire()
