@@ -60,6 +60,19 @@ def test_restore_cancels_a_mode_that_needs_a_reset() -> None:
             assert not host.gpus[0].mig_pending
 
 
+def test_restore_cancels_a_mode_that_no_entry_has_anymore() -> None:
+    with SimHost.create([{"kind": "a100"}]) as host:
+        host.divide("mig: all-3g.20gb")
+        with Daemon(host) as daemon:
+            daemon.configure()
+            daemon.start().wait_ready()
+            assert daemon.stop(signal.SIGTERM) == 0
+            assert host.gpus[0].mig_pending
+            host.divide(4)
+            assert daemon.run("--restore") == 0, daemon.log
+            assert not host.gpus[0].mig_pending
+
+
 def test_what_a_stop_restores_does_not_block_the_next_start(daemon: Daemon) -> None:
     daemon.host.gpus[0].mig = True
     daemon.host.run(["nvidia-smi", "mig", "-i", 0, "-cgi", "9:4,19:0", "-C"], check=True)

@@ -14,6 +14,7 @@ from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
@@ -36,8 +37,9 @@ from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
-from yunion_mps.supervisor.mig import MigRecord
+from yunion_mps.supervisor.mig import MigRecord, carry_out
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
+from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 
@@ -136,6 +138,7 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
     try:
         restore_layouts(layouts, gpus, preflight.nvml, store, used, keeps_requests=False)
+        is_cancelled = _cancel_requests(preflight, store)
     finally:
         preflight.close()
     changed, to_restore = _changed_layouts(store), {one.gpu_uuid for one in layouts if one.restore}
@@ -148,7 +151,21 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     for uuid in unknown:
         what = f"whether the MIG layout of {name_of(uuid, gpus)} is to be restored"
         log.error("it is not known %s, because %s", what, cause)
-    return not unknown and not (changed & to_restore)
+    return is_cancelled and not unknown and not (changed & to_restore)
+
+
+def _cancel_requests(preflight: Preflight, store: Store) -> bool:
+    """Cancel mode changes that no entry wants anymore; return whether none is left, as far as is known."""
+    if preflight.nvml is None or preflight.problems:
+        return True  # what cannot be decided is reported
+    gpus = preflight.inventory.gpus
+    tasks = withdrawn(preflight.plan.layouts, gpus, lambda: store)
+    failures = {
+        uuid: why for uuid, why in carry_out(tasks, Mig(preflight.nvml), store).reasons.items() if why
+    }
+    for uuid, why in failures.items():
+        log.error("%s: %s; then: yunion-mps-daemon --restore", name_of(uuid, gpus), why)
+    return not failures
 
 
 def _changed_layouts(store: Store) -> set[str]:

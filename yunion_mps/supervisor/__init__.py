@@ -37,6 +37,7 @@ from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
+from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
@@ -261,15 +262,19 @@ class Supervisor:
 
         What can be leased meanwhile counts as leased.
         """
-        if not self.desired.plan.layouts or self.stopping or self.nvml is None:
+        if self.stopping or self.nvml is None:
             return ()
+        layouts = self.desired.plan.layouts
+        cancels = withdrawn(layouts, self._gpus.inventory.gpus, self.store)
+        if not layouts:
+            return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
         before = self.layouts.pending
         tasks = self.layouts.due(busy, restoring)
         if self.layouts.pending != before:
             self._changed()
-        return tasks
+        return (*tasks, *cancels)
 
     def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""

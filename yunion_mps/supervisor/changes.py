@@ -18,7 +18,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, pools_of
-from yunion_mps.planning.mig import describe_layout
+from yunion_mps.planning.mig import describe, describe_layout
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
@@ -223,9 +223,12 @@ def changes_to(
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
+        if old_layout and not new_layout:
+            old_layout, new_layout = _without_layout(gpu)
         if old_layout != new_layout:
-            when = uses.unused(plan, gpus, gpu) if new_layout else AT_ONCE
-            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout or "as it is", when))
+            has_layout = any(layout.gpu_uuid == gpu.uuid for layout in plan.layouts)
+            when = uses.unused(plan, gpus, gpu) if has_layout else AT_ONCE
+            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
@@ -239,6 +242,14 @@ def changes_to(
                 Change("setting", f"over_budget of GPU {gpu.address}", old_action, new_action, AT_ONCE)
             )
     return changes
+
+
+def _without_layout(gpu: Gpu) -> tuple[str, str]:
+    """Return what the GPU has, and what it has when no layout is configured for it anymore."""
+    now = f"MIG mode {'on' if gpu.mig_enabled else 'off'}"
+    if gpu.mig_pending not in (None, gpu.mig_enabled):
+        return f"MIG mode {'on' if gpu.mig_pending else 'off'} after a reset", now
+    return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
 
 
 def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | None) -> str:

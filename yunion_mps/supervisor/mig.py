@@ -66,7 +66,8 @@ class LayoutTask(NamedTuple):
     too, and leases do not count. `last` is why it was not in effect before, and `users` describes the leases
     and MPS servers of GPUs and MIG devices (UUIDs).
 
-    With `places`, its instances are restored there, and our others have to go.
+    With `places`, its instances are restored there, and our others have to go. If the layout was
+    `withdrawn`, only a change of the mode that waits for a reset is cancelled.
     """
 
     layout: MigLayout
@@ -76,6 +77,7 @@ class LayoutTask(NamedTuple):
     last: Reason = NO_REASON
     users: Mapping[str, str] = {}
     places: tuple[Placement, ...] | None = None
+    withdrawn: bool = False
 
 
 class Losses(NamedTuple):
@@ -168,6 +170,10 @@ class _LayoutWork:
             existing = self._instances()
         elif mode.pending != mode.enabled:  # another program has asked for what the layout does not want
             self._mig.set_mode(self._uuid, mode.enabled)
+            self.done.append(f"MIG mode will not be switched {'on' if mode.pending else 'off'}")
+        if self._task.withdrawn:
+            self._write(MigRecord(created=self._record.created))
+            return NO_REASON
         return self._apply_instances(existing) if self._layout.enabled else NO_REASON
 
     # -- the mode

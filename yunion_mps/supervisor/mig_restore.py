@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -75,6 +75,26 @@ def restore(
         else:
             store.forget_mig(uuid)
     return result
+
+
+def withdrawn(
+    layouts: Iterable[MigLayout], gpus: Iterable[Gpu], store: Callable[[], Store]
+) -> tuple[LayoutTask, ...]:
+    """Return what cancels the mode changes that only we have requested, for GPUs without a layout.
+
+    A mode from before our first change is not cancelled: the GPU then is as it was.
+    """
+    wanted = {layout.gpu_uuid for layout in layouts}
+    tasks = []
+    for gpu in gpus:
+        is_lost = gpu.reason and gpu.reason.code != reasons.MIG_ENABLED
+        if is_lost or gpu.uuid in wanted or gpu.mig_pending in (None, gpu.mig_enabled):
+            continue
+        record = MigRecord.read(store(), str(gpu.uuid))
+        if record.before is not None and record.enabled_before == gpu.mig_enabled:
+            as_it_is = MigLayout(str(gpu.uuid), record.enabled_before)
+            tasks.append(LayoutTask(as_it_is, gpu, None, withdrawn=True))
+    return tuple(tasks)
 
 
 def _is_requested(layout: MigLayout, record: MigRecord, mig: Mig) -> bool:
