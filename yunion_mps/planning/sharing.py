@@ -63,12 +63,12 @@ def keep_sharing(
     when that plan is unknown, it has only the leased devices, and a control daemon of an earlier run is
     supervised without a plan.
 
-    A GPU or MIG instance that a MIG layout removes keeps its control daemon, too. Leases without MPS need
-    nothing to be kept.
+    A GPU or MIG instance that a MIG layout removes keeps its control daemon or time-slicing, too. Leases of
+    whole instances need nothing to be kept.
     """
     for gpu in gpus:
         uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
-        if desired is None and leased.get(uuid) == MPS and plan.has_layout(gpu):
+        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING) and plan.has_layout(gpu):
             desired = MIG
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:

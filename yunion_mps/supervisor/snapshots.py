@@ -138,6 +138,7 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
     for warning in snapshot.warnings:
         yield warning, None
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
+    leaving = {gpu.uuid for gpu in snapshot.plan.direct}  # MPS still has the mode that it needs
     for gpu in snapshot.inventory.gpus:
         if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
             what = (
@@ -145,7 +146,7 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 "its clients can use all of its memory and threads"
             )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
-        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served else None
+        planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served - leaving else None
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "

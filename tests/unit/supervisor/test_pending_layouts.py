@@ -13,6 +13,7 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.models import Holder, Lease
 from yunion_mps.reasons import MIG_IN_USE
 from yunion_mps.service.devices import devices_json, unusable_reasons
+from yunion_mps.supervisor.snapshots import warnings
 
 from simhost import Description, SimHost
 from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised
@@ -21,6 +22,7 @@ from unit.supervisor.test_mig_devices import apply_layouts, configured, waits
 H100 = [{"kind": "h100"}]
 TWO = "type: NVIDIA_MPS; virtual_number: 2"
 MIG = "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2"
+SLICED = "type: NVIDIA_GPU_SHARE; virtual_number: 3"
 SMALLER = "type: NVIDIA_MPS; mig: [2g.20gb, 2g.20gb, 2g.20gb]; virtual_number: 2"
 
 
@@ -174,3 +176,20 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     what = f"the MPS server (PID {server}), which also serves GPU 00:07.0"
     assert waits(work.made) == f"MIG mode is switched on after the end of {what}"
     assert work.made.snapshot.notice == ""
+
+
+def test_a_leased_time_sliced_gpu_that_has_to_go_is_no_failure(begin: Begun) -> None:
+    work = begin(SLICED)
+    address = work.lease()
+    work.reload(MIG)
+    assert work.made.snapshot.notice == ""
+    assert work.states()[address] == LEASED
+    assert set(work.states().values()) == {LEASED, PENDING}
+
+
+def test_an_end_of_mps_is_no_change_of_the_compute_mode(begin: Begun) -> None:
+    work = begin(TWO)
+    work.attach()
+    work.reload(SLICED)
+    assert work.made.supervisor.domains
+    assert [why for why, _ in warnings(work.made.snapshot)] == []
