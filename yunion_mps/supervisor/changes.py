@@ -339,6 +339,7 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
     stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
     what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
     what |= {gpu.uuid: f"it changes to {gpu.sharing}" for gpu in desired.direct}
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
     for domain in domains:
         servers = domain.server_pids()
         end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
@@ -346,6 +347,10 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
             if uuid not in stay:
                 happens = what.get(uuid, "its devices are removed")
                 yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
+            elif domain.is_draining and (waiting := desired.pending.keys() & domain.in_effect.gpu_uuids):
+                other = min(waiting)
+                why = f"GPU {addresses.get(other, other)} waits: {desired.pending[other]}"
+                yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
                 yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)
 
