@@ -241,6 +241,22 @@ def changes_to(
     return changes
 
 
+def as_made(changes: Iterable[Change], domains: Iterable[Domain], laid_out: Collection[str]) -> list[Change]:
+    """Return the changes; those that a reload has made meanwhile took effect at once.
+
+    `laid_out` has the addresses of the GPUs whose MIG layouts it has brought into effect.
+    """
+    running = {(one.in_effect.name, _describe_control_daemon(one.in_effect)) for one in domains}
+
+    def is_made(change: Change) -> bool:
+        if change.kind == "control daemon":
+            return ((change.subject, change.after or change.before) in running) == bool(change.after)
+        gpu = change.subject.partition("-")[0]
+        return change.kind in ("MIG layout", "budget") and gpu in laid_out
+
+    return [change._replace(effect=AT_ONCE) if is_made(change) else change for change in changes]
+
+
 def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | None) -> str:
     """Describe the division in `plan`, and how many devices its GPU's first domain combines."""
     planned = (gpu.most_combined for domain in domains for gpu in domain.gpus if gpu.uuid == gpu_uuid)
