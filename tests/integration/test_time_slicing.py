@@ -106,7 +106,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert "lease job of root" in process.stderr.readline()
         daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
         assert process.wait() == 0
-    assert set(states(daemon).values()) == {"free"}
+    eventually(lambda: set(states(daemon).values()) == {"free"}, "the new way of sharing")
     assert (modes(daemon)[1] == "default") == (after != 2)
 
 
