@@ -136,11 +136,13 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
 def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Daemon) -> None:
     take(ready, "holder.name=job-17&holder.ttl_s=600")
     ready.host.divide(2)
-    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes", "--timeout", "1"])
     assert done.returncode == 1
     assert "1 device waiting for lease job-17 of root to end\n" in done.stdout
     assert re.search(
-        r"^yunion-mps: still pending: GPU 00:06.0: .* lease job-17 of root", done.stderr, re.MULTILINE
+        r"^yunion-mps: still pending after 1s: GPU 00:06.0: .* lease job-17 of root",
+        done.stderr,
+        re.MULTILINE,
     )
 
 

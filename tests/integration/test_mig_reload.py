@@ -97,6 +97,21 @@ def test_reload_now_names_what_it_did_at_once(daemon: Daemon) -> None:
     assert "created g" in done.stdout
 
 
+@pytest.mark.parametrize("entry", ["mig: all-3g.40gb\n  virtual_number: 2", MIG])
+def test_reload_now_says_of_nothing_that_it_has_done_that_it_comes_later(daemon: Daemon, entry: str) -> None:
+    daemon.host.divide(entry)
+    daemon.start().wait_ready()
+    address = sorted(devices(daemon))[0]
+    words = f"holder.name=job&holder.ttl_s=600&devices={address}"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.host.divide("mig: all-1g.10gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"], check=True)
+    assert profiles(daemon) == ["1g.10gb"] * 7
+    assert "MIG layout" in done.stdout
+    assert "later" not in done.stdout
+    assert "lease job" not in done.stdout
+
+
 def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -> None:
     daemon.host.divide(2)
     daemon.start().wait_ready()

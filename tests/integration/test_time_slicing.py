@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -80,6 +81,33 @@ def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed
     assert mixed.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     eventually(lambda: states(mixed) == {ADDRESS: "free", "00:07.0-1": "free"}, "the new division")
     assert modes(mixed)[1] == "exclusive_process"
+
+
+@pytest.mark.parametrize("leased", [["00:07.0-0"], ["00:07.0-0", "00:07.0-1"]])
+@pytest.mark.parametrize(("before", "after"), [(f"{SHARED[:-1]}2", 2), (2, f"{SHARED[:-1]}2")])
+def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
+    daemon: Daemon, before: str | int, after: str | int, leased: list[str]
+) -> None:
+    daemon.host.divide(4, before)
+    daemon.start().wait_ready()
+    words = "&".join(f"devices={address}" for address in leased)
+    take(daemon, f"holder.name=job&holder.ttl_s=600&allow_unlimited=true&{words}")
+    daemon.host.divide(4, after)
+    for options in (["--drain"], ["--now", "--yes"]):
+        done = daemon.host.run(["yunion-mps", "reload", *options, "--timeout", "1"])
+        assert done.returncode == 1
+        pending = done.stderr.partition("still pending after 1s: ")[2]
+        assert re.search(
+            "GPU 00:07.0: .*after the end of lease job of root.*; everything else is in", pending
+        )
+        assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
+    with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
+        assert process.stderr is not None
+        assert "lease job of root" in process.stderr.readline()
+        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert process.wait() == 0
+    eventually(lambda: set(states(daemon).values()) == {"free"}, "the new way of sharing")
+    assert (modes(daemon)[1] == "default") == (after != 2)
 
 
 def test_a_daemon_killed_while_a_mode_changes_leaves_nothing_half_applied(mixed: Daemon) -> None:

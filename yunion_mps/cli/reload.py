@@ -35,7 +35,6 @@ from yunion_mps.reasons import (
     LAYOUT_WAITS,
     LEASES_PENDING,
     LIMITS_PENDING,
-    hint_of,
 )
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
@@ -63,13 +62,10 @@ _POLL_S = 0.5
 _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 #: The default timeout of `--now`: servers end within moments.
 _NOW_S = 60
-#: What ends by itself is awaited, unlike what lasts until a lease ends or the operator acts.
-_AWAITED = {LIMITS_PENDING, *LAYOUT_WAITS}
+#: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
+_AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
 _NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
-_LASTING = {LEASES_PENDING, *_NEEDS}
 _REST = "everything else is in effect"
-#: How long a lease may last after its jobs: its holder may be their parent.
-_RELEASE_S = 2.0
 #: States in which a control daemon does not serve for a reason.
 _NOT_SERVING = ("failed", "backoff", "wedged")
 _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
@@ -137,7 +133,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
     the new limits are pending. With --drain, that server accepts no new clients, and reload waits for its
     jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
-    fails if devices are still pending because of a lease.
+    also waits for the leases that delay a change; jobs without MPS are not ended.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
     that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs.
@@ -266,7 +262,7 @@ def _wait(timeout_s: int | None) -> Status:
             announced = pending
         if timeout_s is not None and time.monotonic() > begin_s + timeout_s:
             hint = "it takes effect automatically; see: yunion-mps status"
-            everything = _texts(_pending(status, _AWAITED | _LASTING))
+            everything = _texts(_pending(status, _AWAITED | _NEEDS))
             what = f"still pending after {duration_text(timeout_s)}: {everything}; {_REST}"
             raise YunionError(what, hint, waits[0]["code"])
         time.sleep(_POLL_S)
@@ -281,19 +277,11 @@ def _texts(problems: Iterable[StatusProblem]) -> str:
 
 
 def _refuse_if_still_pending(status: Status) -> None:
-    """Raise YunionError if a lease or the operator has to act before all is in effect."""
+    """Raise YunionError if the operator has to act before all is in effect."""
     lasting = _pending(status, _NEEDS)
     if lasting:
         what = f"still pending: {_texts(lasting)}; {_REST}"
         raise YunionError(what, lasting[0]["hint"], lasting[0]["code"])
-    end_s = time.monotonic() + _RELEASE_S
-    while status["devices"]["pending"] and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-        status = call(GET_STATUS)
-    if status["devices"]["pending"]:
-        pending = "; ".join(entry["pending"] for entry in call(GET_PLAN)["pending"] if entry["leases"])
-        if pending:
-            raise YunionError(f"still pending: {pending}; {_REST}", hint_of(LEASES_PENDING), LEASES_PENDING)
 
 
 def _refuse_if_not_serving(status: Status) -> None:

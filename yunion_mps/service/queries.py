@@ -15,7 +15,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import shorten
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import DOMAIN_NOT_READY, LAYOUT_WAITS, NO_REASON, Reason
+from yunion_mps.reasons import DOMAIN_NOT_READY, LAYOUT_WAITS, LEASES_PENDING, NO_REASON, Reason
 from yunion_mps.service.devices import (
     devices_json,
     domain_json,
@@ -222,6 +222,12 @@ class Queries:
 
     def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
         return warnings(self._snapshot())
+
+    def waits_for_leases(self) -> dict[str, Reason]:
+        """The GPUs, by address, that are shared otherwise only after the end of leases, and why."""
+        snapshot = self._snapshot()
+        waits = ((gpu.address, snapshot.plan.pending.get(gpu.uuid or "")) for gpu in snapshot.inventory.gpus)
+        return {address: why for address, why in waits if why and why.code == LEASES_PENDING}
 
     def service(self, used: Collection[str] = ()) -> answers.ServiceFields:
         """The daemon, its GPUs and devices; `used` are the addresses of the devices in use."""

@@ -18,9 +18,10 @@ from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import Reason
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import AT_ONCE
+from yunion_mps.supervisor.changes import AT_ONCE, as_made
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import count, decode_line
@@ -102,6 +103,9 @@ class Reloader:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
             done += await self.apply_layouts()
+            waiting = {address for address, _ in self._pending_layouts()}
+            laid_out = {change.subject for change in done if change.kind == "MIG layout"} - waiting
+            changes = as_made(changes, self._supervisor.domains, laid_out)
             told = {(change.kind, change.subject) for change in changes}
             changes += [change for change in done if (change.kind, change.subject) not in told]
         log.info(
@@ -234,6 +238,11 @@ class Reloader:
         ]
         return rows
 
+    def _pending_layouts(self) -> list[tuple[str, Reason]]:
+        """The GPUs (addresses) whose layouts are not in effect, and why."""
+        gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
+        return [(gpus.get(uuid, uuid), why) for uuid, why in self._supervisor.layouts.pending.items()]
+
     def _answer(self, changes: Sequence[Change], losses: Sequence[answers.Loss] = ()) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
         pending: list[answers.Pending] = [
@@ -258,8 +267,8 @@ class Reloader:
             if uuid not in layouts
         ]
         pending += [
-            {"domain": "", "pending": layout_pending(gpus.get(uuid, uuid), why), "leases": []}
-            for uuid, why in layouts.items()
+            {"domain": "", "pending": layout_pending(address, why), "leases": []}
+            for address, why in self._pending_layouts()
         ]
         rows: list[answers.Change] = [
             {

@@ -5,7 +5,7 @@ Both depend on what the processes on the GPUs do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
@@ -61,6 +61,7 @@ class StatusService:
         problems = [
             *_service_problems(service, gpus, self._queries.warnings()),
             *_device_problems(devices),
+            *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
             *_lease_problems(leases, devices, service["domains"], gpus),
         ]
@@ -167,6 +168,18 @@ def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.Stat
         number = "1 device" if len(addresses) == 1 else f"{len(addresses)} devices"
         text = f"GPU {gpu}: {number} pending: {reason}"
         yield _problem(PENDING, reasons.LEASES_PENDING, text, gpu=gpu, devices=addresses)
+
+
+def _whole_gpu_problems(
+    gpus: Iterable[answers.Gpu], devices: Iterable[answers.Device], waits: Mapping[str, Reason]
+) -> Iterator[answers.StatusProblem]:
+    """GPUs that wait for leases (`waits`), unless their devices or their layouts are pending, too."""
+    reported = {gpu_of(device["addr"]) for device in devices if device["state"] == PENDING}
+    reported |= {gpu["addr"] for gpu in gpus if gpu["state"] == PENDING}
+    for gpu in gpus:
+        if gpu["addr"] in waits and reported.isdisjoint((gpu["addr"], gpu["parent"])):
+            text = f"GPU {gpu['addr']}: {waits[gpu['addr']]}"
+            yield _problem(PENDING, reasons.LEASES_PENDING, text, gpu=gpu["addr"])
 
 
 def _use_problems(

@@ -252,6 +252,22 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
     return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
 
 
+def as_made(changes: Iterable[Change], domains: Iterable[Domain], laid_out: Collection[str]) -> list[Change]:
+    """Return the changes; those that a reload has made meanwhile took effect at once.
+
+    `laid_out` has the addresses of the GPUs whose MIG layouts it has brought into effect.
+    """
+    running = {(one.in_effect.name, _describe_control_daemon(one.in_effect)) for one in domains}
+
+    def is_made(change: Change) -> bool:
+        if change.kind == "control daemon":
+            return ((change.subject, change.after or change.before) in running) == bool(change.after)
+        gpu = change.subject.partition("-")[0]
+        return change.kind in ("MIG layout", "budget") and gpu in laid_out
+
+    return [change._replace(effect=AT_ONCE) if is_made(change) else change for change in changes]
+
+
 def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | None) -> str:
     """Describe the division in `plan`, and how many devices its GPU's first domain combines."""
     planned = (gpu.most_combined for domain in domains for gpu in domain.gpus if gpu.uuid == gpu_uuid)
@@ -350,6 +366,7 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
     stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
     what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
     what |= {gpu.uuid: f"it changes to {gpu.sharing}" for gpu in desired.direct}
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
     for domain in domains:
         servers = domain.server_pids()
         end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
@@ -357,6 +374,10 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
             if uuid not in stay:
                 happens = what.get(uuid, "its devices are removed")
                 yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
+            elif domain.is_draining and (waiting := desired.pending.keys() & domain.in_effect.gpu_uuids):
+                other = min(waiting)
+                why = f"GPU {addresses.get(other, other)} waits: {desired.pending[other]}"
+                yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
                 yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)
 
