@@ -294,8 +294,8 @@ class _LayoutWork:
         task = self._task
         for instance in instances:
             name = f"instance g{instance.id} ({instance.profile})"
-            pids, users = self._pids(instance), task.users.get(instance.uuid)
-            if pids and (task.force or not users):
+            pids = self._pids(instance)
+            if pids and (task.force or instance.uuid not in task.users):
                 return Reason(f"{name} {why}, but processes use it ({_pids(pids)})", reasons.MIG_IN_USE)
             if not self._is_ours(instance) and not task.force:
                 what = f"{name}, which another program {_what_was_done(instance)}, {why}"
