@@ -202,7 +202,7 @@ LIMITS_PENDING = _code("limits_pending",
 
 LEASES_PENDING = _code("leases_pending",
     "A device is added or removed once the leases of the previous division have ended.",
-    "wait for the leases to end; see who holds them: yunion-mps who")
+    "wait for the leases and MPS servers to end; see who holds and uses the devices: yunion-mps who")
 LEASE_OUTDATED = _code("lease_outdated",
     "The control daemon of a lease is gone: processes started with the lease have no limits.",
     "release it and run the job with a new lease: yunion-mps lease release {lease}")

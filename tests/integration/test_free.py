@@ -63,8 +63,9 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: D
     told = "GPU 00:06.0: 2 devices pending: the new division of the GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
     assert (
-        f"Pending:  {told}Hint:     wait for the leases to end; see who holds them: yunion-mps who\n"
-        in status
+        f"Pending:  {told}Hint:     wait for the leases and MPS servers to end; "
+        "see who holds and uses the devices: "
+        "yunion-mps who\n" in status
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status
     assert f"Pending: {told}" in top

@@ -26,10 +26,12 @@ from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, NO
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
+from yunion_mps.identity import physical_gpu
 from yunion_mps.reasons import (
     CONTROL_DAEMON_SILENT,
     DAEMON_UNREACHABLE,
     DISABLED,
+    MIG_FOREIGN_INSTANCE,
     MIG_INSTANCE_GONE,
     hint_of,
 )
@@ -241,9 +243,10 @@ def _replaced_instances(lease: LeaseDetails) -> Mapping[str, str]:
 
     Raises HostError if an instance is missing.
     """
-    if lease.get("reason_code") == MIG_INSTANCE_GONE:
-        hint = hint_of(MIG_INSTANCE_GONE, lease=lease["id"])
-        raise HostError(f"--inherit: {lease['reason']}", hint, MIG_INSTANCE_GONE)
+    code = lease.get("reason_code")
+    if code in (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE):
+        hint = hint_of(code, gpu=physical_gpu(lease["devices"][0]), lease=lease["id"])
+        raise HostError(f"--inherit: {lease['reason']}", hint, code)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     now = lease["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
     if not any(uuid.startswith("MIG-") for uuid in {*visible}.difference(now)):

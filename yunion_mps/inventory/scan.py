@@ -25,6 +25,9 @@ from yunion_mps.reasons import NO_REASON, Reason
 
 _GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
 INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
+_DIVIDED = Reason(
+    "another program divided the MIG instance into compute instances", reasons.MIG_FOREIGN_INSTANCE
+)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
@@ -168,7 +171,11 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     if not gpu.parent:
         return gpu._replace(reason=_GONE, nvml_index=None)
     parent = there.get(gpu.physical_address)
-    return gpu._replace(reason=(parent.reason if parent else _GONE) or INSTANCE_GONE)
+    if parent is None or parent.reason:
+        return gpu._replace(reason=parent.reason if parent else _GONE)
+    addresses = {f"{parent.pci_address}-g{one.id}": one for one in parent.mig_instances}
+    now = addresses.get(gpu.pci_address)
+    return gpu._replace(reason=INSTANCE_GONE if now is None or now.is_whole else _DIVIDED)
 
 
 def identities(gpus: Iterable[Gpu]) -> set[str]:

@@ -20,7 +20,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
-from yunion_mps.identity import gpu_of
+from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.models import Gpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -144,7 +144,7 @@ def _service_problems(
         if gpu["state"] == UNAVAILABLE and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
             code = gpu["reason_code"]
             name = f" ({gpu['name']})" if gpu["name"] else ""
-            hint = hint_of(code, gpu=gpu["uuid"] or gpu["pci_address"])
+            hint = hint_of(code, gpu=gpu["parent"] or gpu["uuid"] or gpu["pci_address"])
             yield _problem(PROBLEM, code, f"GPU {gpu['addr']}{name}: {gpu['reason']}", hint, gpu=gpu["addr"])
         elif gpu["state"] == PENDING:
             code = gpu["reason_code"]
@@ -237,17 +237,17 @@ def _lease_problems(
     directories = {domain["pipe_directory"] for domain in domains}
     lost = {gpu["addr"] for gpu in gpus if gpu["state"] == UNAVAILABLE}
     missing = {
-        device["addr"]: device["reason"]
+        device["addr"]: (device["reason"], device["reason_code"])
         for device in devices
-        if device["reason_code"] == reasons.MIG_INSTANCE_GONE
+        if device["reason_code"] in (reasons.MIG_INSTANCE_GONE, reasons.MIG_FOREIGN_INSTANCE)
     }
     for lease in leases:
         name = lease["id"][:ID_LENGTH]
         whose = f"lease {name} of {lease['user']} ({', '.join(lease['devices'])})"
-        if why := next((missing[address] for address in lease["devices"] if address in missing), ""):
-            hint = hint_of(reasons.MIG_INSTANCE_GONE, lease=name)
-            text = f"{whose}: {why}"
-            yield _problem(PROBLEM, reasons.MIG_INSTANCE_GONE, text, hint, devices=lease["devices"])
+        if address := next((one for one in lease["devices"] if one in missing), ""):
+            why, code = missing[address]
+            hint = hint_of(code, gpu=physical_gpu(address), lease=name)
+            yield _problem(PROBLEM, code, f"{whose}: {why}", hint, devices=lease["devices"])
             continue
         directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
         if directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):

@@ -206,9 +206,8 @@ class _LayoutWork:
     def _why_gpu_is_busy(self) -> Reason:
         task = self._task
         if task.busy is None:
-            return Reason(
-                "MIG mode is switched on once it is known that no lease is in the way", reasons.MIG_PENDING
-            )
+            what = "MIG mode is switched on once it is known that no lease is in the way"
+            return Reason(what, reasons.MIG_PENDING)
         pids = self._mig.processes(self._uuid)
         if pids:
             what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
@@ -296,12 +295,14 @@ class _LayoutWork:
         for instance in instances:
             name = f"instance g{instance.id} ({instance.profile})"
             pids = self._pids(instance)
-            if pids:
+            if pids and (task.force or instance.uuid not in task.users):
                 return Reason(f"{name} {why}, but processes use it ({_pids(pids)})", reasons.MIG_IN_USE)
             if not self._is_ours(instance) and not task.force:
                 what = f"{name}, which another program {_what_was_done(instance)}, {why}"
                 return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
         users, known = task.users, "leases and MPS servers"
+        if task.busy is None and not any(one.uuid in users for one in instances):
+            return Reason("its MIG layout waits until the leases are known", reasons.MIG_PENDING)
         used = [f"{users.get(one.uuid, known)} on instance g{one.id} ({one.profile})" for one in instances]
         if task.places is not None:
             return Reason(f"it would end {', '.join(used)}", reasons.MIG_IN_USE)
@@ -363,9 +364,8 @@ def _what_was_done(instance: MigInstance) -> str:
     """Return what another program did; without a UUID, the GPU instance itself may have been ours."""
     if instance.uuid:
         return "created"
-    return (
-        "divided into compute instances" if instance.compute_instances else "left without a compute instance"
-    )
+    divided = "divided into compute instances"
+    return divided if instance.compute_instances else "left without a compute instance"
 
 
 def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:

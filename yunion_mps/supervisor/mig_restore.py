@@ -84,11 +84,11 @@ def withdrawn(
 
     A mode from before our first change is not cancelled: the GPU then is as it was.
     """
-    with_entry = {layout.gpu_uuid for layout in layouts}
+    configured = {layout.gpu_uuid for layout in layouts}
     tasks = []
     for gpu in gpus:
         is_lost = gpu.reason and gpu.reason.code != reasons.MIG_ENABLED
-        if is_lost or gpu.uuid in with_entry or gpu.mig_pending in (None, gpu.mig_enabled):
+        if is_lost or gpu.uuid in configured or gpu.mig_pending in (None, gpu.mig_enabled):
             continue
         record = MigRecord.read(store(), str(gpu.uuid))
         if record.before is not None and record.enabled_before == gpu.mig_enabled:

@@ -177,6 +177,18 @@ def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) 
     assert (reasons.MIG_CHANGED, "00:06.0") in {(event.code, event.subject) for event in made.events}
 
 
+def test_an_instance_that_was_divided_is_not_said_to_be_gone(begun: Begun) -> None:
+    host, made = begun(MIG)
+    number = host.gpus[0].mig_devices()[0].gpu_instance
+    host.run(["nvidia-smi", "mig", "-i", "0", "-dci", "-gi", str(number)], check=True)
+    host.run(["nvidia-smi", "mig", "-i", "0", "-cci", "0,0", "-gi", str(number)], check=True)
+    made.rescan()
+    rows = {row["addr"]: row for row in devices_json(made.snapshot, Ledger())}
+    row = rows[f"00:06.0-g{number}"]
+    assert (row["state"], row["reason_code"]) == ("unavailable", reasons.MIG_FOREIGN_INSTANCE)
+    assert row["reason"].endswith("another program divided the MIG instance into compute instances")
+
+
 def test_a_mode_that_is_switched_off_is_switched_on_again(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     host.gpus[0].mig = False
@@ -253,50 +265,6 @@ def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun)
     assert (change.after, change.effect) == ("as it is", "at once")
     apply_layouts(made)
     assert host.gpus[0].mig_devices() == before
-
-
-def requested(host: SimHost) -> tuple[bool, bool]:
-    """Whether the first GPU is in MIG mode, and whether it will be after a reset."""
-    return host.gpus[0].mig, host.gpus[0].mig_pending
-
-
-@pytest.mark.parametrize("was", [False, True])
-def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: Begun, was: bool) -> None:
-    asks = f"type: NVIDIA_MPS; mig: {'all-disabled; virtual_number: 4' if was else 'all-3g.20gb'}"
-    host, made = begun(asks, description=[{"kind": "a100", "mig": was}])
-    assert requested(host) == (was, not was)
-    (host.root / "etc/yunion/host_container_device.yml").write_text("devices: []\n")
-    shown = [(one.before, one.after, one.effect) for one in made.accept() if one.kind == "MIG layout"]
-    before, after = ("off", "on") if was else ("on", "off")
-    assert shown == [(f"MIG mode {before} after a reset", f"MIG mode {after}", "at once")]
-    apply_layouts(made)
-    assert requested(host) == (was, was)
-    assert made.supervisor.layout_tasks(set()) == ()
-    assert any(f"will not be switched {before}" in event.what for event in made.events)
-    host.run(["nvidia-smi", "-i", "0", "-mig", str(int(not was))], check=True)
-    apply_layouts(made)
-    assert requested(host) == (was, not was), "another program's request"
-
-
-def test_the_next_start_cancels_a_request_for_a_mode(begun: Begun, supervise: Supervise) -> None:
-    host, made = begun("type: NVIDIA_MPS; mig: all-3g.20gb", description=[{"kind": "a100"}])
-    made.stop()
-    configured(host, "type: NVIDIA_MPS; virtual_number: 4")
-    made = supervise(host).start()
-    assert requested(host) == (False, False)
-    host.gpus[0].reset()
-    made.rescan()
-    assert made.available == 4
-
-
-def test_a_plan_without_mig_does_not_name_a_layout_that_waits(begun: Begun) -> None:
-    host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
-    configured(host, MIG)
-    made.accept()
-    apply_layouts(made, {host.gpus[0].uuid})
-    assert waits(made).code == reasons.MIG_IN_USE
-    configured(host, "type: NVIDIA_MPS; virtual_number: 2")
-    assert [change for change in made.accept() if change.kind == "MIG layout"] == []
 
 
 def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:

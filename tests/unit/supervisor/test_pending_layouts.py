@@ -11,7 +11,7 @@ from yunion_mps.enums import FREE, LEASED, PENDING
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.models import Holder, Lease
-from yunion_mps.reasons import MIG_IN_USE
+from yunion_mps.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.service.devices import devices_json, unusable_reasons
 from yunion_mps.supervisor.snapshots import warnings
 
@@ -193,3 +193,27 @@ def test_an_end_of_mps_is_no_change_of_the_compute_mode(begin: Begun) -> None:
     work.reload(SLICED)
     assert work.made.supervisor.domains
     assert [why for why, _ in warnings(work.made.snapshot)] == []
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_layout_names_leases_and_servers_rather_than_their_processes(begin: Begun, leased: bool) -> None:
+    work = begin(MIG)
+    if leased:
+        work.lease()
+    pid, (number, *_) = work.attach(), [one.id for one in work.made.snapshot.inventory.gpus[0].mig_instances]
+    work.host.gpus[0].add_process(pid, 100, on=(number, 0))
+    work.reload(SMALLER)
+    lease = "lease job of root and " if leased else ""
+    expected = (
+        f"its MIG layout waits for {lease}the MPS server (PID {pid}) on instance g{number} (3g.40gb) to end"
+    )
+    assert waits(work.made) == expected
+
+
+def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
+    work = begin(MIG)
+    configured(work.host, SMALLER)
+    work.made.accept()
+    tasks = work.made.supervisor.layout_tasks(None)
+    (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
+    assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
