@@ -288,4 +288,4 @@ def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, dae
     wait_unused(slurm, daemon)
     whole = environment(slurm.srun("--gres=gpu:time-sliced:1", "env").stdout)
     assert whole["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
-    assert "different types" in slurm.srun("--gres=gpu:3", "true").stdout
+    assert "several types" in slurm.srun("--gres=gpu:3", "true").stdout
