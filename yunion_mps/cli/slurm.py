@@ -41,8 +41,8 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
     """Print the lines for gres.conf and slurm.conf that offer this host's devices as gpu, or as shards.
 
     They offer the devices that are reserved for Slurm (reserved_for: slurm) or, if there are none, all that
-    are not reserved: as gpu:mps, as gpu:time-sliced or, for a whole MIG instance, by its profile, such as
-    gpu:1g.10gb. The comments say which device has which index in Slurm.
+    are not reserved. Their types are gpu:mps, gpu:time-sliced and, for whole MIG instances, the profile,
+    such as gpu:1g.10gb. The comments say which device has which index in Slurm.
 
     With --install, the command also creates the device nodes that the lines name, now and at each boot (with
     tmpfiles.d), and records which device has which index. If the devices change, the node is drained until

@@ -53,6 +53,8 @@ _ARCHITECTURES = (
     ((3, 0), "Kepler"),
 )
 
+_SEPARATE = "use a separate claim and container for each"
+
 #: The attributes that all devices of a GPU have, by its UUID.
 GpuAttributes = dict[str, dict[str, DeviceAttribute]]
 
@@ -164,19 +166,18 @@ def requested_by(
     if len({one.sharing == MPS for one in found}) > 1:
         what = "some of these devices are shared through MPS and some are not"
         hint = (
-            "a process uses MPS on all of its GPUs or on none: request devices of one class, "
-            "or each in a separate claim, for a separate container"
+            f"a process uses MPS on all of its GPUs or on none: request devices of one class, or {_SEPARATE}"
         )
         raise InfeasibleError(what, hint)
     if len({is_on_instance(one.address) for one in found}) > 1:
         what = "some of these devices are on MIG instances and some are not; a process can use one kind"
-        raise InfeasibleError(what, "request each in a separate claim, for a separate container")
+        raise InfeasibleError(what, _SEPARATE)
     pools = {one.gpu for one in found if one.is_pool}
     if not pools:
         return ClaimRequest(tuple(sorted({one.address for one in found})))
     if len(pools) > 1 or not all(one.is_pool for one in found):
         what = "a claim can have memory of only one GPU, or whole devices, but not both"
-        raise InfeasibleError(what, "request each in a separate claim, for a separate container")
+        raise InfeasibleError(what, _SEPARATE)
     consumed = [_consumed(result, one) for result, one in zip(results, found)]
     mib = sum(round(quantity(one[MEMORY])) >> 20 for one in consumed) - found[0].reserve_mib
     percentage = sum(round(quantity(one[SM_PERCENTAGE])) for one in consumed if SM_PERCENTAGE in one)

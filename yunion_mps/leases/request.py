@@ -198,7 +198,7 @@ class Candidates(NamedTuple):
             raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
         if len({device.is_on_instance for device in devices}) > 1:
             what = "some of these devices are on MIG instances and some are not; a process can use one kind"
-            raise InfeasibleError(what, "request each in a lease of its own, for a process of its own")
+            raise InfeasibleError(what, "use a separate lease and process for each")
         if len(names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             if all(device.is_on_instance for device in devices):

@@ -36,8 +36,8 @@ _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
 class RecordedDevice(NamedTuple):
     """A device as it was when gres.conf was written.
 
-    Its type is `mps`, `time-sliced` or, for a whole MIG instance, the profile. Earlier versions recorded no
-    type: all of their devices were `mps`.
+    Its type is `mps` or `time-sliced`; for a whole MIG instance, it is the profile. Earlier versions
+    recorded no type: all of their devices were `mps`.
     """
 
     addr: str

@@ -1,4 +1,4 @@
-"""What has become of the MIG instances that Slurm's jobs have, for the steps that begin later.
+"""Tells later steps of Slurm jobs which of the job's MIG instances were created again or are missing.
 
 An instance that is created again has another UUID. The daemon writes this, because a job's user need not be
 able to ask it. It does not change the file that Prolog has written, because that belongs to the job's user.
