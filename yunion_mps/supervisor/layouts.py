@@ -123,9 +123,13 @@ class MigLayouts:
         If it is not final, because the leases were unknown, the layouts are due once more.
         """
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        configured = {layout.gpu_uuid for layout in self._desired.plan.layouts}
         for uuid, what in result.changes.items():
             address = gpus[uuid].address if uuid in gpus else uuid
-            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+            cause = "the configuration requires it"
+            if uuid not in configured:
+                cause = "the configuration no longer has a MIG layout for this GPU"
+            self._emit(Event("info", "mig", address, what, cause))
         for layout in self._desired.plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue
