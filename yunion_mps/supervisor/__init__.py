@@ -324,10 +324,10 @@ class Supervisor:
         self._gpus.clear_faults()
         self._modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
-        if differs:  # what is pending was recorded before
-            events += [change.event() for change in changes]
+        events += [change.event() for change in changes if differs]  # what is pending was recorded before
         for event in events:
             self.event_log.record(event)
+        self.layouts.withdraw()
         self._changed()
         return changes
 

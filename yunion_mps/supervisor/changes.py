@@ -226,8 +226,9 @@ def changes_to(
         if old_layout and not new_layout:
             old_layout, new_layout = _without_layout(gpu)
         if old_layout != new_layout:
+            now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             has_layout = any(layout.gpu_uuid == gpu.uuid for layout in plan.layouts)
-            when = uses.unused(plan, gpus, gpu) if has_layout else AT_ONCE
+            when = uses.unused(plan, gpus, gpu) if has_layout and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:

@@ -61,6 +61,19 @@ class MigLayouts:
     def forced(self) -> set[str]:
         return {layout.gpu_uuid for layout in self._forced}
 
+    def withdraw(self) -> None:
+        """Forget, and report, the pending layouts that an accepted configuration no longer requires."""
+        layouts = {layout.gpu_uuid: layout for layout in self._desired.plan.layouts}
+        for gpu in self._gpus.inventory.gpus:
+            uuid = str(gpu.uuid)
+            layout = layouts.get(uuid)
+            if layout and self._settled.get(uuid) != _State.of(layout, gpu):
+                continue
+            self._reasons.pop(uuid, None)
+            if self._reported.pop(uuid, None):
+                what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
+                self._emit(Event("info", "mig", gpu.address, what, cause))
+
     def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 

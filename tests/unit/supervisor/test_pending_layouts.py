@@ -217,3 +217,21 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
     tasks = work.made.supervisor.layout_tasks(None)
     (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
     assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
+
+
+@pytest.mark.parametrize("before", [MIG, f"{TWO}; mig: all-disabled", TWO])
+def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> None:
+    work = begin(before)
+    work.lease()
+    work.reload(SMALLER)
+    assert waits(work.made).code == MIG_IN_USE
+    configured(work.host, before)
+    shown = [change.effect for change in work.made.accept() if change.kind == "MIG layout"]
+    assert shown == ["at once"] * len(shown)
+    assert (waits(work.made), work.made.snapshot.plan.pending) == ("", {})
+    told = [(event.what, event.cause) for event in work.made.events if event.kind == "mig"]
+    assert told[-1] == ("the pending layout was withdrawn", "the configuration was reloaded")
+    work.apply()
+    assert waits(work.made) == ""
+    work.reload(SMALLER)
+    assert [event.what for event in work.made.events if event.kind == "mig"][-1] == "pending"
