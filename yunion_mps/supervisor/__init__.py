@@ -44,8 +44,10 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_gpus,
     leased_without_mps,
     left_running,
+    with_leased_domains,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
 from yunion_mps.supervisor.time_slices import TIME_SLICE
@@ -357,10 +359,11 @@ class Supervisor:
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _keep_leased_gpus(self) -> None:
-        """Find the leases of an earlier daemon that no control daemon serves, until they are restored."""
+        """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            ways = leased_without_mps(self.store())
+            ways = leased_gpus(self.store())
             self.desired.ways_leased = lambda: ways
+            self.desired.plan = with_leased_domains(self.desired.plan, ways, self.store(), self._paths)
             self.desired.replan()
 
     def _create_instances(self) -> None:
