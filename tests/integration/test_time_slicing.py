@@ -134,14 +134,22 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     assert daemon.host.gpus[1].time_slice == "default"
 
 
-def test_a_reload_names_a_time_slice_that_it_sets_again(daemon: Daemon) -> None:
+@pytest.mark.parametrize("command", ["plan", "reload"])
+def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daemon, command: str) -> None:
     daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
     daemon.start().wait_ready()
-    daemon.host.gpus[1].time_slice = "long"
-    done = daemon.host.run(["yunion-mps", "reload"], check=True)
-    assert "time slice" in done.stdout
-    assert "nothing has changed" not in done.stdout
-    assert daemon.host.gpus[1].time_slice == "short"
+    sliced = daemon.host.gpus[1]
+
+    def corrections() -> dict[str, tuple[str, str, bool]]:
+        daemon.host.gpus[0].compute_mode, sliced.time_slice = "default", "long"
+        done = daemon.host.run(["yunion-mps", command, "--output", "json"], check=True)
+        changes = json.loads(done.stdout)["changes"]
+        return {one["kind"]: (one["before"], one["after"], one["at_once"]) for one in changes}
+
+    # Again and again, because a poll corrects the compute mode, too.
+    expected = {"compute mode": ("Default", "Exclusive_Process", True), "time slice": ("long", "short", True)}
+    eventually(lambda: corrections() == expected, "both corrections")
+    assert sliced.time_slice == ("short" if command == "reload" else "long")
 
 
 @pytest.fixture

@@ -13,6 +13,10 @@ from yunion_mps.settings import DeviceEntry
 #: The compute mode that each way of sharing requires.
 MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
 
+#: Instead of a way of sharing: the GPU is no longer divided.
+_REMOVED = ""
+_FOLLOWING = {MIG: "its MIG layout changes", _REMOVED: "its devices are removed"}
+
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
     """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
@@ -60,16 +64,18 @@ def keep_sharing(
     """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
 
     `holders` describes these leases. Until then, the GPU is divided as in the `former` plan. After a restart,
-    when that plan is unknown, it has only the leased devices, and a control daemon of an earlier run is
-    supervised without a plan.
+    when that plan is unknown, a time-sliced GPU has only the leased devices.
 
-    A GPU or MIG instance that a MIG layout removes keeps its control daemon or time-slicing, too. Leases of
-    whole instances need nothing to be kept.
+    A GPU or MIG instance that the plan does not divide, or that a MIG layout removes, keeps its control
+    daemon or time-slicing, too. Leases of whole instances need nothing to be kept.
     """
     for gpu in gpus:
         uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
-        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING) and plan.has_layout(gpu):
-            desired = MIG
+        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING):
+            if plan.has_layout(gpu):
+                desired = MIG
+            elif gpu.pci_address not in plan.sharing and not gpu.reason:
+                desired = _REMOVED
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:
             continue
@@ -79,7 +85,7 @@ def keep_sharing(
             continue
         has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
-        what = "its MIG layout changes" if desired == MIG else f"it changes to {desired}"
+        what = _FOLLOWING.get(desired, f"it changes to {desired}")
         end = holders.get(uuid, "the leases of its devices")
         why = Reason(f"{what} after the end of {end}", LEASES_PENDING)
         plan = kept._replace(

@@ -103,7 +103,7 @@ class Monitor:
             self._renew_events(inventory)
         if time.monotonic() >= self._compare_s:
             self._compare_s = time.monotonic() + COMPARE_S
-            supervisor.compare_time_slices()
+            supervisor.modes.time_slices.compare()
         await self._reloader.set_modes()
         await self._reloader.apply_layouts()
 

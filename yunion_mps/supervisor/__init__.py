@@ -44,8 +44,10 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_gpus,
     leased_without_mps,
     left_running,
+    with_leased_domains,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
 from yunion_mps.supervisor.time_slices import TIME_SLICE
@@ -68,7 +70,7 @@ class Supervisor:
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
-        self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
+        self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.forced = lambda: self.layouts.forced
         self._snapshots = Snapshots(
@@ -77,7 +79,7 @@ class Supervisor:
             self._gpus,
             self.fleet,
             self.layouts,
-            lambda: self._modes.time_slices.in_effect(self.desired.in_effect()),
+            lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
             self._warnings,
         )
         #: Whether a stop has begun.
@@ -105,10 +107,10 @@ class Supervisor:
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self._modes.due(self.desired.plan, None)
+        work = self.modes.due(self.desired.plan, None)
         if work.changes or work.time_slices:
             self.note_modes(self.set_modes(work))
-            self._modes.refuse_if_none_can_be_set(self.desired.plan)
+            self.modes.refuse_if_none_can_be_set(self.desired.plan)
         self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
@@ -137,7 +139,7 @@ class Supervisor:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
-        self._modes.end()
+        self.modes.end()
         self.layouts.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
@@ -161,7 +163,7 @@ class Supervisor:
             self.release()
             return
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
-        if self._modes.restore(self.nvml, self._store, gpus_of(left)):
+        if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
@@ -198,7 +200,7 @@ class Supervisor:
         self._snapshots.set_warning(about, reason)
 
     def _warnings(self) -> Iterator[Reason]:
-        yield from self._modes.time_slices.refusals.values()
+        yield from self.modes.time_slices.refusals.values()
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
             yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)
@@ -215,7 +217,7 @@ class Supervisor:
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
         modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
-        self._modes.record_external_changes(modes, self.desired.plan)
+        self.modes.record_external_changes(modes, self.desired.plan)
         self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
         if self._gpus.inventory is before:
             return
@@ -295,19 +297,15 @@ class Supervisor:
 
     # -- compute modes
 
-    def compare_time_slices(self) -> None:
-        """Let the next work compare the time slices that are in effect with what the GPUs have."""
-        self._modes.time_slices.compare()
-
     def mode_work(self) -> ModeWork:
-        return self._modes.due(self.desired.plan, self._store)
+        return self.modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, unless a stop has begun; run it on a thread, because it calls the driver."""
-        return self._modes.set(work, self.nvml, self.store())
+        return self.modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
-        if self._modes.note(result, "the configuration requires it"):
+        if self.modes.note(result, "the configuration requires it"):
             self._changed()
 
     # -- reload
@@ -322,7 +320,7 @@ class Supervisor:
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()
-        self._modes.time_slices.check_again()
+        self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
         events += [change.event() for change in changes if differs]  # what is pending was recorded before
         for event in events:
@@ -361,10 +359,11 @@ class Supervisor:
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _keep_leased_gpus(self) -> None:
-        """Find the leases of an earlier daemon that no control daemon serves, until they are restored."""
+        """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            ways = leased_without_mps(self.store())
+            ways = leased_gpus(self.store())
             self.desired.ways_leased = lambda: ways
+            self.desired.plan = with_leased_domains(self.desired.plan, ways, self.store(), self._paths)
             self.desired.replan()
 
     def _create_instances(self) -> None:

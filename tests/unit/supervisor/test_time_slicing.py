@@ -230,7 +230,7 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
     for changed in (False, True, False):
         if changed:
             host.gpus[0].time_slice = "medium"
-        made.supervisor.compare_time_slices()
+        made.supervisor.modes.time_slices.compare()
         made.set_modes()
         assert slices(host) == ["short", "long"]
     reported = [(event.subject, event.what) for event in made.events if event.code]
@@ -240,12 +240,12 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
 def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) -> None:
     host, made = begin(TWO, shared("short"), SHARED)
     host.fail("nvmlInit*", "driver_not_loaded")
-    made.supervisor.compare_time_slices()
+    made.supervisor.modes.time_slices.compare()
     made.set_modes()
     assert not [event for event in made.events if event.code]
     host.clear()
     host.gpus[0].time_slice = "medium"
-    made.supervisor.compare_time_slices()
+    made.supervisor.modes.time_slices.compare()
     made.set_modes()
     assert slices(host) == ["short", "default"]
 
