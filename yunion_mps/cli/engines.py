@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import call, print_warnings, take
 from yunion_mps.containers.command import mount_words, set_variables
 from yunion_mps.containers.nodes import driver_nodes, gpu_nodes
 from yunion_mps.enums import DEVICE_VARIABLES
@@ -67,7 +67,7 @@ def run_container(
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
     report_lease(lease["id"])
-    warn_unenforced_budgets(lease)
+    print_warnings(lease)
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:

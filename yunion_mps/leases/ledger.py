@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
+from yunion_mps.identity import physical_gpu
 from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
@@ -131,6 +132,15 @@ class Ledger:
                 free.setdefault(gpu, []).append(device)
         return free
 
+    def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
+        """How much of the memory of the physical GPU (address) of these devices is leased, from 0 to 1."""
+        places = {device.gpu_uuid: (physical_gpu(device.addr), device.memory_total_mib) for device in devices}
+        used_mib, total_mib = Counter[str](), Counter[str]()
+        for uuid, (gpu, memory_mib) in places.items():
+            used_mib[gpu] += self._memory_mib[uuid]
+            total_mib[gpu] += memory_mib
+        return {gpu: used_mib[gpu] / max(1, total_mib[gpu]) for gpu in total_mib}
+
     def ways_of_sharing(self) -> dict[str, str]:
         """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
         return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
@@ -204,19 +214,25 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
+def kind_across(device: Device) -> tuple[bool, str]:
+    """What the devices of one lease have in common; MIG instances come last: a process can use only one."""
+    return device.is_on_instance, device.domain
+
+
 def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
-    """The devices that a process can use together, one of each physical GPU: of one domain and one kind."""
-    groups: dict[tuple[str, bool], list[Device]] = {}
+    """The devices that can be in one lease, one of each physical GPU; first those of whole GPUs."""
+    groups: dict[tuple[bool, str], list[Device]] = {}
     for device in devices:
-        groups.setdefault((device.domain, device.is_on_instance), []).append(device)
-    return [of_different_gpus(group) for group in groups.values()]
+        groups.setdefault(kind_across(device), []).append(device)
+    kinds = sorted(groups, key=lambda kind: kind[0])
+    return [of_different_gpus(groups[kind]) for kind in kinds]
 
 
 def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
     """The first device of each physical GPU, whose MIG instances are not different GPUs."""
     firsts: dict[str, Device] = {}
     for device in devices:
-        firsts.setdefault(device.gpu_address.partition("-g")[0], device)
+        firsts.setdefault(physical_gpu(device.addr), device)
     return list(firsts.values())
 
 

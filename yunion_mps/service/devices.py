@@ -255,6 +255,8 @@ def gpu_json(
     state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
     if is_layout_pending(gpu, snapshot, serving):
         state = PENDING
+    if gpu.is_instance and gpu.uuid is None:  # another program's, which has nothing to do with our service
+        state = NOT_USED
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,

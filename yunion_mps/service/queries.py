@@ -11,6 +11,7 @@ from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLI
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
+from yunion_mps.inventory.scan import divided_instances, in_order
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import shorten
 from yunion_mps.models import Gpu, Holder, Pool, Snapshot
@@ -127,7 +128,7 @@ class Queries:
         return self._details(matches[0])
 
     def gpus(self) -> answers.GpuList:
-        """Every GPU of the host as of the last poll; an unusable one has a reason."""
+        """Every GPU and MIG instance of the host as of the last poll; one that is not leased has a reason."""
         snapshot = self._snapshot()
         ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
         serving = self._serving()  # which counts the devices
@@ -142,7 +143,7 @@ class Queries:
                 why.get(gpu.uuid or "", NO_REASON),
                 serving,
             )
-            for gpu in snapshot.inventory.gpus
+            for gpu in in_order([*snapshot.inventory.gpus, *divided_instances(snapshot.inventory.gpus)])
         ]
         sliced = {gpu["parent"] for gpu in gpus if gpu["parent"] and gpu["sharing"] == TIME_SLICING}
         for gpu in gpus:
