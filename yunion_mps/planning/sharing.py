@@ -12,6 +12,7 @@ from yunion_mps.settings import DeviceEntry
 
 #: The compute mode that each way of sharing requires.
 MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
+_CHANGES = {MIG: "its MIG layout changes", NOT_SHARED: "it becomes a single device"}
 
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
@@ -79,7 +80,7 @@ def keep_sharing(
             continue
         has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
-        what = "its MIG layout changes" if desired == MIG else f"it changes to {desired}"
+        what = _CHANGES.get(desired, f"it changes to {desired}")
         end = holders.get(uuid, "the leases of its devices")
         why = Reason(f"{what} after the end of {end}", LEASES_PENDING)
         plan = kept._replace(
