@@ -10,7 +10,7 @@ import pytest
 
 from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
-from integration.lease_host import leases_of
+from integration.lease_host import given, leases_of
 from simhost import SimHost
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2}, {"kind": "h100", "count": 2})
@@ -201,6 +201,36 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["state"] == "free", "the change")
     slurm.check_health()
     slurm.wait(lambda: slurm.state() == "idle", "the node")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "entry", "why"),
+    [
+        ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: it changes to mps after the end of "),
+        ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: it becomes a single device after "),
+        ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: the MIG layout of GPU 00:09.0 is "),
+        ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "),
+    ],
+    ids=["time-slicing", "type", "layout", "instances"],
+)
+def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
+    slurm: Slurm, daemon: Daemon, kind: str, gpu: int, entry: object, why: str
+) -> None:
+    """The next job would be requeued: Slurm starts it as soon as a device is free."""
+    script = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    for _ in TYPES[kind]:
+        slurm.submit(script, f"--gres=gpu:{kind}:1")
+    slurm.wait(lambda: given(daemon) == TYPES[kind], "their leases")
+    daemon.host.divide(*(entry if index == gpu else one for index, one in enumerate(DIVISIONS)))
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
+    slurm.check_health()
+    assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
+    assert (slurm.state(), given(daemon)) == ("draining", TYPES[kind])
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.check_health()
+    slurm.wait(lambda: slurm.state() == "mixed", "the end of the drain")
 
 
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:
