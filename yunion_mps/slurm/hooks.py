@@ -317,7 +317,8 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         message, *hints = content["error"]
         raise YunionError(message, "\n".join(hints))
     devices = content["devices"]
-    step = [str(index) for index in job.step_indices]
+    indices = job.task.indices([*map(int, devices)]) if job.task and devices else job.step_indices
+    step = [*map(str, indices)]
     if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
         return content["environment"]  # others are inherited: see Job
     if len(step) == 1:

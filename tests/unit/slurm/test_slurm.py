@@ -342,6 +342,50 @@ def test_a_step_has_the_budget_of_its_devices() -> None:
     assert caught.value.hint == "request one"
 
 
+@pytest.mark.parametrize(
+    ("binding", "local_id", "on_node", "own"),
+    [
+        ("gpu:per_task:mps:1", "0", "4", "0"),
+        ("gpu:per_task:mps:1", "3", "4", "3"),
+        ("gpu:per_task:mps", "1", "4", "1"),
+        ("gpu:per_task:2g.20gb:1", "1", "4", "1"),
+        ("gpu:per_task:2g.20gb:4", "0", "4", "all"),
+        ("gpu:per_task:1g.10gb:1", "1", "4", "2"),
+        ("gpu:per_task:1", "1", "4", "2"),
+        ("gpu:single:1", "1", "4", "2"),
+        ("gres/gpu:per_task:1", "1", "4", "2"),
+    ],
+)
+def test_a_task_has_its_devices_if_slurm_reads_the_type_as_their_number(
+    binding: str, local_id: str, on_node: str, own: str
+) -> None:
+    """Slurm says 2, which is right only if the number at the beginning of the type is the number."""
+    devices = {index: {"A": index} for index in "0123"}
+    content: JobFile = {"environment": {"A": "all"}, "devices": devices, "error": []}
+    task = {"SLURM_GTIDS": "4,5,6,7", "SLURM_LOCALID": local_id, "SLURM_GPUS_ON_NODE": on_node}
+    environment = {"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "2", "SLURMD_TRES_BIND": binding, **task}
+    assert environment_of_task(Job.of(environment), content) == {"A": own}
+    batch = {**environment, "SLURM_GTIDS": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}  # inherited from a task
+    assert environment_of_task(Job.of(batch), content) == {"A": "all"}
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(1, "--gpu-bind=single:1"), (2, "srun --exact -n1 --gres=gpu:mps:2")]
+)
+def test_a_task_whose_devices_slurm_does_not_tell_is_refused(number: int, hint: str) -> None:
+    content: JobFile = {"environment": {}, "devices": {index: {} for index in "0123"}, "error": []}
+    environment = {
+        "SLURM_JOB_ID": "17",
+        "SLURMD_TRES_BIND": f"gpu:per_task:mps:{number}",
+        "SLURM_GTIDS": "0,1",
+        "SLURM_LOCALID": "0",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    with pytest.raises(InfeasibleError, match="did not assign the task its devices") as caught:
+        environment_of_task(Job.of(environment), content)
+    assert hint in caught.value.hint
+
+
 def test_a_step_has_the_instance_that_was_created_again(tmp_path: Path) -> None:
     def environment(uuids: str, addresses: str, pipe: str, lease: str = "7c1f") -> dict[str, str]:
         return {
