@@ -10,7 +10,7 @@ import pytest
 
 from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
-from integration.lease_host import leases_of
+from integration.lease_host import given, leases_of
 from simhost import SimHost
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2}, {"kind": "h100", "count": 2})
@@ -77,20 +77,43 @@ def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Da
     slurm.wait_job(job, "COMPLETED")
 
 
-@pytest.mark.parametrize(("kind", "gpu"), [("mps", 0), ("time-sliced", 1), ("1g.10gb", 2)])
+@pytest.mark.parametrize(
+    ("kind", "gpu", "divisions"),
+    [
+        ("mps", 0, DIVISIONS),
+        ("time-sliced", 1, DIVISIONS),
+        ("1g.10gb", 2, DIVISIONS),
+        ("2g.20gb", 2, [*DIVISIONS[:2], "mig: [2g.20gb, 2g.20gb]", DIVISIONS[3]]),
+    ],
+    ids=["mps", "time-sliced", "1g.10gb", "2g.20gb"],
+)
 def test_every_task_has_a_device_if_they_are_requested_per_task(
     slurm: Slurm, daemon: Daemon, kind: str, gpu: int
 ) -> None:
-    """Slurm 22.05 assigns the tasks no device of types that do not begin with a digit: they have all."""
+    """Slurm 22.05 reads the type as the number: 0 of mps, 1 of 1g.10gb and 2 of 2g.20gb."""
     show = "echo $CUDA_VISIBLE_DEVICES $YUNION_MPS_DEVICE"
     done = slurm.srun(f"--gpus-per-task={kind}:1", "-n2", "sh", "-c", show)
-    tasks = sorted((line.split() for line in done.stdout.splitlines()), key=lambda task: task[-1:])
-    single = [[addr] for addr in TYPES[kind][:2]]
-    both = [TYPES[kind][:2]] * 2
-    assert [devices.split(",") for _, devices in tasks] in (single, both), f"{done}{slurm.logs()}"
     found = daemon.host.gpus[gpu]
-    assert {uuid for uuid, _ in tasks} == ({one.uuid for one in found.mig_devices()} or {found.uuid})
+    instances = {f"00:08.0-g{one.gpu_instance}": one.uuid for one in found.mig_devices()}
+    expected = instances or dict.fromkeys(TYPES[kind][:2], found.uuid)
+    tasks = sorted(line.split() for line in done.stdout.splitlines())
+    assert tasks == sorted([uuid, addr] for addr, uuid in expected.items()), f"{done}{slurm.logs()}"
     wait_unused(slurm, daemon)
+
+
+def test_a_step_with_fewer_devices_than_its_job_binds_them_to_its_tasks(slurm: Slurm, version: str) -> None:
+    """Slurm 22.05 tells its tasks neither their own devices nor those of the step."""
+    step = "srun --quiet -n2 --exact --gpus-per-task=time-sliced:1"
+    show = "printenv YUNION_MPS_DEVICE"
+    job = slurm.submit(f"{step} {show}; {step} --gpu-bind=single:1 {show}", "--gres=gpu:time-sliced:3", "-n2")
+    slurm.wait_job(job, "COMPLETED")
+    lines = slurm.output(job).splitlines()
+    assert sorted(lines[-2:]) == TIME_SLICED[:2]
+    if version == "22.05":
+        assert "yunion-mps: Slurm did not assign the task its devices" in slurm.output(job)
+        assert "yunion-mps: add --gpu-bind=single:1 to srun" in slurm.output(job)
+    else:
+        assert sorted(lines[:-2]) == TIME_SLICED[:2]
 
 
 def test_later_steps_follow_an_instance_that_is_created_again(slurm: Slurm, daemon: Daemon) -> None:
@@ -201,6 +224,36 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["state"] == "free", "the change")
     slurm.check_health()
     slurm.wait(lambda: slurm.state() == "idle", "the node")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "entry", "why"),
+    [
+        ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: it changes to mps after the end of "),
+        ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: it becomes a single device after "),
+        ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: the MIG layout of GPU 00:09.0 is "),
+        ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "),
+    ],
+    ids=["time-slicing", "type", "layout", "instances"],
+)
+def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
+    slurm: Slurm, daemon: Daemon, kind: str, gpu: int, entry: object, why: str
+) -> None:
+    """The next job would be requeued: Slurm starts it as soon as a device is free."""
+    script = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    for _ in TYPES[kind]:
+        slurm.submit(script, f"--gres=gpu:{kind}:1")
+    slurm.wait(lambda: given(daemon) == TYPES[kind], "their leases")
+    daemon.host.divide(*(entry if index == gpu else one for index, one in enumerate(DIVISIONS)))
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
+    slurm.check_health()
+    assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
+    assert (slurm.state(), given(daemon)) == ("draining", TYPES[kind])
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.check_health()
+    slurm.wait(lambda: slurm.state() == "mixed", "the end of the drain")
 
 
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:

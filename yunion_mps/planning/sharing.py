@@ -15,7 +15,11 @@ MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
 
 #: Instead of a way of sharing: the GPU is no longer divided.
 _REMOVED = ""
-_FOLLOWING = {MIG: "its MIG layout changes", _REMOVED: "its devices are removed"}
+_CHANGES = {
+    MIG: "its MIG layout changes",
+    NOT_SHARED: "it becomes a single device",
+    _REMOVED: "its devices are removed",
+}
 
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
@@ -85,7 +89,7 @@ def keep_sharing(
             continue
         has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
-        what = _FOLLOWING.get(desired, f"it changes to {desired}")
+        what = _CHANGES.get(desired, f"it changes to {desired}")
         end = holders.get(uuid, "the leases of its devices")
         why = Reason(f"{what} after the end of {end}", LEASES_PENDING)
         plan = kept._replace(

@@ -19,6 +19,7 @@ from yunion_mps.http.operations import (
     GET_DEVICE,
     GET_DEVICES,
     GET_LEASES,
+    GET_STATUS,
     TAKE_LEASE,
     TERMINATE_LEASE,
     Operation,
@@ -31,7 +32,7 @@ from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reaso
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord
+    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord, StatusProblem
 
 T = TypeVar("T")
 
@@ -75,6 +76,9 @@ class JobLeases:
 
     def all(self) -> Sequence[LeaseDetails]:
         return self._call(GET_LEASES)["leases"]
+
+    def problems(self) -> Sequence[StatusProblem]:
+        return self._call(GET_STATUS)["problems"]
 
     def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecord:
         """Lease what Slurm has assigned to the job, or return the lease that it has.
