@@ -12,11 +12,11 @@ from engines.slurm import Slurm, environment
 from integration.daemon_host import Daemon
 from integration.lease_host import given, leases_of
 from simhost import SimHost
+from simhost.host import SHARED
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2}, {"kind": "h100", "count": 2})
 
-SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
-DIVISIONS = [2, SLICED, "mig: [1g.10gb, 1g.10gb]", "mig: 3g.40gb\n  virtual_number: 2"]
+DIVISIONS = [2, SHARED, "mig: [1g.10gb, 1g.10gb]", "mig: 3g.40gb\n  virtual_number: 2"]
 #: The addresses by type.
 MPS = ["00:06.0-0", "00:06.0-1", "00:09.0-g1-0", "00:09.0-g1-1"]
 TIME_SLICED = ["00:07.0-0", "00:07.0-1", "00:07.0-2"]
@@ -322,7 +322,7 @@ def test_a_job_passes_its_device_on_to_run_inherit(slurm: Slurm, daemon: Daemon,
 
 
 @pytest.mark.parametrize("mapping", ["shard"])
-@pytest.mark.parametrize("divisions", [[SLICED.replace("3", "2"), SLICED, DIVISIONS[2]]])
+@pytest.mark.parametrize("divisions", [[SHARED.replace("3", "2"), SHARED, DIVISIONS[2]]])
 def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, daemon: Daemon) -> None:
     script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
     requests = ["shard:2", "shard:2", "shard:1", "gpu:1g.10gb:1", "gpu:1g.10gb:1"]

@@ -11,12 +11,12 @@ from faults.hands import await_events
 from faults.rows import SHARING, fault
 from faults.scene import Scene, shown, until
 from simhost.gpu import MigDevice
+from simhost.host import SHARED
 
 _MIG = [{"kind": "h100"}]
 _NEEDS_RESET = [{"kind": "a100"}]
 _TWO = [{"kind": "v100"}, {"kind": "v100"}]
 _BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
-_TIME_SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 
 
 def _instance(scene: Scene, profile: str) -> MigDevice:
@@ -162,7 +162,7 @@ def type_changed(scene: Scene) -> None:
     _hold(scene, "00:07.0-0")
     other = scene.lease
     _hold(scene, "00:06.0-0")
-    scene.host.divide(4, _TIME_SLICED)
+    scene.host.divide(4, SHARED)
     scene.inject(lambda: _reload(scene))
     rows = scene.daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
     (why,) = {row["reason"] for row in rows if row["state"] == "pending" and row["addr"] != "00:07.0-0"}
@@ -176,7 +176,7 @@ def type_changed(scene: Scene) -> None:
 @fault(SHARING, "another program changes the time slice of a GPU", gpus=_TWO)
 def time_slice_changed(scene: Scene) -> None:
     """It is compared every five minutes, and at a reload."""
-    scene.host.divide(4, f"{_TIME_SLICED}\n  time_slice: short")
+    scene.host.divide(4, f"{SHARED}\n  time_slice: short")
     scene.serve()
     gpu = scene.host.gpus[1]
     scene.inject(lambda: setattr(gpu, "time_slice", "long"))

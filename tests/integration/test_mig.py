@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.mig_devices import devices, free, gpu, instances, profiles
-from simhost import SimHost
 
 MIG = "mig: all-balanced"
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
+def daemon(make_divided: MakeDivided) -> Daemon:
     """On a host with an H100 in MIG mode, if the entry asks for it, beside one that is time-sliced."""
-    with SimHost.create([{"kind": "h100", "count": 2}]) as host:
-        host.divide(MIG, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2")
-        with Daemon(host) as made:
-            made.configure(cuda_mps_scope="gpu")
-            yield made
+    sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2"
+    return make_divided([{"kind": "h100", "count": 2}], MIG, sliced, cuda_mps_scope="gpu")
 
 
 BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
@@ -247,21 +243,17 @@ def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
         assert device.strip() in addresses
 
 
-def test_status_and_plan_say_what_a_layout_waits_for() -> None:
-    with SimHost.create([{"kind": "a100"}]) as host:
-        host.divide(MIG)
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
-            why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
-            status = daemon.get("/v1/status")[1]
-            assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
-            plan = daemon.get("/v1/plan")[1]
-            assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
-            shown = host.run(["yunion-mps", "plan"], check=True).stdout
-            title = "A reload would change nothing else; these changes are pending:"
-            assert " ".join(shown.split()) == f"{title} Pending: {why}"
-            shown = host.run(["yunion-mps", "status"]).stdout
-            assert why in " ".join(shown.split())
-            assert "no GPU on this host" not in shown
+def test_status_and_plan_say_what_a_layout_waits_for(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "a100"}], MIG).start().wait_ready()
+    eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+    why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
+    status = daemon.get("/v1/status")[1]
+    assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
+    plan = daemon.get("/v1/plan")[1]
+    assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
+    shown = daemon.host.run(["yunion-mps", "plan"], check=True).stdout
+    title = "A reload would change nothing else; these changes are pending:"
+    assert " ".join(shown.split()) == f"{title} Pending: {why}"
+    shown = daemon.host.run(["yunion-mps", "status"]).stdout
+    assert why in " ".join(shown.split())
+    assert "no GPU on this host" not in shown

@@ -11,8 +11,8 @@ import pytest
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
+from simhost.host import SHARED
 
-SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 ADDRESS = "00:07.0-0"
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100", "count": 2})]

@@ -54,8 +54,19 @@ class MigLayouts:
         return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
 
     def force(self, *, now: bool) -> None:
-        """With `now`, the layouts wait neither for leases nor for unused instances of other programs."""
-        self._forced = {*self._desired.plan.layouts} if now else set()
+        """With `now`, the layouts wait neither for leases nor for unused instances of other programs.
+
+        Those in effect already take nothing away, and later changes of their GPUs are not of this reload.
+        """
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        layouts = self._desired.plan.layouts if now else ()
+        self._forced = {one for one in layouts if not self._is_in_effect(one, gpus.get(one.gpu_uuid))}
+
+    def _is_in_effect(self, layout: MigLayout, gpu: Gpu | None) -> bool:
+        settled = self._settled.get(layout.gpu_uuid)
+        if settled is None or gpu is None:
+            return False
+        return settled == _State.of(layout._replace(restore=settled.layout.restore), gpu)
 
     @property
     def forced(self) -> set[str]:

@@ -22,6 +22,7 @@ from unit.supervisor.test_mig_devices import apply_layouts, configured, waits
 H100 = [{"kind": "h100"}]
 TWO = "type: NVIDIA_MPS; virtual_number: 2"
 MIG = "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2"
+MIG_SLICED = "type: NVIDIA_GPU_SHARE; mig: all-3g.40gb; virtual_number: 3"
 SLICED = "type: NVIDIA_GPU_SHARE; virtual_number: 3"
 SMALLER = "type: NVIDIA_MPS; mig: [2g.20gb, 2g.20gb, 2g.20gb]; virtual_number: 2"
 
@@ -44,8 +45,10 @@ class Work:
     def apply(self, *, now: bool | None = None) -> None:
         apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
 
-    def reload(self, *entries: str) -> None:
+    def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
+        self.made.accept()
+        self.made.supervisor.layouts.force(now=now)
         self.made.reload()
         self.apply()
 
@@ -129,12 +132,24 @@ def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
 def test_reload_now_does_not_wait_for_an_idle_lease(begin: Begun, before: str, after: str) -> None:
     work = begin(before)
     work.lease()
-    work.reload(after)
-    work.made.supervisor.layouts.force(now=True)
-    work.made.reload()
-    work.apply()
+    work.reload(after, now=True)
     work.apply()
     assert waits(work.made) == ""
+
+
+def test_reload_now_leaves_a_layout_in_effect_to_its_leases(begin: Begun) -> None:
+    """Also later, when another program has taken one of its instances."""
+    work = begin(MIG, TWO, description=[{"kind": "h100", "count": 2}])
+    address, leased = work.lease(), work.made.snapshot.plan.devices[0].gpu_uuid
+    work.reload(f"{MIG_SLICED}; mig_restore: true", MIG, now=True)
+    assert work.states()[address] == LEASED
+    assert leased in {uuid for one in work.made.snapshot.domains for uuid in one.plan.gpu_uuids}
+    assert len(work.host.gpus[1].mig_devices()) == 2
+    (free,) = (one for one in work.host.gpus[0].mig_devices() if one.uuid != leased)
+    work.host.gpus[0].end_instances(free.gpu_instance)
+    others = {one.uuid for one in work.host.create_mig_devices(0, "1g.10gb")}
+    work.apply()
+    assert others <= {one.uuid for one in work.host.gpus[0].mig_devices()}
 
 
 def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> None:

@@ -17,10 +17,10 @@ from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING, TIME_SLIC
 from yunion_mps.service.devices import devices_json, unusable_reasons
 
 from simhost import SimHost
+from simhost.host import SHARED
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, modes
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
-SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 
 
 def states(made: Supervised, ledger: Ledger | None = None) -> dict[str, str]:
