@@ -92,6 +92,18 @@ def test_compute_instances_share_their_gpu_instance(make_host: MakeHost) -> None
             n.nvmlComputeInstanceGetInfo(compute)
 
 
+def test_placements_have_the_size_of_their_profile(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100", "mig": True}])
+    with nvml(host) as (n, gpu):
+        small, whole = (n.byref(n.c_nvmlGpuInstancePlacement_t(4, size)) for size in (2, 4))
+        with pytest.raises(n.NVMLError_InvalidArgument):
+            n.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 9, small)
+        big = n.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 9, whole)
+        n.nvmlGpuInstanceCreateComputeInstance(big, 2)
+        device = n.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 0)
+        assert n.nvmlDeviceGetAttributes(device).multiprocessorCount == 60, "more than three times 1g"
+
+
 def test_hopper_changes_its_mode_at_once_if_idle(make_host: MakeHost) -> None:
     host = make_host([{"kind": "h100"}])
     gpu = host.gpus[0]
@@ -103,6 +115,12 @@ def test_hopper_changes_its_mode_at_once_if_idle(make_host: MakeHost) -> None:
     host.create_mig_devices(0, "7g.80gb")
     assert "Disabled MIG Mode" in smi(host, "-i", 0, "-mig", 0)
     assert (gpu.mig, gpu.mig_pending, gpu.mig_devices()) == (False, False, [])
+
+
+def test_every_ampere_model_waits_for_a_reset(make_host: MakeHost) -> None:
+    host = make_host([{"kind": kind} for kind in ("a30", "a100", "a100-80gb")])
+    smi(host, "-mig", 1)
+    assert [(gpu.mig, gpu.mig_pending) for gpu in host.gpus] == [(False, True)] * 3
 
 
 @pytest.mark.parametrize("reset", ["nvidia-smi", "ctl", "reboot"])
@@ -269,8 +287,10 @@ def test_simhost_ctl_makes_the_faults(make_host: MakeHost) -> None:
     ctl("process", 0, "add", 77, 10, "--on", devices[0].gpu_instance, 0)
     ctl("end-instance", 0, devices[0].gpu_instance)
     assert gpu.mig_devices() == devices[1:]
+    smi(host, "mig", "-cgi", "19")
     ctl("require-reset", 0)
     assert "GPU requires reset" in smi(host, "mig", "-cgi", "19")
+    assert "GPU requires reset" in smi(host, "mig", "-cci")
     ctl("reset", 0)
     assert (gpu.mig_devices(), gpu.show()["reset_required"]) == ([], False)
     host.create_mig_devices(0, "19")
