@@ -79,6 +79,11 @@ def test_an_instance_whose_profile_is_used_up_is_in_the_way() -> None:
     assert done.create == ()
 
 
+def test_a_layout_has_its_largest_instances_first() -> None:
+    desired = resolve(["1g.10gb", "1g.20gb", "2g.20gb"], H100)
+    assert [profile.name for profile in desired] == ["2g.20gb", "1g.20gb", "1g.10gb"]
+
+
 def test_a_place_that_was_not_whole_gets_no_compute_instance() -> None:
     (place,) = change(resolve(["4g.40gb"], H100), (), ()).create
     half = instance(1, "4g.40gb", 0, 4, uuid="", compute_instances=0)
