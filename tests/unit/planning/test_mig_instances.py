@@ -84,6 +84,12 @@ def test_a_layout_has_its_largest_instances_first() -> None:
     assert [profile.name for profile in desired] == ["2g.20gb", "1g.20gb", "1g.10gb"]
 
 
+def test_all_of_a_profile_are_no_more_than_have_a_place() -> None:
+    """Even if the driver reports more than that as its maximum."""
+    profiles = tuple(one._replace(max_count=7) for one in H100.mig_profiles)
+    assert len(resolve(["all-1g.20gb"], H100._replace(mig_profiles=profiles))) == 4
+
+
 def test_a_place_that_was_not_whole_gets_no_compute_instance() -> None:
     (place,) = change(resolve(["4g.40gb"], H100), (), ()).create
     half = instance(1, "4g.40gb", 0, 4, uuid="", compute_instances=0)
