@@ -50,7 +50,7 @@ def _reload(scene: Scene) -> None:
 
 @fault(SHARING, "the daemon is killed in a driver call while it applies a layout", gpus=_MIG)
 def killed_in_a_layout(scene: Scene) -> None:
-    """The kills before and after each call: tests/unit/supervisor/test_mig.py."""
+    """The kills before and after each call: tests/unit/supervisor/test_mig_kills.py."""
     scene.host.divide("mig: all-balanced")
     call = "nvmlDeviceCreateGpuInstanceWithPlacement"
     scene.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)
@@ -93,6 +93,21 @@ def instance_in_use(scene: Scene) -> None:
     assert big in scene.host.gpus[0].mig_devices()
     scene.repair(lambda: scene.host.gpus[0].remove_process(os.getpid()), "its end")
     scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 3)
+
+
+@fault(SHARING, "a new layout needs the place of an instance of another program", takes_s=2, gpus=_MIG)
+def no_place_left(scene: Scene) -> None:
+    _serve(scene, "mig: [3g.40gb]", lease="3g.40gb")
+    ours = _instance(scene, "3g.40gb")
+    devices = scene.host.create_mig_devices(0, "3g.40gb")
+    (other,) = (one for one in devices if one.uuid != ours.uuid)
+    scene.host.divide("mig: [3g.40gb, 2g.20gb]")
+    scene.inject(lambda: _reload(scene))
+    scene.expect_report("which another program created, is in the way")
+    assert scene.host.gpus[0].mig_devices() == devices
+    scene.repair(lambda: scene.host.gpus[0].end_instances(other.gpu_instance), "its end")
+    scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 2)
+    assert ours in scene.host.gpus[0].mig_devices()
 
 
 @fault(SHARING, "the driver hangs for over a minute while a layout is applied", takes_s=70, gpus=_MIG)

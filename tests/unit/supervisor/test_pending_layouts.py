@@ -13,6 +13,7 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.models import Holder, Lease
 from yunion_mps.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.service.devices import devices_json, unusable_reasons
+from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
 
 from simhost import Description, SimHost
@@ -150,6 +151,19 @@ def test_reload_now_leaves_a_layout_in_effect_to_its_leases(begin: Begun) -> Non
     others = {one.uuid for one in work.host.create_mig_devices(0, "1g.10gb")}
     work.apply()
     assert others <= {one.uuid for one in work.host.gpus[0].mig_devices()}
+
+
+def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> None:
+    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+    supervisor = work.made.supervisor
+    work.host.gpus[1].lose()  # since the last poll
+    configured(work.host, MIG, MIG)
+    preflight = run_preflight(work.made.paths, supervisor.nvml)
+    plan, _ = supervisor.desired.plan_for(preflight, work.ledger.lease_waits)
+    assert supervisor.nvml
+    losses = supervisor.layouts.losses(plan, preflight.inventory, (), supervisor.nvml, supervisor.store())
+    assert plan.layouts[1].gpu_uuid == work.host.gpus[1].uuid
+    assert losses.keys() == {work.host.gpus[0].uuid}
 
 
 def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> None:
