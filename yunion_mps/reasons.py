@@ -216,6 +216,9 @@ CLIENT_KILLED = _code("client_killed",
 PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
     "A process uses the GPU outside MPS, so no budget limits it.",
     _END_JOB)
+PROCESS_WITHOUT_LEASE = _code("process_without_lease",
+    "A process uses a time-sliced GPU or a MIG instance without a lease, so its memory counts for no budget.",
+    f"{_END_JOB}; start jobs with: yunion-mps run COMMAND")
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 OVER_BUDGET_TERMINATED = _code("over_budget_terminated",
     "A job's newest process was terminated because the job's processes together exceeded its budget.",
