@@ -62,7 +62,7 @@ def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
     ]
 
 
-def test_an_instance_that_another_program_divided_is_listed_with_the_reason(daemon: Daemon) -> None:
+def test_an_instance_that_another_program_divided_is_listed(daemon: Daemon) -> None:
     daemon.host.gpus[0].mig = True
     smi = ("nvidia-smi", "mig", "-i", 0)
     daemon.host.run((*smi, "-cgi", "3g.40gb"), check=True)

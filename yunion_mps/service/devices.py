@@ -154,11 +154,15 @@ def ways_in_effect(plan: Plan) -> dict[str, str]:
 
 
 def devices_json(
-    snapshot: Snapshot, ledger: Ledger, name_holder: Callable[[Holder], str] = str
+    snapshot: Snapshot,
+    ledger: Ledger,
+    name_holder: Callable[[Holder], str] = str,
+    used_by_others: Mapping[str, Reason] = {},
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
-    A device that was leased before a reload is shown as it was leased.
+    A device that was leased before a reload is shown as it was leased. `used_by_others` has the GPUs (UUIDs)
+    that are not leased now, and why.
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
@@ -173,6 +177,8 @@ def devices_json(
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     links = {gpu.uuid: _link_json(gpu.link) for gpu in snapshot.inventory.gpus}  # shared: devices are many
     why = unusable_reasons(snapshot)
+    used = used_by_others.keys() - ledger.ways_of_sharing().keys()
+    why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
     rows: list[answers.Device] = []
