@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE
-from yunion_mps.slurm.instances import present_environment, remove_instances, write_instances
+from yunion_mps.slurm.instances import present_environment, write_instances
 
 from unit.slurm.rows import device, lease
 
@@ -83,9 +83,6 @@ def test_only_slurms_jobs_with_instances_have_files(paths: Paths) -> None:
     leases += [lease("by-hand", environment=NOW), lease("slurm:19", environment={})]
     write_instances(paths, leases, [])
     assert files(paths) == ["17.instances"]
-    remove_instances(paths, "17")
-    remove_instances(paths, "18")
-    assert files(paths) == []
 
 
 def test_a_file_names_only_the_missing_instances_of_its_own_job(paths: Paths) -> None:
