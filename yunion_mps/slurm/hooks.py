@@ -25,7 +25,7 @@ from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, MIG_IN_USE, Reason
 from yunion_mps.slurm.devices import Record, read_record
-from yunion_mps.slurm.instances import present_environment, remove_instances
+from yunion_mps.slurm.instances import present_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
@@ -103,9 +103,7 @@ class Hooks:
                 self._leases().release(job)
         except YunionError as error:
             self._drain(error)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(job.id))
-        remove_instances(self._paths, job.id)
+        _remove(path for job_id, path in self._files_by_job() if job_id == job.id)
         return 0
 
     def health_check(self) -> int:
@@ -162,9 +160,7 @@ class Hooks:
             _require_numbers(record, node)
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
-            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            _remove([path for job, path in files if job not in jobs()])  # their Epilogs did not finish
             held = held_outside(leases.all(), addresses) or still_used(found.used)
             problems = leases.problems()
         except SlurmError:  # slurmctld is at fault, not this node
@@ -258,6 +254,12 @@ class Hooks:
             hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
             raise NotFoundError(what, hint) from None
         return job_id, content
+
+
+def _remove(files: Iterable[str]) -> None:
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _is_refused(device: Device) -> bool:

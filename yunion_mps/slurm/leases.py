@@ -39,8 +39,8 @@ T = TypeVar("T")
 #: How long a hook waits for the daemon to restart, and for devices whose previous job has just ended, in s.
 _RESTART_S = 10.0
 _BUSY_S = 30.0
-#: How long a request waits in the daemon before we check again which leases block it, in s.
-_LOOK_S = 2
+#: How long a request waits in the daemon before the leases that block it are checked again, in s.
+_POLL_S = 2
 
 
 class Assignment(NamedTuple):
@@ -106,7 +106,7 @@ class JobLeases:
             holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
             reserved_for=SLURM,
             allow_unlimited=True,
-            wait_s=_LOOK_S,
+            wait_s=_POLL_S,
         )
 
     def _release_stale(

@@ -12,7 +12,7 @@ from yunion_mps.slurm.devices import (
     RecordedDevice,
 )
 
-RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096), RecordedDevice("00:06.0-1", 4096)])
+RECORD = Record(False, [RecordedDevice("00:06.0-0", 4096, "mps"), RecordedDevice("00:06.0-1", 4096, "mps")])
 
 
 def device(addr: str, memory_mib: int = 4096, **fields: str) -> Any:

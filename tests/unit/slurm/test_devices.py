@@ -35,27 +35,17 @@ def test_a_node_without_a_record_has_no_devices_for_slurm(tmp_path: Path) -> Non
     assert read_record(paths) is None
     place = Path(paths.slurm_devices)
     place.parent.mkdir(parents=True)
-    for text in ("", "[[1]]", '{"a": 1}'):
+    for text in ("", "[[1]]", '{"a": 1}', '{"shards": false, "devices": [["00:06.0-0", 4096]]}'):
         place.write_text(text)
         with pytest.raises(HostError) as caught:
             read_record(paths)
         assert caught.value.code == SLURM_DEVICES_CHANGED
 
 
-def test_a_record_keeps_the_types_and_without_types_all_were_mps(tmp_path: Path) -> None:
-    """As gres.conf of the version that recorded none says."""
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     write_record(paths, record_of(MIXED, shards=False))
     assert read_record(paths) == record_of(MIXED, shards=False)
-    Path(paths.slurm_devices).write_text(
-        '{"shards": false, "devices": [["00:06.0-0", 4096], ["00:07.0-0", 4096]]}'
-    )
-    former = read_record(paths)
-    assert former
-    assert former.addresses((0,), MIXED) == {0: ["00:06.0-0"]}
-    with pytest.raises(NotFoundError, match="was mps with 4096 MiB, but is now time-sliced") as caught:
-        former.addresses((1,), MIXED)
-    assert caught.value.code == SLURM_DEVICES_CHANGED
 
 
 def test_each_way_of_sharing_and_each_mig_profile_is_a_type() -> None:
