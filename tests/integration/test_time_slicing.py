@@ -98,7 +98,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert done.returncode == 1
         pending = done.stderr.partition("still pending after 1s: ")[2]
         assert re.search(
-            "GPU 00:07.0: .*after the end of lease job of root.*; everything else is in", pending
+            "GPU 00:07.0: .*waits for lease job of root.* to end.*; everything else is in", pending
         )
         assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:

@@ -65,7 +65,7 @@ def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) 
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
     assert domain.pending.startswith(
-        "the configuration has changed: the control daemon stops once its MPS server"
+        "the configuration has changed: the control daemon waits for the MPS server (PID "
     )
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2

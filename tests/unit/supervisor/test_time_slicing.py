@@ -121,14 +121,14 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
 def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
     host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
     ledger = lease(made)
-    made.supervisor.desired.holders = ledger.holders_by_gpu
+    made.supervisor.desired.leases = ledger.users_by_gpu
     host.divide(4, f"virtual_number: {after}")
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
     if "mig" in after:
-        assert effects["MIG layout", "00:07.0"].endswith("the layout removes; in use by lease job of root")
+        assert effects["MIG layout", "00:07.0"].endswith("the layout removes")
         return
     assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
-        "after the end of lease job of root"
+        "once lease job of root has ended"
     }
     made.set_modes()
     assert modes(host) == ["exclusive_process", "default"]
