@@ -23,7 +23,7 @@ from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
-from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.fleet import Fleet, is_in_the_way
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
 from yunion_mps.supervisor.users import GpuUsers, servers_of
@@ -147,7 +147,8 @@ class DesiredState:
         gpus, forced = self._gpus.inventory.gpus, self.forced()
         ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
         leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
-        return keep_sharing(target, self.plan, leased, gpus, self.users().of)
+        users, domains = self.users(), self.domains(target)
+        return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -175,12 +176,12 @@ def changes_to(
     through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     for gpu in gpus:
         uuid = str(gpu.uuid)
-        keeping, servers = keepers.leases([uuid]), keepers.servers(uuid)
+        keeping, servers = keepers.leases([uuid]), keepers.servers(uuid, plan.domains)
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
             effect = _after_leases(servers.effect, lease_waits.get(uuid))
-            effect = keepers.of(uuid).effect if keeping else effect
+            effect = all_of([keeping, servers]).effect if keeping else effect
             changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
@@ -272,27 +273,29 @@ def _as_written(value: object) -> str:
 
 
 def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -> list[Change]:
-    removals: list[Change] = []
-    kept: list[DomainPlan] = []
-    ending: list[Users] = []
+    """Return which control daemons end and start; one is not replaced before the leases of either end."""
+    changes = []
+    leaving, new = [], [*plan.domains]
     for domain in domains:
-        if any(planned.same_control_daemon(domain.desired) for planned in plan.domains):
-            kept.append(domain.desired)
-            continue
+        same = next((planned for planned in new if planned.same_control_daemon(domain.desired)), None)
+        if same:
+            new.remove(same)
+        else:
+            leaving.append(domain)
+    for domain in leaving:
+        next_ones = [planned for planned in new if is_in_the_way(domain, planned)]
+        uuids = {uuid for one in (domain.in_effect, *next_ones) for uuid in one.gpu_uuids}
+        effect = all_of([keepers.leases(sorted(uuids)), servers_of(domain)]).effect
         name, shown = domain.in_effect.name, _describe_control_daemon(domain.in_effect)
-        ending.append(all_of([keepers.leases(domain.in_effect.gpu_uuids), servers_of(domain)]))
-        removals.append(Change("control daemon", name, shown, "", ending[-1].effect))
-    new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
-    return removals + [
-        Change(
-            "control daemon",
-            plan.name,
-            "",
-            _describe_control_daemon(plan),
-            all_of([keepers.leases(plan.gpu_uuids), *ending]).effect,
-        )
-        for plan in new
-    ]
+        changes.append(Change("control daemon", name, shown, "", effect))
+    for planned in new:
+        awaited = [keepers.leases(planned.gpu_uuids)]
+        for domain in leaving:
+            if is_in_the_way(domain, planned):
+                awaited += [keepers.leases(domain.in_effect.gpu_uuids), servers_of(domain)]
+        shown, effect = _describe_control_daemon(planned), all_of(awaited).effect
+        changes.append(Change("control daemon", planned.name, "", shown, effect))
+    return changes
 
 
 def _describe_control_daemon(plan: DomainPlan) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from yunion_mps.models import Gpu
+from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.domain import Domain
+from yunion_mps.supervisor.fleet import is_in_the_way
 from yunion_mps.users import NO_USERS, Servers, Users, all_of
 
 
-def servers_of(domain: Domain) -> Users:
-    """Return the MPS servers of the domain, orphans among them."""
+def servers_of(domain: Domain, gpus: Iterable[str] = ()) -> Users:
+    """Return the MPS servers of the domain, orphans among them; `gpus` (addresses) are named with them."""
     pids = domain.server_pids()
-    return Users(servers=(Servers(tuple(pids)),) if pids else ())
+    return Users(servers=(Servers(tuple(pids), tuple(gpus)),) if pids else ())
 
 
 class GpuUsers:
@@ -26,20 +27,23 @@ class GpuUsers:
     def leases(self, uuids: Iterable[str]) -> Users:
         return all_of(self._leases.get(uuid, NO_USERS) for uuid in uuids)
 
-    def servers(self, uuid: str) -> Users:
-        """Return the servers that serve the GPU, and which other GPUs they serve."""
-        domains = [domain for domain in self._domains if uuid in domain.in_effect.gpu_uuids]
-        return all_of(self._with_gpus(domain) for domain in domains)
+    def servers(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        """Return the servers that serve the GPU, or end before one of the `planned` domains serves it."""
+        plans = [plan for plan in planned if uuid in plan.gpu_uuids]
+        return all_of(
+            self._with_gpus(domain, uuid)
+            for domain in self._domains
+            if uuid in domain.in_effect.gpu_uuids or any(is_in_the_way(domain, plan) for plan in plans)
+        )
 
-    def of(self, uuid: str) -> Users:
-        return all_of([self.leases([uuid]), self.servers(uuid)])
+    def of(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        return all_of([self.leases([uuid]), self.servers(uuid, planned)])
 
     def by_gpu(self) -> dict[str, Users]:
         served = (uuid for domain in self._domains for uuid in domain.in_effect.gpu_uuids)
         return {uuid: users for uuid in {*self._leases, *served} if (users := self.of(uuid))}
 
-    def _with_gpus(self, domain: Domain) -> Users:
+    def _with_gpus(self, domain: Domain, of: str) -> Users:
         uuids = domain.in_effect.gpu_uuids
-        gpus = tuple(self._addresses.get(uuid, uuid) for uuid in uuids) if len(uuids) > 1 else ()
-        users = servers_of(domain)
-        return users._replace(servers=tuple(servers._replace(gpus=gpus) for servers in users.servers))
+        others = () if uuids == (of,) else uuids
+        return servers_of(domain, (self._addresses.get(uuid, uuid) for uuid in others))
