@@ -143,6 +143,11 @@ class Ledger:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
         return {uuid: _users([*by_id.values()]) for uuid, by_id in leases.items()}
 
+    def leases_on(self, gpu_uuid: str) -> list[str]:
+        """The ids of the leases with devices of the GPU."""
+        leases = self.leases.values()
+        return [lease.id for lease in leases if any(one.gpu_uuid == gpu_uuid for one in lease.devices)]
+
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
         return {device.id for some in self.free_by_gpu(devices).values() for device in some}

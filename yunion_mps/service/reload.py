@@ -257,13 +257,18 @@ class Reloader:
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
         names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
+        kept = self._supervisor.desired.plan.pending
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             devices = count(len(wait.pending), "device")
             what = f"GPU {address}: {devices} pending: {wait.reason}"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         pending += [
-            {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
+            {
+                "domain": names.get(uuid, ""),
+                "pending": f"GPU {gpus.get(uuid, uuid)}: {why}",
+                "leases": self._ledger.leases_on(uuid) if uuid in kept else [],
+            }
             for uuid, why in snapshot.plan.pending.items()
             if uuid not in layouts
         ]
