@@ -193,7 +193,7 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[1]}")[1]["state"] == "pending", "the change")
     slurm.check_health()
-    why = f"device {TIME_SLICED[1]}: it changes to mps after the end of lease slurm:{running} of root"
+    why = f"device {TIME_SLICED[1]}: the change to mps waits for lease slurm:{running} of root to end"
     assert slurm.reason() == f"yunion-mps: leases_pending: {why}"
     slurm.tell_jobs()
     slurm.wait_job(running, "COMPLETED")

@@ -17,7 +17,7 @@ from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import LEASE_EXISTS
-from yunion_mps.supervisor.changes import LeaseWait
+from yunion_mps.users import LeaseWait, Users
 
 #: The most leases that an error names.
 _MAX_NAMED = 3
@@ -145,13 +145,18 @@ class Ledger:
         """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
         return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
 
-    def holders_by_gpu(self) -> dict[str, str]:
-        """The leases of each GPU with leased devices, by UUID, as text."""
+    def users_by_gpu(self) -> dict[str, Users]:
+        """The leases of each GPU with leased devices, by UUID."""
         leases: dict[str, dict[str, Lease]] = {}
         for lease in self.leases.values():
             for device in lease.devices:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
-        return {uuid: _describe_leases([*by_id.values()]) for uuid, by_id in leases.items()}
+        return {uuid: _users([*by_id.values()]) for uuid, by_id in leases.items()}
+
+    def leases_on(self, gpu_uuid: str) -> list[str]:
+        """The ids of the leases with devices of the GPU."""
+        leases = self.leases.values()
+        return [lease.id for lease in leases if any(one.gpu_uuid == gpu_uuid for one in lease.devices)]
 
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
@@ -200,9 +205,7 @@ class Ledger:
             if device.id not in fitting:
                 pending[device.gpu_uuid].add(device.id)
         return {
-            uuid: LeaseWait(
-                frozenset(pending[uuid]), total[uuid], tuple(by_id), _describe_leases([*by_id.values()])
-            )
+            uuid: LeaseWait(frozenset(pending[uuid]), total[uuid], tuple(by_id), _users([*by_id.values()]))
             for uuid, by_id in leases.items()
         }
 
@@ -262,12 +265,11 @@ def _budget(device: Device) -> tuple[int, float, str, str]:
     return device.memory_limit_mib, device.thread_percentage, device.priority, device.sharing
 
 
-def _describe_leases(leases: Sequence[Lease]) -> str:
+def _users(leases: Sequence[Lease]) -> Users:
     """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
     texts = []
     for lease in leases[:_MAX_NAMED]:
         holder = lease.holder
         text = f"lease {shorten(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
         texts.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
-    more = len(leases) - _MAX_NAMED
-    return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
+    return Users(tuple(texts), more_leases=max(0, len(leases) - _MAX_NAMED))

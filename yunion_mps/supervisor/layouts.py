@@ -26,6 +26,7 @@ from yunion_mps.supervisor.mig import (
     mode_waits,
 )
 from yunion_mps.supervisor.mig_restore import restore
+from yunion_mps.users import NO_USERS
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class MigLayouts:
 
         Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
         """
-        users = self._desired.users()
+        users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
@@ -100,7 +101,7 @@ class MigLayouts:
             if gpu is None or gpu.reason:
                 continue
             if layout.gpu_uuid in restoring and layout.enabled and not gpu.mig_enabled:
-                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, ""))
+                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, NO_USERS))
                 self._report(gpu, why)
             if layout.gpu_uuid in restoring:
                 continue

@@ -38,7 +38,7 @@ class Work:
     def start(self) -> Work:
         self.made.start()
         desired = self.made.supervisor.desired
-        desired.ways_leased, desired.holders = self.ledger.ways_of_sharing, self.ledger.holders_by_gpu
+        desired.ways_leased, desired.leases = self.ledger.ways_of_sharing, self.ledger.users_by_gpu
         self.made.lease_waits = self.ledger.lease_waits
         self.apply()
         return self
@@ -202,8 +202,8 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     server = work.attach()
     work.reload(MIG, TWO)
-    what = f"the MPS server (PID {server}), which also serves GPU 00:07.0"
-    assert waits(work.made) == f"MIG mode is switched on after the end of {what}"
+    what = f"the MPS server (PID {server}) of GPUs 00:06.0, 00:07.0"
+    assert waits(work.made) == f"switching MIG mode on waits for {what} to end"
     assert work.made.snapshot.notice == ""
 
 
