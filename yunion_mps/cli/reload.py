@@ -36,6 +36,7 @@ from yunion_mps.reasons import (
     LEASES_PENDING,
     LIMITS_PENDING,
     SETTLING,
+    hint_of,
 )
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
@@ -182,7 +183,9 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
             "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; "
             "end them: --now"
         )
-        text += hint_text(hint, "")
+        idle = {one["hint"] for one in _pending(status, {LIMITS_PENDING})} - {hint_of(LIMITS_PENDING)}
+        hint = min(idle, default=hint)
+        text += hint_text(hint[0].upper() + hint[1:], "")
     has_leases = any(entry["leases"] for entry in answer["pending"])
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 

@@ -123,6 +123,13 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
     assert own.host.reloader.done == ["reload"]
 
 
+def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own: Cli) -> None:
+    own.host.reloader.reloaded = RELOADED
+    own.host.snapshot, own.host.clients.found = pending(), by_hand.clients()
+    hint = "Wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)\n"
+    assert own.good("reload").endswith(PENDING + hint)
+
+
 @pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])
 def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
     own.host.snapshot = pending("", state, "it does not start")
