@@ -70,6 +70,25 @@ def test_a_restart_after_a_crash_keeps_the_control_daemon_of_a_lease(
     assert set(states(leased).values()) == ({"free"} if len(after) > 1 else set())
 
 
+@pytest.mark.parametrize(
+    "after",
+    [2, f"{MIG}\n  {SLICED}", "mig: all-disabled\n  virtual_number: 2", "mig: all-1g.10gb\n  virtual_number: 2"],
+)
+def test_a_lease_taken_after_a_reload_now_is_kept_by_the_next_reload(daemon: Daemon, after: object) -> None:
+    daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/nvidia-mps/pipe")
+    daemon.host.divide(2, f"{MIG}\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    daemon.host.run(("yunion-mps", "reload", "--now", "--yes"), check=True)
+    take(daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}-g1-0")
+    pid = control_daemon(daemon)
+    daemon.host.divide(2, after)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    for _ in range(3):
+        assert daemon.polls()
+        assert control_daemon(daemon) == pid
+    assert states(daemon)[f"{ADDRESS}-g1-0"] == "leased"
+
+
 def check_that_it_is_kept(daemon: Daemon, pid: int) -> None:
     for _ in range(3):  # a poll could end it, too
         assert daemon.polls()
