@@ -51,6 +51,19 @@ def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
     check_that_it_is_kept(leased, pid)
 
 
+@pytest.mark.parametrize("after", CHANGES)
+def test_a_reload_without_leases_is_in_effect_when_it_returns(
+    leased: Daemon, after: tuple[object, ...]
+) -> None:
+    (lease,) = leases_of(leased)
+    assert leased.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    leased.host.divide(*after)
+    status, answer = leased.ask("POST", "/v1/reload")
+    assert (status, answer["pending"]) == (200, [])
+    assert {change["effect"] for change in answer["changes"]} == {"at once"}
+    assert set(states(leased).values()) == ({"free"} if len(after) > 1 else set())
+
+
 @pytest.mark.parametrize("reloads", [True, False])
 @pytest.mark.parametrize("after", CHANGES)
 def test_a_restart_after_a_crash_keeps_the_control_daemon_of_a_lease(
