@@ -196,6 +196,12 @@ LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
     "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
 
+#: Why a GPU does not serve yet after a change: a control daemon starts or ends, or its mode is being set.
+SETTLING = frozenset({
+    DOMAIN_STOPPED, DOMAIN_STARTING, DOMAIN_APPLYING, DOMAIN_STOPPING, NO_DOMAIN, GPU_NOT_SERVED,
+    CONTROL_DAEMON_BUSY, COMPUTE_MODE_CHANGED,
+})
+
 # -- devices, leases and jobs
 
 LEASES_PENDING = _code("leases_pending",

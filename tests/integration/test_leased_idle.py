@@ -51,6 +51,19 @@ def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
     check_that_it_is_kept(leased, pid)
 
 
+@pytest.mark.parametrize("after", CHANGES)
+def test_a_reload_without_leases_is_in_effect_when_it_returns(
+    leased: Daemon, after: tuple[object, ...]
+) -> None:
+    (lease,) = leases_of(leased)
+    assert leased.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    leased.host.divide(*after)
+    status, answer = leased.ask("POST", "/v1/reload")
+    assert (status, answer["pending"]) == (200, [])
+    assert {change["effect"] for change in answer["changes"]} == {"at once"}
+    assert set(states(leased).values()) == ({"free"} if len(after) > 1 else set())
+
+
 @pytest.mark.parametrize("reloads", [True, False])
 @pytest.mark.parametrize("after", CHANGES)
 def test_a_restart_after_a_crash_keeps_the_control_daemon_of_a_lease(
@@ -67,8 +80,26 @@ def test_a_restart_after_a_crash_keeps_the_control_daemon_of_a_lease(
     assert leased.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     done = leased.host.run(("yunion-mps", "reload", "--drain"))
     assert done.returncode == 0, done.stderr
-    after_states = {"free"} if len(after) > 1 else set()
-    eventually(lambda: set(states(leased).values()) == after_states, "the new division")
+    assert set(states(leased).values()) == ({"free"} if len(after) > 1 else set())
+
+
+@pytest.mark.parametrize(
+    "after",
+    [2, f"{MIG}\n  {SLICED}", "mig: all-disabled\n  virtual_number: 2", "mig: all-1g.10gb\n  virtual_number: 2"],
+)
+def test_a_lease_taken_after_a_reload_now_is_kept_by_the_next_reload(daemon: Daemon, after: object) -> None:
+    daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/nvidia-mps/pipe")
+    daemon.host.divide(2, f"{MIG}\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    daemon.host.run(("yunion-mps", "reload", "--now", "--yes"), check=True)
+    take(daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}-g1-0")
+    pid = control_daemon(daemon)
+    daemon.host.divide(2, after)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    for _ in range(3):
+        assert daemon.polls()
+        assert control_daemon(daemon) == pid
+    assert states(daemon)[f"{ADDRESS}-g1-0"] == "leased"
 
 
 def check_that_it_is_kept(daemon: Daemon, pid: int) -> None:

@@ -86,7 +86,7 @@ def _why_not_shared(gpu: Gpu, plan: Plan) -> Reason:
     mode = plan.compute_modes.get(gpu.uuid or "", gpu.compute_mode)
     if mode == gpu.compute_mode:
         return NO_REASON
-    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_EXCLUSIVE)
+    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_CHANGED)
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:

@@ -106,6 +106,7 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
+            done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
             waiting = {address for address, _ in self._pending_layouts()}
             laid_out = {change.subject for change in done if change.kind == "MIG layout"} - waiting

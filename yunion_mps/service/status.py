@@ -24,6 +24,7 @@ from yunion_mps.enums import (
 )
 from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.models import Gpu, Owner
+from yunion_mps.mps.processes import describe_servers
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (
@@ -61,7 +62,7 @@ class StatusService:
         held = _used(devices, leases, clients)
         service = self._queries.service({address for holding in held for address in holding.devices})
         problems = [
-            *_service_problems(service, gpus, self._queries.warnings()),
+            *_service_problems(service, gpus, self._queries.warnings(), clients),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
@@ -136,6 +137,7 @@ def _service_problems(
     service: answers.ServiceFields,
     gpus: Iterable[answers.Gpu],
     warnings: Iterable[tuple[Reason, Gpu | None]],
+    clients: answers.ClientList,
 ) -> Iterator[answers.StatusProblem]:
     if service["notice"]:
         yield _problem(NOTICE, service["notice_code"], service["notice"])
@@ -158,7 +160,24 @@ def _service_problems(
         yield _problem(WARNING, warning.code, warning, gpu=its_gpu and its_gpu.address)
     for domain in service["domains"]:
         if domain["pending"]:
-            yield _problem(PENDING, reasons.LIMITS_PENDING, f"{domain['name']}: {domain['pending']}")
+            text, hint = f"{domain['name']}: {domain['pending']}", _idle_hint(domain, clients)
+            yield _problem(PENDING, reasons.LIMITS_PENDING, text, hint)
+
+
+def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
+    """What ends the servers that a change waits for if none has a client; empty if a job delays it.
+
+    The daemon ends such a server by itself, but not where NVML does not list it: before Volta, and in a
+    container that does not see the host's PIDs.
+    """
+    awaited = set(domain["waits_for"])
+    named = {client["server"] for client in clients["clients"] if client["mps"] is not False}
+    if not awaited or clients["errors"] or named & {*awaited, None}:
+        return ""
+    if not awaited <= {server["pid"] for server in clients["servers"]}:
+        return ""  # a server without its control daemon is not listed
+    servers = describe_servers(sorted(awaited))
+    return f"wait a moment, or run: yunion-mps reload --drain; no job uses {servers}"
 
 
 def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.StatusProblem]:

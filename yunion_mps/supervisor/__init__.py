@@ -317,6 +317,7 @@ class Supervisor:
         """
         plan, changes = self.desired.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
+        self.layouts.force(now=False)  # before leases are considered
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()

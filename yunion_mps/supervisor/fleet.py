@@ -146,9 +146,12 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or reports why it is not, and none is being retried at the moment."""
+        """Whether every domain is ready or reports why it is not, and none is being retried at the moment.
+
+        One that is to end is ready only as long as its servers delay that.
+        """
         return all(
-            domain.state == READY
+            (domain.state == READY and not (domain.retiring and not domain.server_pids()))
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
             or domain.is_occupied
             for domain in self.domains

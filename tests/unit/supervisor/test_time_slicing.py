@@ -13,7 +13,7 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING, TIME_SLICE_REFUSED
+from yunion_mps.reasons import COMPUTE_MODE_CHANGED, LEASES_PENDING, TIME_SLICE_REFUSED
 from yunion_mps.service.devices import devices_json, unusable_reasons
 
 from simhost import SimHost
@@ -80,7 +80,7 @@ def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: B
     host.gpus[1].compute_mode = "exclusive_process"
     made.rescan()
     assert of_second(made) == [(TIME_SLICING, UNAVAILABLE)] * 3
-    assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_EXCLUSIVE
+    assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_CHANGED
     made.set_modes()
     assert (modes(host)[1], of_second(made)) == ("default", [(TIME_SLICING, FREE)] * 3)
 
