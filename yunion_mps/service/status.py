@@ -24,7 +24,6 @@ from yunion_mps.enums import (
 )
 from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.models import Gpu, Owner
-from yunion_mps.mps.processes import describe_servers
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (
@@ -38,6 +37,7 @@ from yunion_mps.service.holdings import (
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.layouts import layout_pending
+from yunion_mps.users import describe_servers
 
 if TYPE_CHECKING:
     from yunion_mps import answers
