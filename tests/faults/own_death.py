@@ -199,7 +199,7 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     ahead_s = seconds(scene.events()[-1]["time"]) - time.time()
     assert round(ahead_s / DAY_S) == offset_s / DAY_S, "it is dated by that clock"
     scene.note_recovery()
-    scene.record_report("new limits")
+    scene.record_report("change of limits")
     levers.close()
 
 

@@ -116,15 +116,11 @@ class DesiredState:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
-        return plan, changes + changes_to(
-            placed,
-            self.in_effect(),
-            self._gpus.inventory.gpus,
-            self._fleet.domains,
-            find_lease_waits(plan.devices),
-            self.leases(),
-            self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts},
-        )
+        kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        leases, waiting = self.leases(), find_lease_waits(plan.devices)
+        keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
+        before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
+        return plan, changes + changes_to(placed, before, gpus, domains, waiting, leases, keeping)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -164,28 +160,28 @@ def changes_to(
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
     leases: Mapping[str, Users] = {},
-    kept: Collection[str] = (),
+    keeping: Mapping[str, Users] = {},
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
-    `kept` has the GPUs (UUIDs) that their `leases` keep as they are.
+    `leases` are those of each GPU (UUID), `keeping` those among them that keep the GPU as it is.
     """
-    users, keepers = (GpuUsers(some, domains, gpus) for some in (leases, _only(kept, leases)))
+    users, keepers = GpuUsers(leases, domains, gpus), GpuUsers(keeping, domains, gpus)
     changes = _control_daemons(plan, domains, keepers)
     serving = [domain.in_effect for domain in domains]
     through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     for gpu in gpus:
         uuid = str(gpu.uuid)
-        keeping, servers = keepers.leases([uuid]), keepers.servers(uuid, plan.domains)
+        kept_by, servers = keepers.leases([uuid]), keepers.servers(uuid, plan.domains)
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
-            effect = _after_leases(servers.effect, lease_waits.get(uuid))
-            effect = all_of([keeping, servers]).effect if keeping else effect
+            wait = None if kept_by else lease_waits.get(uuid)
+            effect = _after_leases(all_of([kept_by, servers]).effect, wait)
             changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
-            when = (keeping if new_mode and uuid in through_mps else keepers.of(uuid)).effect
+            when = (kept_by if new_mode and uuid in through_mps else keepers.of(uuid)).effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
@@ -199,7 +195,7 @@ def changes_to(
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
-            changes.append(Change("time slice", gpu.address, *shown, keeping.effect))
+            changes.append(Change("time slice", gpu.address, *shown, kept_by.effect))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -209,10 +205,6 @@ def changes_to(
                 Change("setting", f"over_budget of GPU {gpu.address}", old_action, new_action, AT_ONCE)
             )
     return changes
-
-
-def _only(uuids: Collection[str], leases: Mapping[str, Users]) -> dict[str, Users]:
-    return {uuid: users for uuid, users in leases.items() if uuid in uuids}
 
 
 def _unused(plan: Plan, gpus: Iterable[Gpu], gpu: Gpu, users: GpuUsers) -> str:
@@ -273,29 +265,23 @@ def _as_written(value: object) -> str:
 
 
 def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -> list[Change]:
-    """Return which control daemons end and start; one is not replaced before the leases of either end."""
-    changes = []
-    leaving, new = [], [*plan.domains]
-    for domain in domains:
-        same = next((planned for planned in new if planned.same_control_daemon(domain.desired)), None)
-        if same:
-            new.remove(same)
-        else:
-            leaving.append(domain)
-    for domain in leaving:
-        next_ones = [planned for planned in new if is_in_the_way(domain, planned)]
-        uuids = {uuid for one in (domain.in_effect, *next_ones) for uuid in one.gpu_uuids}
-        effect = all_of([keepers.leases(sorted(uuids)), servers_of(domain)]).effect
-        name, shown = domain.in_effect.name, _describe_control_daemon(domain.in_effect)
-        changes.append(Change("control daemon", name, shown, "", effect))
+    """Return which control daemons end and start; one is not replaced before the leases of both end."""
+
+    def effect(running: list[Domain], planned: list[DomainPlan]) -> str:
+        plans = [*(domain.in_effect for domain in running), *planned]
+        leases = keepers.leases(uuid for plan in plans for uuid in plan.gpu_uuids)
+        return all_of([leases, *map(servers_of, running)]).effect
+
+    old = [one for one in domains if not any(new.same_control_daemon(one.desired) for new in plan.domains)]
+    new = [one for one in plan.domains if not any(one.same_control_daemon(old.desired) for old in domains)]
+    rows = []
+    for domain in old:
+        when = effect([domain], [planned for planned in new if is_in_the_way(domain, planned)])
+        rows.append((domain.in_effect.name, _describe_control_daemon(domain.in_effect), "", when))
     for planned in new:
-        awaited = [keepers.leases(planned.gpu_uuids)]
-        for domain in leaving:
-            if is_in_the_way(domain, planned):
-                awaited += [keepers.leases(domain.in_effect.gpu_uuids), servers_of(domain)]
-        shown, effect = _describe_control_daemon(planned), all_of(awaited).effect
-        changes.append(Change("control daemon", planned.name, "", shown, effect))
-    return changes
+        when = effect([domain for domain in old if is_in_the_way(domain, planned)], [planned])
+        rows.append((planned.name, "", _describe_control_daemon(planned), when))
+    return [Change("control daemon", *row) for row in rows]
 
 
 def _describe_control_daemon(plan: DomainPlan) -> str:

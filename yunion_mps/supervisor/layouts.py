@@ -18,15 +18,16 @@ from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.mig import (
+    ITS_USERS,
+    MODE_ON,
     LayoutResult,
     LayoutTask,
     Losses,
     carry_out,
     find_losses,
-    mode_waits,
 )
 from yunion_mps.supervisor.mig_restore import restore
-from yunion_mps.users import NO_USERS
+from yunion_mps.users import waits
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class MigLayouts:
             if gpu is None or gpu.reason:
                 continue
             if layout.gpu_uuid in restoring and layout.enabled and not gpu.mig_enabled:
-                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, NO_USERS))
+                awaited = users.get(layout.gpu_uuid) or ITS_USERS
+                self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
                 self._report(gpu, why)
             if layout.gpu_uuid in restoring:
                 continue

@@ -25,7 +25,9 @@ from yunion_mps.users import NO_USERS, Users, waits
 log = logging.getLogger(__name__)
 
 _LAYOUT = "its MIG layout"
-_MODE_ON = "switching MIG mode on"
+MODE_ON = "switching MIG mode on"
+#: What uses a GPU if it is not known what does.
+ITS_USERS = "its leases and its control daemon"
 
 
 class MigRecord(NamedTuple):
@@ -210,12 +212,11 @@ class _LayoutWork:
     def _why_gpu_is_busy(self) -> Reason:
         task = self._task
         if task.busy is None:
-            return Reason(f"{_MODE_ON} waits until the leases are known", reasons.MIG_PENDING)
+            return Reason(f"{MODE_ON} waits until the leases are known", reasons.MIG_PENDING)
         pids = self._mig.processes(self._uuid)
         if not pids and (task.force or self._uuid not in task.busy):
             return NO_REASON
-        users = self._users(self._uuid, pids)
-        return self._in_use(_MODE_ON, str(users)) if users else mode_waits(users)
+        return self._in_use(MODE_ON, self._users(self._uuid, pids) or ITS_USERS)
 
     # -- the instances
 
@@ -302,7 +303,7 @@ class _LayoutWork:
         used = (f"{some or 'leases and MPS servers'} on {_name(one)}" for one, some in users.items())
         return self._in_use(_LAYOUT, ", ".join(used))
 
-    def _in_use(self, what: str, users: str) -> Reason:
+    def _in_use(self, what: str, users: Users | str) -> Reason:
         if self._task.places is not None:
             return Reason(f"it would end {users}", reasons.MIG_IN_USE)
         return waits(what, users, reasons.MIG_IN_USE)
@@ -387,11 +388,6 @@ class _Forecast(_LayoutWork):
     def _pids(self, instance: MigInstance) -> set[int]:
         del instance
         return set()
-
-
-def mode_waits(users: Users) -> Reason:
-    """Return why MIG mode is not switched on yet: because of these leases and MPS servers of the GPU."""
-    return waits(_MODE_ON, users or "its leases and its control daemon", reasons.MIG_IN_USE)
 
 
 def _name(instance: MigInstance) -> str:
