@@ -18,7 +18,7 @@ EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "mig", "configuration",
 SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.
 BINDINGS = ("process", "connection", "name", "container")
-#: Which GPUs are preferred: those with the fewest free devices, or the most.
+#: Which GPUs are preferred: the fullest, or the emptiest.
 BINPACK, SPREAD = "binpack", "spread"
 PLACEMENTS = (BINPACK, SPREAD)
 #: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
