@@ -170,7 +170,7 @@ class Hooks:
         for device in devices:
             if device["addr"] in addresses and _is_refused(device):
                 return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
-        return _pending_change(record, problems) or held
+        return pending_change(record, problems) or held
 
     def _disconnect(
         self, ending: Sequence[tuple[LeaseDetails, float]], leases: JobLeases, node: SlurmNode
@@ -267,8 +267,11 @@ def _is_refused(device: Device) -> bool:
     return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
 
 
-def _pending_change(record: Record, problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why a GPU of the record will have devices of another type; its own may all be leased until then."""
+def pending_change(record: Record, problems: Iterable[StatusProblem]) -> Reason | None:
+    """Why a GPU of the record will have devices of another type, even if all of its own are leased now.
+
+    A problem that names devices is left out: those that no job can have are noticed by themselves.
+    """
     gpus = {gpu for device in record.devices for gpu in (device.gpu, physical_gpu(device.addr))}
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES and not problem["devices"]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.slurm.devices import record_of
+from yunion_mps.slurm.hooks import pending_change
 from yunion_mps.slurm.job import is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
 from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state
 
-from unit.slurm.rows import lease
+from unit.slurm.rows import MIXED, lease
 
 
 def test_some_devices_of_a_gpu_are_requested_by_count() -> None:
@@ -35,6 +38,25 @@ def test_a_device_leased_outside_slurm_is_named_with_its_holder() -> None:
     assert held_outside([lease("by-hand")], ["00:06.0-1"]) is None
     held = held_outside([lease(None, user="alice", pid=4260)], ["00:06.0-0"])
     assert held == "device 00:06.0-0 is leased outside Slurm: alice (PID 4260)"
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_change"),
+    [
+        ({"code": "leases_pending", "gpu": "00:07.0"}, True),
+        ({"code": "leases_pending", "gpu": "00:09.0-g1"}, True),
+        ({"code": "mig_in_use", "gpu": "00:09.0"}, True),
+        ({"code": "mig_in_use", "gpu": "00:05.0"}, False),
+        ({"code": "leases_pending", "gpu": "00:07.0", "devices": ["00:07.0-0"]}, False),
+        ({"code": "limits_pending", "gpu": "00:07.0"}, False),
+        ({"code": "client_waiting", "gpu": None}, False),
+    ],
+)
+def test_a_change_is_pending_if_a_gpu_of_slurm_changes_its_type(problem: Any, is_change: bool) -> None:
+    row: Any = {"devices": [], "text": "why", **problem}
+    found = pending_change(record_of(MIXED, shards=False), [row])
+    assert found == ("why" if is_change else None)
+    assert not found or found.code == problem["code"]
 
 
 def test_only_drains_with_our_prefix_are_ours() -> None:
