@@ -85,7 +85,12 @@ def test_a_restart_after_a_crash_keeps_the_control_daemon_of_a_lease(
 
 @pytest.mark.parametrize(
     "after",
-    [2, f"{MIG}\n  {SLICED}", "mig: all-disabled\n  virtual_number: 2", "mig: all-1g.10gb\n  virtual_number: 2"],
+    [
+        2,
+        f"{MIG}\n  {SLICED}",
+        "mig: all-disabled\n  virtual_number: 2",
+        "mig: all-1g.10gb\n  virtual_number: 2",
+    ],
 )
 def test_a_lease_taken_after_a_reload_now_is_kept_by_the_next_reload(daemon: Daemon, after: object) -> None:
     daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/nvidia-mps/pipe")

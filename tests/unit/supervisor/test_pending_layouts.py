@@ -131,7 +131,9 @@ def test_reload_now_does_not_wait_for_an_idle_lease(begin: Begun, before: str, a
     work.lease()
     work.reload(after)
     work.made.supervisor.layouts.force(now=True)
-    work.made.reload()
+    work.made.supervisor.apply(time.monotonic())
+    work.made.until(lambda: work.made.supervisor.fleet.settled)
+    work.made.set_modes()
     work.apply()
     work.apply()
     assert waits(work.made) == ""
