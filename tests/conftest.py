@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # As a background job this would ignore it, and so would all that the tests start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
+    config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
+    config.addinivalue_line("markers", "divided(how, ...): how the host's GPUs are divided, in order")
     if config.getoption("quick"):
         sys.addaudithook(_refuse)
 

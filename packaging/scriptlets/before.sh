@@ -12,8 +12,8 @@ check_host() { # refuse a host on which the installation could not be completed
             exit 1
         fi
         free_mib=$(stat -f -c '%a %S' "$directory" | { read -r blocks size; echo $((blocks * size / 1048576)); })
-        if [ "$free_mib" -lt 8 ]; then
-            say "$directory has $free_mib MiB free, but 8 MiB are required: free disk space (df -h $directory), and try again"
+        if [ "$free_mib" -lt "$required_mib" ]; then
+            say "$directory has $free_mib MiB free, but $required_mib MiB are required: free disk space (df -h $directory), and try again"
             exit 1
         fi
     done

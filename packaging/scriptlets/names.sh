@@ -3,6 +3,7 @@
 unit=yunion-mps-daemon.service
 programs=/usr/bin # and not /usr/local/bin, where a wheel may be installed
 library=/usr/lib/yunion-mps
+required_mib=9 # what both packages take at most, with bytecode
 plugin=yunion-mps-kubelet-plugin.service
 plugin_files="$library/yunion_mps/kubernetes $library/vendor/h2 $library/vendor/hpack $library/vendor/hyperframe"
 configuration=/etc/yunion

@@ -20,10 +20,6 @@ __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
 _MANIFESTS = CHECKOUT / "etc/kubernetes"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
-
-
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A cluster with the objects of etc/kubernetes."""

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.node import Node
 from cluster.objects import named, pod
-from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
+from integration.daemon_host import eventually
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
 from integration.lease_host import leases_of
 from kubernetes.containerd import Container
 from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED
@@ -15,20 +15,17 @@ from kubernetes.test_containerd_faults import assert_leased_to
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
+__all__ = ["ready_daemon"]
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpus({"kind": "h100", "count": 3}),
+    pytest.mark.divided(2, SHARED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]"),
+]
 
 SMALL = "yunion.io/mig-1g.10gb"
 #: The pods of the examples, one of each kind.
 CLAIMS = ("dra-one-device", "dra-time-sliced", "dra-mig-instance")
-
-
-@pytest.fixture
-def ready_daemon(daemon: Daemon) -> Daemon:
-    """With 2 shares through MPS, 3 time-sliced ones, and 3 instances."""
-    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb, 1g.10gb]")
-    daemon.start().wait_ready()
-    publish_nodes(daemon)
-    return daemon
 
 
 def assert_has_its_device_alone(node: Node, mps: Container, sliced: Container, instance: Container) -> None:

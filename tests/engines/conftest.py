@@ -19,10 +19,6 @@ from simhost.mps import StandIns
 __all__ = ["daemon", "host", "make_daemon", "make_host"]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that wait for slurmctld to find that a job has reached its limit, up to 30 s."""
     items.sort(key=lambda item: "time limit" not in item.name)

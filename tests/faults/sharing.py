@@ -11,12 +11,12 @@ from faults.hands import await_events
 from faults.rows import SHARING, fault
 from faults.scene import Scene, shown, until
 from simhost.gpu import MigDevice
+from simhost.host import SHARED
 
 _MIG = [{"kind": "h100"}]
 _NEEDS_RESET = [{"kind": "a100"}]
 _TWO = [{"kind": "v100"}, {"kind": "v100"}]
 _BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
-_TIME_SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 
 
 def _instance(scene: Scene, profile: str) -> MigDevice:
@@ -50,7 +50,7 @@ def _reload(scene: Scene) -> None:
 
 @fault(SHARING, "the daemon is killed in a driver call while it applies a layout", gpus=_MIG)
 def killed_in_a_layout(scene: Scene) -> None:
-    """The kills before and after each call: tests/unit/supervisor/test_mig.py."""
+    """The kills before and after each call: tests/unit/supervisor/test_mig_kills.py."""
     scene.host.divide("mig: all-balanced")
     call = "nvmlDeviceCreateGpuInstanceWithPlacement"
     scene.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)
@@ -89,10 +89,25 @@ def instance_in_use(scene: Scene) -> None:
     scene.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     scene.host.divide("mig: [2g.20gb, 2g.20gb, 1g.10gb]")
     scene.inject(lambda: _reload(scene))
-    scene.expect_report("but processes use it")
+    scene.expect_report("waits for the process")
     assert big in scene.host.gpus[0].mig_devices()
     scene.repair(lambda: scene.host.gpus[0].remove_process(os.getpid()), "its end")
     scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 3)
+
+
+@fault(SHARING, "a new layout needs the place of an instance of another program", takes_s=2, gpus=_MIG)
+def no_place_left(scene: Scene) -> None:
+    _serve(scene, "mig: [3g.40gb]", lease="3g.40gb")
+    ours = _instance(scene, "3g.40gb")
+    devices = scene.host.create_mig_devices(0, "3g.40gb")
+    (other,) = (one for one in devices if one.uuid != ours.uuid)
+    scene.host.divide("mig: [3g.40gb, 2g.20gb]")
+    scene.inject(lambda: _reload(scene))
+    scene.expect_report("which another program created, is in the way")
+    assert scene.host.gpus[0].mig_devices() == devices
+    scene.repair(lambda: scene.host.gpus[0].end_instances(other.gpu_instance), "its end")
+    scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 2)
+    assert ours in scene.host.gpus[0].mig_devices()
 
 
 @fault(SHARING, "the driver hangs for over a minute while a layout is applied", takes_s=70, gpus=_MIG)
@@ -162,7 +177,7 @@ def type_changed(scene: Scene) -> None:
     _hold(scene, "00:07.0-0")
     other = scene.lease
     _hold(scene, "00:06.0-0")
-    scene.host.divide(4, _TIME_SLICED)
+    scene.host.divide(4, SHARED)
     scene.inject(lambda: _reload(scene))
     rows = scene.daemon.get("/v1/devices?limit=100")[1]["isolated_devices"]
     (why,) = {row["reason"] for row in rows if row["state"] == "pending" and row["addr"] != "00:07.0-0"}
@@ -176,7 +191,7 @@ def type_changed(scene: Scene) -> None:
 @fault(SHARING, "another program changes the time slice of a GPU", gpus=_TWO)
 def time_slice_changed(scene: Scene) -> None:
     """It is compared every five minutes, and at a reload."""
-    scene.host.divide(4, f"{_TIME_SLICED}\n  time_slice: short")
+    scene.host.divide(4, f"{SHARED}\n  time_slice: short")
     scene.serve()
     gpu = scene.host.gpus[1]
     scene.inject(lambda: setattr(gpu, "time_slice", "long"))

@@ -19,6 +19,7 @@ from simhost.mps import Client, StandIns
 
 MakeHost = Callable[..., SimHost]
 MakeDaemon = Callable[..., Daemon]
+MakeDivided = Callable[..., Daemon]
 StartStranger = Callable[[SimHost], "subprocess.Popen[str]"]
 MakePodman = Callable[..., Podman]
 MakeAtWork = Callable[..., "AtWork"]
@@ -48,18 +49,18 @@ def make_host() -> Iterator[MakeHost]:
         yield make
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
-
-
 @pytest.fixture
 def host(make_host: MakeHost, request: pytest.FixtureRequest) -> SimHost:
-    """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`.
+    """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`,
+    divided as its mark `divided` says.
 
     Tests of leases mark a V100: `run` and the client take nothing of a GPU that enforces no budgets.
     """
-    mark = request.node.get_closest_marker("gpus")
-    return make_host([*mark.args] if mark else None)
+    gpus, divided = map(request.node.get_closest_marker, ("gpus", "divided"))
+    host = make_host([*gpus.args] if gpus else None)
+    if divided:
+        host.divide(*divided.args)
+    return host
 
 
 @pytest.fixture
@@ -71,6 +72,19 @@ def make_daemon(make_host: MakeHost) -> Iterator[MakeDaemon]:
             return stack.enter_context(Daemon(host or make_host(), notify=notify))
 
         yield make
+
+
+@pytest.fixture
+def make_divided(make_host: MakeHost, make_daemon: MakeDaemon) -> MakeDivided:
+    """Make a Daemon, not started, for GPUs that are divided in this way; the keys go to host.conf."""
+
+    def make(description: Description, *divisions: object, **keys: object) -> Daemon:
+        daemon = make_daemon(make_host(description))
+        daemon.host.divide(*divisions)
+        daemon.configure(**keys)
+        return daemon
+
+    return make
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+import pytest
+
 from integration.daemon_host import Daemon, eventually
 from integration.podman_host import spec_of
 from simhost import SimHost
@@ -30,6 +32,14 @@ def publish_nodes(daemon: Daemon) -> None:
     """Make device nodes also of what MIG instances have, and wait until containers get them."""
     make_nodes(daemon.host)
     eventually(lambda: daemon.polls() and "nvidia-cap" in json.dumps(spec_of(daemon.host)), "the nodes")
+
+
+@pytest.fixture
+def ready_daemon(daemon: Daemon) -> Daemon:
+    """With device nodes that containers get."""
+    daemon.start().wait_ready()
+    publish_nodes(daemon)
+    return daemon
 
 
 def nodes_in(root: Path) -> set[str]:

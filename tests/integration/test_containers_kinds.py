@@ -8,21 +8,19 @@ from typing import NamedTuple
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
 from integration.image import IMAGE
 from integration.lease_host import given, leases_of
 from integration.podman_host import Podman, mps
-from simhost.host import SHARED
+from simhost.host import EACH_KIND
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
+__all__ = ["ready_daemon"]
 
-
-@pytest.fixture
-def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]")
-    daemon.start().wait_ready()
-    publish_nodes(daemon)
-    return daemon
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpus({"kind": "h100", "count": 3}),
+    pytest.mark.divided(*EACH_KIND),
+]
 
 
 class Expected(NamedTuple):

@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.mig_devices import devices, free, gpu, instances, profiles
-from simhost import SimHost
 
 MIG = "mig: all-balanced"
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
+def daemon(make_divided: MakeDivided) -> Daemon:
     """On a host with an H100 in MIG mode, if the entry asks for it, beside one that is time-sliced."""
-    with SimHost.create([{"kind": "h100", "count": 2}]) as host:
-        host.divide(MIG, "type: NVIDIA_GPU_SHARE\n  virtual_number: 2")
-        with Daemon(host) as made:
-            made.configure(cuda_mps_scope="gpu")
-            yield made
+    sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2"
+    return make_divided([{"kind": "h100", "count": 2}], MIG, sliced, cuda_mps_scope="gpu")
 
 
 BALANCED = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]
@@ -64,6 +60,32 @@ def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
         ("00:06.0", "mig"),
         ("00:07.0", "time-slicing"),
     ]
+
+
+def test_an_instance_that_another_program_divided_is_listed(daemon: Daemon) -> None:
+    daemon.host.gpus[0].mig = True
+    smi = ("nvidia-smi", "mig", "-i", 0)
+    daemon.host.run((*smi, "-cgi", "3g.40gb"), check=True)
+    number = re.findall(r"\|\s+0\s+MIG 3g.40gb\s+\d+\s+(\d+)", daemon.host.run((*smi, "-lgi")).stdout)[0]
+    daemon.host.run((*smi, "-cci", "1c.3g.40gb,1c.3g.40gb", "-gi", number), check=True)
+    daemon.host.divide("mig: [1g.10gb]")
+    daemon.start().wait_ready()
+    address = f"00:06.0-g{number}"
+    rows = {row["addr"]: row for row in daemon.get("/v1/gpus")[1]["gpus"]}
+    found, parent = rows[address], rows["00:06.0"]
+    why = "another program divided it into 2 compute instances"
+    assert (found["state"], found["reason"]) == ("not used", why)
+    assert (found["reason_code"], found["uuid"]) == (reasons.MIG_FOREIGN_INSTANCE, None)
+    assert (found["mig_profile"], found["parent"]) == ("3g.40gb", parent["uuid"])
+    shown = daemon.host.run(["yunion-mps", "gpus"], check=True).stdout
+    assert f"{address}: {why}" in " ".join(shown.split())
+    assert address not in devices(daemon)
+    status = daemon.status()
+    assert (status["state"], status["problems"]) == ("ready", []), "it is none of our business"
+    for command in ("status", "top --once", "list", "who"):
+        daemon.host.run(["yunion-mps", *command.split()], check=True)
+    metrics = daemon.host.run(["yunion-mps", "metrics"])
+    assert "Traceback" not in metrics.stderr
 
 
 def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
@@ -221,21 +243,17 @@ def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
         assert device.strip() in addresses
 
 
-def test_status_and_plan_say_what_a_layout_waits_for() -> None:
-    with SimHost.create([{"kind": "a100"}]) as host:
-        host.divide(MIG)
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
-            why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
-            status = daemon.get("/v1/status")[1]
-            assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
-            plan = daemon.get("/v1/plan")[1]
-            assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
-            shown = host.run(["yunion-mps", "plan"], check=True).stdout
-            title = "A reload would change nothing else; these changes are pending:"
-            assert " ".join(shown.split()) == f"{title} Pending: {why}"
-            shown = host.run(["yunion-mps", "status"]).stdout
-            assert why in " ".join(shown.split())
-            assert "no GPU on this host" not in shown
+def test_status_and_plan_say_what_a_layout_waits_for(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "a100"}], MIG).start().wait_ready()
+    eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+    why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
+    status = daemon.get("/v1/status")[1]
+    assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
+    plan = daemon.get("/v1/plan")[1]
+    assert (plan["changes"], [one["pending"] for one in plan["pending"]]) == ([], [why])
+    shown = daemon.host.run(["yunion-mps", "plan"], check=True).stdout
+    title = "A reload would change nothing else; these changes are pending:"
+    assert " ".join(shown.split()) == f"{title} Pending: {why}"
+    shown = daemon.host.run(["yunion-mps", "status"]).stdout
+    assert why in " ".join(shown.split())
+    assert "no GPU on this host" not in shown

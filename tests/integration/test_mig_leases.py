@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import end, leases_of, queued, run, start, take
 from integration.podman_host import spec_of
-from simhost import SimHost
 
 MIG = "mig: [3g.40gb, 2g.20gb]"
 OTHER = "mig: all-1g.10gb"
@@ -21,13 +21,8 @@ ENTRIES = [MIG, f"{MIG}\n  virtual_number: 2"]
 
 
 @pytest.fixture(params=ENTRIES, ids=["alone", "mps"])
-def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    with SimHost.create([{"kind": "h100"}]) as host:
-        host.divide(request.param)
-        with Daemon(host) as made:
-            made.configure(cuda_mps_scope="gpu")
-            made.start().wait_ready()
-            yield made
+def daemon(request: pytest.FixtureRequest, make_divided: MakeDivided) -> Daemon:
+    return make_divided([{"kind": "h100"}], request.param, cuda_mps_scope="gpu").start().wait_ready()
 
 
 def device_of(daemon: Daemon, profile: str = "3g.40gb") -> dict[str, Any]:
@@ -154,18 +149,15 @@ def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) 
     eventually(lambda: not leases_of(daemon), "the end of the lease")
 
 
-def test_a_request_waits_for_the_layout_of_its_gpu() -> None:
-    with SimHost.create([{"kind": "a100"}]) as host, Daemon(host) as daemon:
-        host.divide("mig: all-balanced")
-        daemon.configure()
-        daemon.start().wait_ready()
-        why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
-        refused = run(host, "--gpu", "00:06.0", "true").stderr
-        assert f"cannot be allocated now: GPU 00:06.0: {why} [{reasons.MIG_RESET_REQUIRED}]" in refused
-        waiting = queued(daemon, "gpu=00:06.0")
-        host.gpus[0].reset()
-        eventually(lambda: daemon.polls() and leases_of(daemon), "the lease")
-        waiting.close()
+def test_a_request_waits_for_the_layout_of_its_gpu(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "a100"}], "mig: all-balanced").start().wait_ready()
+    why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
+    refused = run(daemon.host, "--gpu", "00:06.0", "true").stderr
+    assert f"cannot be allocated now: GPU 00:06.0: {why} [{reasons.MIG_RESET_REQUIRED}]" in refused
+    waiting = queued(daemon, "gpu=00:06.0")
+    daemon.host.gpus[0].reset()
+    eventually(lambda: daemon.polls() and leases_of(daemon), "the lease")
+    waiting.close()
 
 
 @pytest.mark.parametrize("daemon", [MIG], indirect=True)
@@ -174,3 +166,20 @@ def test_a_stop_does_not_end_a_job_on_a_whole_instance(daemon: Daemon) -> None:
     assert daemon.stop(signal.SIGTERM) == 0
     assert job.poll() is None
     end(job)
+
+
+def test_run_across_uses_whole_gpus_and_warns_if_only_instances_are_left(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "h100", "count": 4}], MIG, MIG, 2, 2).start().wait_ready()
+    command = ("--count", "2", "--across", "printenv", "YUNION_MPS_DEVICE")
+    first = run(daemon.host, *command, check=True)
+    assert (first.stdout, first.stderr) == ("00:08.0-0,00:09.0-0\n", "")
+    for slot in range(2):
+        take(daemon, f"holder.name=job{slot}&holder.ttl_s=600&devices=00:08.0-{slot}")
+    second = run(daemon.host, *command, check=True)
+    gpus = {address.partition("-g")[0] for address in second.stdout.strip().split(",")}
+    assert gpus == {"00:06.0", "00:07.0"}
+    first_instance = second.stdout.partition(",")[0]
+    assert second.stderr.splitlines() == [
+        "yunion-mps: a CUDA process can use only one MIG instance, by default the first: " + first_instance,
+        "yunion-mps: start a process for each, with one of the UUIDs in CUDA_VISIBLE_DEVICES",
+    ]

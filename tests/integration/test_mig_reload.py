@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
-from simhost import SimHost
 from simhost.mps import StandIns
 
 __all__ = ["daemon"]
@@ -122,7 +122,7 @@ def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -
     status = daemon.status()
     assert status["notice"] == ""
     reasons = [problem["text"] for problem in status["problems"]]
-    assert any(text.endswith("after the end of lease job of root") for text in reasons), reasons
+    assert any(text.endswith("waits for lease job of root to end") for text in reasons), reasons
     refused = daemon.host.run(["yunion-mps", "run", "--device", "00:06.0-1", "true"])
     assert refused.returncode == 1, refused.stderr
     assert "lease job of root" in refused.stderr
@@ -145,23 +145,19 @@ def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
     assert profiles(daemon) == BALANCED
 
 
-def test_restore_fails_until_the_gpu_is_reset() -> None:
-    with SimHost.create([{"kind": "a100", "mig": True}]) as host:
-        host.divide("mig: all-disabled\n  virtual_number: 2\n  mig_restore: true")
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            host.gpus[0].reset()
-            eventually(lambda: not host.gpus[0].mig, "the mode")
-            daemon.kill()
-            for _ in range(2):
-                assert daemon.run("--restore") == 1, daemon.log
-                assert (
-                    "MIG mode will be on after the next reset of the GPU; reset it: nvidia-smi" in daemon.log
-                )
-            host.gpus[0].reset()
-            assert daemon.run("--restore") == 0, daemon.log
-            assert host.gpus[0].mig
+def test_restore_fails_until_the_gpu_is_reset(make_divided: MakeDivided) -> None:
+    entry = "mig: all-disabled\n  virtual_number: 2\n  mig_restore: true"
+    daemon = make_divided([{"kind": "a100", "mig": True}], entry).start().wait_ready()
+    (gpu,) = daemon.host.gpus
+    gpu.reset()
+    eventually(lambda: not gpu.mig, "the mode")
+    daemon.kill()
+    for _ in range(2):
+        assert daemon.run("--restore") == 1, daemon.log
+        assert "MIG mode will be on after the next reset of the GPU; reset it: nvidia-smi" in daemon.log
+    gpu.reset()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert gpu.mig
 
 
 @pytest.mark.parametrize("entry", ["virtual_number: 2", "mig: all-3g.40gb\n  virtual_number: 2"])

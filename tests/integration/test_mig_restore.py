@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from yunion_mps import reasons
 
+from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
@@ -32,45 +33,35 @@ def reset(host: SimHost) -> None:
 @pytest.mark.parametrize("restores", ["", "\n  mig_restore: true"])
 @pytest.mark.parametrize("how", [reset, SimHost.reboot])
 def test_the_hint_of_a_mode_that_needs_a_reset_leads_to_the_layout(
-    restores: str, how: Callable[[SimHost], None]
+    make_divided: MakeDivided, restores: str, how: Callable[[SimHost], None]
 ) -> None:
-    with SimHost.create([{"kind": "a100"}]) as host:
-        host.divide(f"mig: all-3g.20gb{restores}")
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
-            assert daemon.stop(signal.SIGTERM) == 0
-            assert host.gpus[0].mig_pending
-            how(host)
-            daemon.start().wait_ready()
-            eventually(lambda: free(daemon) == 2, "its devices")
+    daemon = requested(make_divided, restores)
+    assert daemon.host.gpus[0].mig_pending
+    how(daemon.host)
+    daemon.start().wait_ready()
+    eventually(lambda: free(daemon) == 2, "its devices")
 
 
-def test_restore_cancels_a_mode_that_needs_a_reset() -> None:
-    with SimHost.create([{"kind": "a100"}]) as host:
-        host.divide("mig: all-3g.20gb\n  mig_restore: true")
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
-            assert daemon.stop(signal.SIGTERM) == 0
-            assert daemon.log.count("cancel this: yunion-mps-daemon --restore") == 1
-            assert daemon.run("--restore") == 0, daemon.log
-            assert not host.gpus[0].mig_pending
+def requested(make_divided: MakeDivided, restores: str = "") -> Daemon:
+    """A daemon that has ended before the reset that its layout waits for."""
+    daemon = make_divided([{"kind": "a100"}], f"mig: all-3g.20gb{restores}").start().wait_ready()
+    eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
+    assert daemon.stop(signal.SIGTERM) == 0
+    return daemon
 
 
-def test_restore_cancels_a_mode_that_no_entry_has_anymore() -> None:
-    with SimHost.create([{"kind": "a100"}]) as host:
-        host.divide("mig: all-3g.20gb")
-        with Daemon(host) as daemon:
-            daemon.configure()
-            daemon.start().wait_ready()
-            assert daemon.stop(signal.SIGTERM) == 0
-            assert host.gpus[0].mig_pending
-            host.divide(4)
-            assert daemon.run("--restore") == 0, daemon.log
-            assert not host.gpus[0].mig_pending
+def test_restore_cancels_a_mode_that_needs_a_reset(make_divided: MakeDivided) -> None:
+    daemon = requested(make_divided, "\n  mig_restore: true")
+    assert daemon.log.count("cancel this: yunion-mps-daemon --restore") == 1
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig_pending
+
+
+def test_restore_cancels_a_mode_that_no_entry_has_anymore(make_divided: MakeDivided) -> None:
+    daemon = requested(make_divided)
+    daemon.host.divide(4)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig_pending
 
 
 def test_what_a_stop_restores_does_not_block_the_next_start(daemon: Daemon) -> None:
@@ -106,8 +97,8 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
     daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     assert daemon.run("--restore") == 1, daemon.log
-    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
-    assert f"PID {os.getpid()}" in daemon.log
+    what = f"it would end the process (PID {os.getpid()}) on instance g{big.gpu_instance} (3g.40gb)"
+    assert f"the MIG layout of GPU 00:06.0 is not restored: {what}" in daemon.log
     daemon.host.gpus[0].remove_process(os.getpid())
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig

@@ -11,8 +11,8 @@ import pytest
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
+from simhost.host import SHARED
 
-SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 ADDRESS = "00:07.0-0"
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100", "count": 2})]
@@ -72,7 +72,9 @@ def test_a_process_on_a_time_sliced_gpu_is_not_outside_mps(mixed: Daemon) -> Non
 def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed: Daemon) -> None:
     take(mixed, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}&allow_unlimited=true")
     mixed.host.divide(4, 2)
-    assert mixed.ask("POST", "/v1/reload")[0] == 200
+    (pending,) = mixed.ask("POST", "/v1/reload")[1]["pending"]
+    why = "GPU 00:07.0: the change to mps waits for lease job of root to end"
+    assert (pending["pending"], pending["leases"]) == (why, [one["id"] for one in leases_of(mixed)])
     assert states(mixed) == {ADDRESS: "leased", "00:07.0-1": "pending", "00:07.0-2": "pending"}
     mixed.kill()
     mixed.start().wait_ready()
@@ -98,7 +100,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert done.returncode == 1
         pending = done.stderr.partition("still pending after 1s: ")[2]
         assert re.search(
-            "GPU 00:07.0: .*after the end of lease job of root.*; everything else is in", pending
+            "GPU 00:07.0: .*waits for lease job of root.* to end.*; everything else is in", pending
         )
         assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:

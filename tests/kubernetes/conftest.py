@@ -25,10 +25,6 @@ StartContainer = Callable[[Pod], Container]
 Read = Callable[[str], PluginOptions]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
-
-
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
     """What the plugin reads of this text of its file."""

@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
 from integration.lease_host import leases_of
 from kubernetes.containerd import Containerd
 from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin
-from simhost.host import SHARED
+from simhost.host import EACH_KIND
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
+__all__ = ["ready_daemon"]
 
-
-@pytest.fixture
-def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]")
-    daemon.start().wait_ready()
-    publish_nodes(daemon)
-    return daemon
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpus({"kind": "h100", "count": 3}),
+    pytest.mark.divided(*EACH_KIND),
+]
 
 
 @pytest.mark.parametrize("strategy", ["cdi", "environment"])

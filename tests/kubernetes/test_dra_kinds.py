@@ -10,15 +10,13 @@ from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin
 from kubernetes.test_dra import cdi_environment
-from simhost.host import SHARED
+from simhost.host import EACH_KIND
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
-
-
-@pytest.fixture
-def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]")
-    return daemon.start().wait_ready()
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpus({"kind": "h100", "count": 3}),
+    pytest.mark.divided(*EACH_KIND),
+]
 
 
 def attribute(device: dict[str, Any], name: str) -> str:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+from typing import cast
 
 import pytest
 from yunion_mps.kubernetes.features import GpuKind, labels_of
+from yunion_mps.kubernetes.node_resources import NodeResources
+from yunion_mps.kubernetes.options import read_options
+from yunion_mps.kubernetes.resources import KnownDevice
+from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.kubelet import KubeletPlugin
+from kubernetes.offers import instance, share
 from simhost.host import IN_UNITS
 
 FILE = "etc/features.d/yunion-mps"
@@ -89,6 +96,15 @@ def test_the_memory_of_a_gpu_is_shared_through_mps() -> None:
     assert "nvidia.com/gpu.sharing-strategy" not in labels
     assert (labels["nvidia.com/mps.capable"], labels["nvidia.com/gpu.replicas"]) == ("true", "3")
     assert labels_of({}, {"b"}, 16)["nvidia.com/gpu.sharing-strategy"] == "mps"
+
+
+def test_the_devices_of_each_gpu_are_counted_again_each_time(tmp_path: Path) -> None:
+    resources = NodeResources(read_options(Paths(str(tmp_path))))
+    two, other = [share(1, 0), share(1, 1)], instance(2, 3, "1g.10gb", mig_profile="1g.10gb")
+    for devices, counts in (([*two, other], [2, 1]), (two, [2])):
+        resources.update(cast("list[KnownDevice]", devices), (), ())
+        assert [*resources.devices.values()] == counts
+    assert [*resources.devices] == [GpuKind(two[0]["gpu_uuid"], "mps", None)]
 
 
 @pytest.mark.processes

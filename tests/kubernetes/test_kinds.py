@@ -13,21 +13,22 @@ from integration.lease_host import leases_of, take
 from kubernetes.conftest import StartContainer
 from kubernetes.kubelet import INSTANCES, MEMORY, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin, Reconciler
 from kubernetes.test_metrics import address, scrape
-from simhost.host import IN_UNITS
+from simhost.host import EACH_KIND, IN_UNITS, SHARED
 
 __all__ = ["address"]
 
-pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 3})]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpus({"kind": "h100", "count": 3}),
+    pytest.mark.divided(*EACH_KIND),
+]
 
-SHARE = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
 NUMBERS = {RESOURCE: 2, TIME_SLICED: 3, INSTANCES: 2}
-DIVISIONS = (2, SHARE, "mig: [3g.40gb, 1g.10gb]")
 FILE = "etc/features.d/yunion-mps"
 
 
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
-    daemon.host.divide(*DIVISIONS)
     daemon.configure(cuda_mps_scope="gpu")
     return daemon.start().wait_ready()
 
@@ -108,7 +109,7 @@ def test_a_resource_begins_with_its_first_device_and_stays(
     with KubeletPlugin(ready_daemon.host):
         kubelet.request(RESOURCE).wait_healthy(4)
         assert [one.resource_name for one in kubelet.registrations] == [RESOURCE]
-        reload_as(ready_daemon, SHARE, IN_UNITS)
+        reload_as(ready_daemon, SHARED, IN_UNITS)
         wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 3, MEMORY: 79})
         reload_as(ready_daemon, 2, 2, "mig: all-3g.40gb")
         wait_healthy(kubelet, {RESOURCE: 4, TIME_SLICED: 0, MEMORY: 0, INSTANCES: 2})
@@ -124,7 +125,7 @@ def test_a_leased_device_keeps_its_kind_until_its_lease_ends(
     wait_healthy(kubelet, NUMBERS)
     pod = kubelet.request(RESOURCE).run_pod("trainer", 1)
     container = start_container(pod)
-    ready_daemon.host.divide(SHARE, *DIVISIONS[1:])
+    ready_daemon.host.divide(SHARED, *EACH_KIND[1:])
     ready_daemon.ask("POST", "/v1/reload")
     kubelet.request(RESOURCE).wait_healthy(1)
     assert kubelet.healthy == [*pod.devices]
@@ -143,11 +144,11 @@ def test_a_container_does_not_start_again_on_a_device_of_another_kind(
     if restarts:  # as when the node does
         ready_daemon.stop()
         plugin.restart()
-        ready_daemon.host.divide(SHARE, *DIVISIONS[1:])
+        ready_daemon.host.divide(SHARED, *EACH_KIND[1:])
         kubelet.wait_registered(len(NUMBERS) + 1)
         ready_daemon.start()
     else:
-        reload_as(ready_daemon, SHARE, *DIVISIONS[1:])
+        reload_as(ready_daemon, SHARED, *EACH_KIND[1:])
         wait_healthy(kubelet, {TIME_SLICED: 6})
 
     def refusal() -> str:

@@ -12,7 +12,7 @@ from packages.family import Deb, Family
 from packages.machine import UNIT, Machine, MachineError
 from packages.operator import PIPE, Operator
 from packages.traces import Traces
-from packages.versions import Packages
+from packages.versions import REQUIRED_MIB, Packages
 
 both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
 
@@ -58,7 +58,7 @@ class TestInstallation:
     def test_installation_fails_if_disk_space_is_short(self, family: Family, current: Packages) -> None:
         machine = family.machine
         machine.shell(
-            "mount -t tmpfs -o size=7m room /mnt; mkdir /mnt/upper /mnt/work\n"
+            f"mount -t tmpfs -o size={REQUIRED_MIB - 1}m room /mnt; mkdir /mnt/upper /mnt/work\n"
             "mount -t overlay -o lowerdir=/usr,upperdir=/mnt/upper,workdir=/mnt/work room /usr"
         )
         try:

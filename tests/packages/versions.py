@@ -18,6 +18,9 @@ from simhost.environment import CHECKOUT
 #: The version that is upgraded from: this tree with another number, until there is a release to take.
 PREVIOUS = "0.0.9"
 _LIMIT_S = 300
+_NAMES = (CHECKOUT / "packaging/scriptlets/names.sh").read_text()
+#: The free disk space that the packages require, which must be enough for what they install.
+REQUIRED_MIB = int(re.findall(r"^required_mib=(\d+)", _NAMES, re.MULTILINE)[0])
 
 
 class Packages(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.versions import REQUIRED_MIB
 from unit.hostile_names import WORST
 from unit.mps.front_ends import STRANGER
 
@@ -84,7 +85,7 @@ def test_a_disk_that_is_nearly_full_is_refused(host: Host) -> None:
     done = host.call("check_host")
     assert done.returncode == 1
     assert done.stderr == (
-        "yunion-mps-daemon: /usr has 3 MiB free, but 8 MiB are required: "
+        f"yunion-mps-daemon: /usr has 3 MiB free, but {REQUIRED_MIB} MiB are required: "
         "free disk space (df -h /usr), and try again\n"
     )
 

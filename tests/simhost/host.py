@@ -22,9 +22,11 @@ from .state import StateError, StateFile
 from .tree import device_file, write_tree
 
 #: How `divide` leaves a GPU's memory open, to be leased in units.
-IN_UNITS = "virtual_number: 0\n  memory_unit: 1GiB"
+IN_UNITS = "virtual_number: 0; memory_unit: 1GiB"
 #: How it has a GPU time-sliced.
-SHARED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 3"
+SHARED = "type: NVIDIA_GPU_SHARE; virtual_number: 3"
+#: How it has three GPUs shared through MPS, time-sliced, and split into MIG instances.
+EACH_KIND = (2, SHARED, "mig: [3g.40gb, 1g.10gb]")
 
 _Self = TypeVar("_Self", bound="Closes")  # typing.Self is not in Python 3.9
 

@@ -66,13 +66,14 @@ def _mig_minors(host: HostDescription) -> str:
 def device_file(divided: Iterable[tuple[str, object]]) -> str:
     """Return the host_container_device.yml in which each of these GPUs has so many devices.
 
-    A text with a colon is what its entry has instead of `virtual_number`, or also instead of the type.
+    A text with a colon is what its entry has instead of `virtual_number`, or also instead of the type; "; "
+    may separate its keys.
     """
     lines = ["devices:"]
     for path, how in divided:
         division = how if ":" in str(how) else f"virtual_number: {how}"
         types = [] if "type:" in str(division) else ["  type: NVIDIA_MPS"]
-        lines += [f"- path: {path}", *types, f"  {division}"]
+        lines += [f"- path: {path}", *types, *(f"  {key}" for key in str(division).split("; "))]
     return "\n".join(lines) + "\n"
 
 

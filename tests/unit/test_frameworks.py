@@ -112,6 +112,17 @@ def test_a_framework_without_cuda_is_an_error(torch: list[tuple[float, int]]) ->
         cap_memory()
 
 
+def test_a_value_that_the_framework_refuses_is_an_error(tensorflow: Any) -> None:
+    """As TensorFlow does where it has set memory growth of the GPU before."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("Cannot set memory growth and virtual devices")
+
+    tensorflow.config.set_logical_device_configuration = refuse
+    with pytest.raises(HostError, match="tensorflow cannot be capped at 4096 MiB: Cannot set memory"):
+        cap_memory()
+
+
 def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
     with pytest.raises(HostError, match="torch cannot be capped at 4096 MiB"):
@@ -120,7 +131,7 @@ def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_framework_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown framework 'jax': use torch or tensorflow"):
-        cap_memory("jax")
+        cap_memory("mxnet", "torch", "jax")
 
 
 @pytest.mark.parametrize("text", ["", "4GiB", "0", "-1", "٣٢"])

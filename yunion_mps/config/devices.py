@@ -20,13 +20,13 @@ from yunion_mps.config.document import (
     read_document,
     value_of,
 )
-from yunion_mps.config.layout import layout
 from yunion_mps.config.mapping import MappingReader, Nodes
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
     MAX_TIME_SLICED_DEVICES,
     Kind,
     boolean,
+    layout,
     max_devices,
     memory,
     number,

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.config.document import Node, nearest, quote, value_of
+from yunion_mps.config.document import Node, SequenceNode, nearest, quote, value_of
+from yunion_mps.mig import ALL, BALANCED, DISABLED
 from yunion_mps.units import mebibytes
 
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
@@ -38,6 +39,10 @@ _MAX_PORT = 65_535
 _LOCALHOST = "127.0.0.1"
 _EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to recognise them, not to listen there
 ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or '[::1]:9435'"
+
+#: A profile, perhaps with attributes such as `+me`; in names of layouts, mig-parted writes `.me`.
+_PROFILE = r"[1-9]\d*g\.[1-9]\d*gb(?:[+.-][a-z]+(?:\.[a-z]+)*)?"
+_LAYOUT = f"{DISABLED}|{BALANCED}|(?:{ALL})?{_PROFILE}"
 
 
 class InvalidValueError(Exception):
@@ -174,6 +179,25 @@ def group(key: str, node: Node) -> str:
         hint = "create it (groupadd --system NAME), or choose one that exists: getent group"
         raise InvalidValueError(key, node, "a group that does not exist", hint) from None
     return name
+
+
+def layout(key: str, node: Node) -> tuple[str, ...]:
+    """Return the name of a MIG layout, or those of profiles, as written; GPUs are not consulted."""
+    if isinstance(node, SequenceNode) and node.value:
+        return tuple(_profile(key, item) for item in node.value)
+    value = value_of(node)
+    if not isinstance(value, str) or not re.fullmatch(_LAYOUT, value):
+        example = "for example all-1g.10gb, all-balanced, or a list of profiles such as [3g.40gb, 1g.10gb]"
+        raise InvalidValueError(key, node, "not a MIG layout", f"write a layout, {example}")
+    return (value,)
+
+
+def _profile(key: str, node: Node) -> str:
+    value = value_of(node)
+    if not isinstance(value, str) or not re.fullmatch(_PROFILE, value):
+        hint = "write the profiles of instances, for example [3g.40gb, 1g.10gb, 1g.10gb]"
+        raise InvalidValueError(key, node, "not a MIG profile", hint)
+    return value
 
 
 def max_devices(override: int | None) -> int:

@@ -21,12 +21,13 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import Reason
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import AT_ONCE, as_made
+from yunion_mps.supervisor.changes import as_made
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
+from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -271,13 +272,18 @@ class Reloader:
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
         names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
+        kept = self._supervisor.desired.plan.pending
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             devices = count(len(wait.pending), "device")
-            what = f"GPU {address}: {devices} waiting for {wait.description} to end"
+            what = f"GPU {address}: {devices} pending: {wait.reason}"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         pending += [
-            {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
+            {
+                "domain": names.get(uuid, ""),
+                "pending": f"GPU {gpus.get(uuid, uuid)}: {why}",
+                "leases": self._ledger.leases_on(uuid) if uuid in kept else [],
+            }
             for uuid, why in snapshot.plan.pending.items()
             if uuid not in layouts
         ]

@@ -1,8 +1,7 @@
 """The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
 Like a domain it takes the time as a parameter and never waits, so one loop can drive it before asyncio is
-loaded, and asyncio afterwards. Calls to the driver are returned as work (`ModeWork`), because they may take
-long.
+loaded, and asyncio afterwards. Calls to the driver may take long, so they are returned as work (`ModeWork`).
 """
 
 from __future__ import annotations
@@ -229,6 +228,8 @@ class Supervisor:
         before = self.desired.plan
         self.desired.replan()
         after = self.desired.plan
+        if after.pending != before.pending:
+            self._changed()
         if (after.domains, after.direct) == (before.domains, before.direct):
             return
         try:
@@ -253,9 +254,8 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
-        if self.desired.plan.pending or self.layouts.pending:
-            return True
-        return not self.desired.plan.gpu_uuids <= self._gpus.healthy
+        waits = self.desired.plan.pending or self.layouts.pending
+        return bool(waits) or not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
     # -- MIG layouts
 
@@ -323,10 +323,10 @@ class Supervisor:
         self._gpus.clear_faults()
         self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
-        if differs:  # what is pending was recorded before
-            events += [change.event() for change in changes]
+        events += [change.event() for change in changes if differs]  # what is pending was recorded before
         for event in events:
             self.event_log.record(event)
+        self.layouts.withdraw()
         self._changed()
         return changes
 

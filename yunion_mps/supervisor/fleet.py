@@ -223,17 +223,20 @@ class Fleet:
         return has_other_gpus or has_other_group
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
-        return any(
-            domain.in_effect.pipe_directory == plan.pipe_directory
-            or set(domain.in_effect.gpu_uuids) & set(plan.gpu_uuids)
-            for domain in self.domains
-        )
+        return any(is_in_the_way(domain, plan) for domain in self.domains)
 
     def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
+
+
+def is_in_the_way(domain: Domain, plan: DomainPlan) -> bool:
+    """Whether the domain has to end before another one can start as planned."""
+    running = domain.in_effect
+    has_its_gpus = not set(running.gpu_uuids).isdisjoint(plan.gpu_uuids)
+    return has_its_gpus or running.pipe_directory == plan.pipe_directory
 
 
 class LimitRecords:

@@ -96,7 +96,8 @@ def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
 
 
 def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
-    waits = "GPU 00:06.0: 1 device waiting for lease 7c1f0e7a of alice (PID 4260) to end"
+    why = "the new division of the GPU waits for lease 7c1f0e7a of alice (PID 4260) to end"
+    waits = f"GPU 00:06.0: 1 device pending: {why}"
     own.host.reloader.planned = {
         "changes": [],
         "pending": [{"domain": "host", "pending": waits, "leases": []}],

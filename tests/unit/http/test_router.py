@@ -342,7 +342,7 @@ def test_each_answers_time_is_in_one_bucket(router: Router) -> None:
     ((labels, buckets, sum_s),) = router.request_counts().latencies
     assert labels == ("/v1/clients",)
     assert buckets[-1] == ("+Inf", 3)
-    assert 0 < sum_s < 60
+    assert sum_s > 0
 
 
 def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:

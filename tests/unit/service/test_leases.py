@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from yunion_mps.answers import LeaseRecord
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, InfeasibleError, NotAllowedError, NothingFreeError
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
@@ -30,6 +32,7 @@ from unit.http.snapshots import snapshot
 ONE, TWO = builders.gpu(1), builders.gpu(2)
 ROOT, ALICE, BOB = 0, 1000, 1001
 FIRST, SECOND = "a" * 32, "b" * 32
+ONESELF = Holder("container", ROOT, os.getpid(), started_ticks(os.getpid()))
 
 
 class LeaseHost:
@@ -269,6 +272,60 @@ def test_a_stored_grant_without_its_event_is_recorded_at_the_next_start(host: Le
         host.supervisor.event_log.record(Event("info", "daemon", "something", "later"))
         await host.restart()
         assert host.events == []
+
+    run(work())
+
+
+def test_a_restart_extends_an_expired_lease_only_once(host: LeaseHost) -> None:
+    """Nor does a daemon that was killed soon after its start."""
+
+    async def work() -> None:
+        await host.take("job")
+        storage = LeaseStorage(host.store, host.paths.lease_copies)
+        (lease,) = host.leases.ledger.leases.values()
+        storage.write(lease._replace(ends_s=time.monotonic() - 1))
+        await host.restart()
+        (lease,) = host.leases.ledger.leases.values()
+        assert lease.is_extended
+        assert storage.read() == [lease]
+
+    run(work())
+
+
+def test_a_client_that_leaves_as_its_lease_is_granted_has_none(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        gone, next_ = await host.queue("gone"), await host.queue("next")
+        host.release("held-0")
+        gone.cancel()
+        assert (await next_)["devices"] == ["01:00.0-0"]
+        assert "gone" not in host.held
+
+    run(work())
+
+
+def test_a_client_that_leaves_as_it_is_refused_is_only_cancelled(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        gone = await host.queue("gone", request=LeaseRequest(2, across=True))
+        host.snapshot = snapshot(ONE)._replace(version=2)
+        host.leases.serve()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+
+    run(work())
+
+
+def test_a_connections_lease_that_a_container_got_outlives_it(host: LeaseHost) -> None:
+    async def work() -> None:
+        closed: list[Callable[[], None]] = []
+        queued = QueuedRequest(LeaseRequest(), ONESELF._replace(binding="connection"))
+        lease, _ = await host.leases.take(queued, closed.append, 0.0)
+        host.leases.bind(lease["id"], Owner(ROOT), ONESELF)
+        for close in closed:
+            close()
+        assert [one["id"] for one in host.leases.leases()] == [lease["id"]]
 
     run(work())
 

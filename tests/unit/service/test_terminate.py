@@ -143,7 +143,6 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many clients, its turn may come later than the time that a busy control daemon is given."""
-    monkeypatch.setattr(module, "_OCCUPIED_S", 0.5)
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     answers = [OccupiedError("/pipe")]
 
@@ -153,10 +152,13 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
         return True
 
     async def work(terminator: module.Terminator) -> Any:
-        lock = terminator._clients.conversation
+        loop, lock = asyncio.get_running_loop(), terminator._clients.conversation
         await lock.acquire()
         ending = asyncio.ensure_future(terminator.terminate_all(itemgetter("clients"), 0))
-        await asyncio.sleep(1)
+        while not lock._waiters:  # noqa: ASYNC110 - a lock tells nobody
+            await asyncio.sleep(0.001)
+        turn_s = loop.time() + 2 * module._OCCUPIED_S
+        monkeypatch.setattr(loop, "time", lambda: turn_s)
         lock.release()
         return await ending
 

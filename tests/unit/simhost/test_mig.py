@@ -55,13 +55,15 @@ def test_nvidia_smi_and_pynvml_show_the_same_devices(make_host: MakeHost) -> Non
             parent = n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             assert n.nvmlDeviceGetUUID(parent) == host.gpus[0].uuid
             assert n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByUUID(device.uuid)) == index
-            assert attributes.memorySizeMB == total
+            assert attributes.memorySizeMB == total <= n.nvmlDeviceGetBAR1MemoryInfo(handle).bar1Total >> 20
             sm = attributes.multiprocessorCount
             assert shared[index] == f"{device.gpu_instance} 0 {index} | {used}MiB / {total}MiB | {sm}"
             processes = n.nvmlDeviceGetComputeRunningProcesses(handle)
             assert [process.usedGpuMemory >> 20 for process in processes] == ([300] if used else [])
         with pytest.raises(n.NVMLError_NotFound):
             n.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 3)
+        with pytest.raises(n.NVMLError_InvalidArgument):
+            n.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 7)
         (process,) = n.nvmlDeviceGetComputeRunningProcesses(gpu)
         assert (process.gpuInstanceId, process.computeInstanceId) == (2, 0)
 
@@ -90,6 +92,18 @@ def test_compute_instances_share_their_gpu_instance(make_host: MakeHost) -> None
             n.nvmlComputeInstanceGetInfo(compute)
 
 
+def test_placements_have_the_size_of_their_profile(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100", "mig": True}])
+    with nvml(host) as (n, gpu):
+        small, whole = (n.byref(n.c_nvmlGpuInstancePlacement_t(4, size)) for size in (2, 4))
+        with pytest.raises(n.NVMLError_InvalidArgument):
+            n.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 9, small)
+        big = n.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 9, whole)
+        n.nvmlGpuInstanceCreateComputeInstance(big, 2)
+        device = n.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 0)
+        assert n.nvmlDeviceGetAttributes(device).multiprocessorCount == 60, "more than three times 1g"
+
+
 def test_hopper_changes_its_mode_at_once_if_idle(make_host: MakeHost) -> None:
     host = make_host([{"kind": "h100"}])
     gpu = host.gpus[0]
@@ -101,6 +115,12 @@ def test_hopper_changes_its_mode_at_once_if_idle(make_host: MakeHost) -> None:
     host.create_mig_devices(0, "7g.80gb")
     assert "Disabled MIG Mode" in smi(host, "-i", 0, "-mig", 0)
     assert (gpu.mig, gpu.mig_pending, gpu.mig_devices()) == (False, False, [])
+
+
+def test_every_ampere_model_waits_for_a_reset(make_host: MakeHost) -> None:
+    host = make_host([{"kind": kind} for kind in ("a30", "a100", "a100-80gb")])
+    smi(host, "-mig", 1)
+    assert [(gpu.mig, gpu.mig_pending) for gpu in host.gpus] == [(False, True)] * 3
 
 
 @pytest.mark.parametrize("reset", ["nvidia-smi", "ctl", "reboot"])
@@ -124,6 +144,29 @@ def test_ampere_changes_its_mode_with_a_reset(make_host: MakeHost, reset: str) -
     assert host.gpus[0].mig
     assert host.gpus[1].mig, "the mode survives a reboot, instances do not"
     assert bool(host.gpus[1].mig_devices()) is (reset != "reboot")
+
+
+def test_a_reset_ends_processes_and_a_gpu_that_needs_one_keeps_its_mode(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100"}])
+    host.gpus[0].add_process(77, 10)
+    host.gpus[0].reset()
+    assert host.gpus[0].show()["processes"] == []
+    host.run(["simhost-ctl", "require-reset", "0"], check=True)
+    with nvml(host) as (n, gpu):
+        assert n.nvmlDeviceSetMigMode(gpu, n.NVML_DEVICE_MIG_ENABLE) == n.NVML_ERROR_RESET_REQUIRED
+        assert n.nvmlDeviceGetMigMode(gpu) == [0, 1]
+
+
+def test_a_mode_that_is_set_again_changes_nothing(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100", "mig": True}, {"kind": "h100"}])
+    devices = host.create_mig_devices(0, "7g.80gb")
+    for is_used in (False, True):
+        if is_used:
+            host.gpus[0].add_process(77, 10, on=(devices[0].gpu_instance, 0))
+        with nvml(host) as (n, gpu):
+            assert n.nvmlDeviceSetMigMode(gpu, n.NVML_DEVICE_MIG_ENABLE) == n.NVML_SUCCESS
+            assert n.nvmlDeviceGetMaxMigDeviceCount(n.nvmlDeviceGetHandleByIndex(1)) == 0
+        assert host.gpus[0].mig_devices() == devices
 
 
 @pytest.mark.parametrize("change", ["mode", "reset", "reboot"])
@@ -244,8 +287,10 @@ def test_simhost_ctl_makes_the_faults(make_host: MakeHost) -> None:
     ctl("process", 0, "add", 77, 10, "--on", devices[0].gpu_instance, 0)
     ctl("end-instance", 0, devices[0].gpu_instance)
     assert gpu.mig_devices() == devices[1:]
+    smi(host, "mig", "-cgi", "19")
     ctl("require-reset", 0)
     assert "GPU requires reset" in smi(host, "mig", "-cgi", "19")
+    assert "GPU requires reset" in smi(host, "mig", "-cci")
     ctl("reset", 0)
     assert (gpu.mig_devices(), gpu.show()["reset_required"]) == ([], False)
     host.create_mig_devices(0, "19")

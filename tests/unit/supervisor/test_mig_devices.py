@@ -25,11 +25,7 @@ H100 = [{"kind": "h100"}]
 
 def configured(host: SimHost, *entries: str) -> None:
     """Write an entry for each of the first GPUs, with these keys."""
-    lines = ["devices:"]
-    for gpu, keys in zip(host.gpus, entries):
-        lines.append(f"- path: {gpu.uuid}")
-        lines += [f"  {key}" for key in keys.split("; ")]
-    (host.root / "etc/yunion/host_container_device.yml").write_text("\n".join(lines) + "\n")
+    host.divide(*entries)
 
 
 def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool | None = None) -> None:

@@ -13,6 +13,7 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.models import Holder, Lease
 from yunion_mps.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.service.devices import devices_json, unusable_reasons
+from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
 
 from simhost import Description, SimHost
@@ -22,6 +23,7 @@ from unit.supervisor.test_mig_devices import apply_layouts, configured, waits
 H100 = [{"kind": "h100"}]
 TWO = "type: NVIDIA_MPS; virtual_number: 2"
 MIG = "type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2"
+MIG_SLICED = "type: NVIDIA_GPU_SHARE; mig: all-3g.40gb; virtual_number: 3"
 SLICED = "type: NVIDIA_GPU_SHARE; virtual_number: 3"
 SMALLER = "type: NVIDIA_MPS; mig: [2g.20gb, 2g.20gb, 2g.20gb]; virtual_number: 2"
 
@@ -36,7 +38,7 @@ class Work:
     def start(self) -> Work:
         self.made.start()
         desired = self.made.supervisor.desired
-        desired.ways_leased, desired.holders = self.ledger.ways_of_sharing, self.ledger.holders_by_gpu
+        desired.ways_leased, desired.leases = self.ledger.ways_of_sharing, self.ledger.users_by_gpu
         self.made.lease_waits = self.ledger.lease_waits
         self.apply()
         return self
@@ -44,9 +46,13 @@ class Work:
     def apply(self, *, now: bool | None = None) -> None:
         apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
 
-    def reload(self, *entries: str) -> None:
+    def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
-        self.made.reload()
+        self.made.accept()
+        self.made.supervisor.layouts.force(now=now)
+        self.made.supervisor.apply(time.monotonic())
+        self.made.until(lambda: self.made.supervisor.fleet.settled)
+        self.made.set_modes()
         self.apply()
 
     def lease(self, number: int = 0) -> str:
@@ -129,14 +135,37 @@ def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
 def test_reload_now_does_not_wait_for_an_idle_lease(begin: Begun, before: str, after: str) -> None:
     work = begin(before)
     work.lease()
-    work.reload(after)
-    work.made.supervisor.layouts.force(now=True)
-    work.made.supervisor.apply(time.monotonic())
-    work.made.until(lambda: work.made.supervisor.fleet.settled)
-    work.made.set_modes()
-    work.apply()
+    work.reload(after, now=True)
     work.apply()
     assert waits(work.made) == ""
+
+
+def test_reload_now_leaves_a_layout_in_effect_to_its_leases(begin: Begun) -> None:
+    """Also later, when another program has taken one of its instances."""
+    work = begin(MIG, TWO, description=[{"kind": "h100", "count": 2}])
+    address, leased = work.lease(), work.made.snapshot.plan.devices[0].gpu_uuid
+    work.reload(f"{MIG_SLICED}; mig_restore: true", MIG, now=True)
+    assert work.states()[address] == LEASED
+    assert leased in {uuid for one in work.made.snapshot.domains for uuid in one.plan.gpu_uuids}
+    assert len(work.host.gpus[1].mig_devices()) == 2
+    (free,) = (one for one in work.host.gpus[0].mig_devices() if one.uuid != leased)
+    work.host.gpus[0].end_instances(free.gpu_instance)
+    others = {one.uuid for one in work.host.create_mig_devices(0, "1g.10gb")}
+    work.apply()
+    assert others <= {one.uuid for one in work.host.gpus[0].mig_devices()}
+
+
+def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> None:
+    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+    supervisor = work.made.supervisor
+    work.host.gpus[1].lose()  # since the last poll
+    configured(work.host, MIG, MIG)
+    preflight = run_preflight(work.made.paths, supervisor.nvml)
+    plan, _ = supervisor.desired.plan_for(preflight, work.ledger.lease_waits)
+    assert supervisor.nvml
+    losses = supervisor.layouts.losses(plan, preflight.inventory, (), supervisor.nvml, supervisor.store())
+    assert plan.layouts[1].gpu_uuid == work.host.gpus[1].uuid
+    assert losses.keys() == {work.host.gpus[0].uuid}
 
 
 def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> None:
@@ -175,8 +204,8 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     server = work.attach()
     work.reload(MIG, TWO)
-    what = f"the MPS server (PID {server}), which also serves GPU 00:07.0"
-    assert waits(work.made) == f"MIG mode is switched on after the end of {what}"
+    what = f"the MPS server (PID {server}) of GPUs 00:06.0, 00:07.0"
+    assert waits(work.made) == f"switching MIG mode on waits for {what} to end"
     assert work.made.snapshot.notice == ""
 
 
@@ -219,3 +248,21 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
     tasks = work.made.supervisor.layout_tasks(None)
     (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
     assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
+
+
+@pytest.mark.parametrize("before", [MIG, f"{TWO}; mig: all-disabled", TWO])
+def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> None:
+    work = begin(before)
+    work.lease()
+    work.reload(SMALLER)
+    assert waits(work.made).code == MIG_IN_USE
+    configured(work.host, before)
+    shown = [change.effect for change in work.made.accept() if change.kind == "MIG layout"]
+    assert shown == ["at once"] * len(shown)
+    assert (waits(work.made), work.made.snapshot.plan.pending) == ("", {})
+    told = [(event.what, event.cause) for event in work.made.events if event.kind == "mig"]
+    assert told[-1] == ("the pending layout was withdrawn", "the configuration was reloaded")
+    work.apply()
+    assert waits(work.made) == ""
+    work.reload(SMALLER)
+    assert [event.what for event in work.made.events if event.kind == "mig"][-1] == "pending"
