@@ -207,9 +207,9 @@ class Reloader:
         self._supervisor.event_log.record(event)
 
     async def _settle(self) -> None:
-        """Wait until each control daemon serves or says why not."""
+        """Wait until each control daemon serves or says why not, or has ended if it has to."""
         end_s = asyncio.get_running_loop().time() + _SETTLE_TIMEOUT_S
-        while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
+        while not self._supervisor.fleet.settled and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
     async def _corrections(self, preflight: Preflight) -> list[Change]:

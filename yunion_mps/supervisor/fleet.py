@@ -146,16 +146,18 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or reports why it is not, and none is being retried at the moment.
-
-        One that is to end is ready only as long as its servers delay that.
-        """
+        """Whether every domain is ready or reports why it is not, and none is being retried at the moment."""
         return all(
-            (domain.state == READY and not (domain.retiring and not domain.server_pids()))
+            domain.state == READY
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
             or domain.is_occupied
             for domain in self.domains
         )
+
+    @property
+    def settled(self) -> bool:
+        """Whether all are `started`, and those that are to end have servers, which delay that."""
+        return self.started and all(domain.server_pids() for domain in self.domains if domain.retiring)
 
     @property
     def stopped(self) -> bool:

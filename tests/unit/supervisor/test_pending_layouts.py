@@ -50,7 +50,9 @@ class Work:
         configured(self.host, *entries)
         self.made.accept()
         self.made.supervisor.layouts.force(now=now)
-        self.made.reload()
+        self.made.supervisor.apply(time.monotonic())
+        self.made.until(lambda: self.made.supervisor.fleet.settled)
+        self.made.set_modes()
         self.apply()
 
     def lease(self, number: int = 0) -> str:
