@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from yunion_mps.errors import DriverError
@@ -24,8 +24,8 @@ class Slices:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.gpus: Any = SimpleNamespace(healthy={A, B}, inventory=SimpleNamespace(gpus=[ONE, TWO]))
-        self.slices = TimeSlices(self.gpus, self.events.append)
+        self.gpus = SimpleNamespace(healthy={A, B}, inventory=SimpleNamespace(gpus=[ONE, TWO]))
+        self.slices = TimeSlices(cast("Any", self.gpus), self.events.append)
 
     def due(self, direct: str = A + B, **slices: str) -> dict[str, str]:
         """What is due if these GPUs are time-sliced; `a` and `b` have the time slices."""
