@@ -163,8 +163,6 @@ NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: 
 GPU_NOT_SERVED = _code("gpu_not_served",
     "The running control daemon does not serve the GPU; it is replaced once its jobs have ended.",
     f"wait for its jobs to end; {_CLIENTS}")
-#: Why devices may be unavailable only until their control daemon has started or has been replaced.
-TEMPORARY = frozenset({DOMAIN_NOT_READY, GPU_NOT_SERVED})
 PROGRAM_MISSING = _code("program_missing", "A required program is not installed.",
     "install it; for MPS: nvidia-cuda-mps-control")
 CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon exited unexpectedly.", _RETRIED)
@@ -198,6 +196,12 @@ LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
     "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
 
+#: Why a GPU does not serve yet after a change: a control daemon starts or ends, or its mode is being set.
+SETTLING = frozenset({
+    DOMAIN_STOPPED, DOMAIN_STARTING, DOMAIN_APPLYING, DOMAIN_STOPPING, NO_DOMAIN, GPU_NOT_SERVED,
+    CONTROL_DAEMON_BUSY, COMPUTE_MODE_CHANGED,
+})
+
 # -- devices, leases and jobs
 
 LEASES_PENDING = _code("leases_pending",
@@ -216,6 +220,12 @@ CLIENT_KILLED = _code("client_killed",
 PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
     "A process uses the GPU outside MPS, so no budget limits it.",
     _END_JOB)
+PROCESS_WITHOUT_LEASE = _code("process_without_lease",
+    "A process uses a time-sliced GPU or a MIG instance without a lease, so its memory counts for no budget.",
+    f"{_END_JOB}; start jobs with: yunion-mps run COMMAND")
+#: Why devices may be unavailable only for a while: until their control daemon has started or has been
+#: replaced, or until a process that uses them has ended.
+TEMPORARY = frozenset({DOMAIN_NOT_READY, GPU_NOT_SERVED, PROCESS_WITHOUT_LEASE})
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 OVER_BUDGET_TERMINATED = _code("over_budget_terminated",
     "A job's newest process was terminated because the job's processes together exceeded its budget.",

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.processes import kill_all_of, processes_of
-from integration.daemon_host import PATIENCE_S, eventually, is_running
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.gateway_host import free_port
+from integration.lease_host import leases_of
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.host import Closes
@@ -296,6 +297,14 @@ class Slurm(Closes):
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
+    @property
+    def until_told(self) -> str:
+        """The part of a batch script that waits for `tell_jobs`."""
+        return f"while ! [ -e {self.folder}/go ]; do sleep 0.05; done"
+
+    def tell_jobs(self) -> None:
+        (self.folder / "go").touch()
+
     def output(self, job: str) -> str:
         found = sorted(self.folder.glob(f"out/{job}_*.txt"))
         return "".join(path.read_text() for path in found)
@@ -350,6 +359,10 @@ class Slurm(Closes):
 
     def wait(self, look: Callable[[], Any], what: str) -> None:
         eventually(look, what, PATIENCE_S, lambda: f"{self.peek('scontrol', 'show', 'node')}\n{self.logs()}")
+
+
+def wait_unused(slurm: Slurm, *daemons: Daemon) -> None:
+    slurm.wait(lambda: not any(map(leases_of, daemons)), "the release of all devices")
 
 
 def _command(pid: int) -> bytes:

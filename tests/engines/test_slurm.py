@@ -8,15 +8,13 @@ import subprocess
 import pytest
 from yunion_mps.enums import DEVICE_VARIABLES
 
-from engines.slurm import Slurm, environment
+from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon
 from integration.lease_host import ADDRESSES, given, leases_of
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 SHARE = "--gres=gpu:mps:1"
-#: Runs until it is told to end, by a file or by a signal.
-UNTIL_TOLD = "while ! [ -e {0}/go ]; do sleep 0.05; done"
 
 
 def test_srun_gets_the_assigned_device_with_its_budget(slurm: Slurm, daemon: Daemon) -> None:
@@ -29,12 +27,12 @@ def test_srun_gets_the_assigned_device_with_its_budget(slurm: Slurm, daemon: Dae
     libraries = f"LD_LIBRARY_PATH={daemon.env['LD_LIBRARY_PATH']}"
     assert found["CUDA_VISIBLE_DEVICES"] in slurm.srun(SHARE, "env", libraries, "nvidia-smi", "-L").stdout
     assert slurm.srun("printenv", "YUNION_MPS_DEVICE").returncode == 1  # a job without devices
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    wait_unused(slurm, daemon)
     assert list((slurm.host.root / "run/yunion-mps/slurm").iterdir()) == []
 
 
 def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Daemon) -> None:
-    script = f"echo $YUNION_MPS_DEVICE; {UNTIL_TOLD.format(slurm.folder)}"
+    script = f"echo $YUNION_MPS_DEVICE; {slurm.until_told}"
     jobs = [slurm.submit(script, SHARE) for _ in ADDRESSES]
     for job in jobs:
         slurm.wait_job(job, "RUNNING")
@@ -49,11 +47,11 @@ def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Da
     slurm.wait_job(fifth, "COMPLETED")
     slurm.wait(lambda: slurm.output(fifth), "its output")
     assert slurm.output(fifth).split() == slurm.output(jobs[2]).split()[:1]
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     for job in jobs:
         slurm.wait_job(job, "COMPLETED", "CANCELLED")
     assert sorted(slurm.output(job).split()[0] for job in jobs) == ADDRESSES
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+    wait_unused(slurm, daemon)
 
 
 def test_two_shares_are_one_budget_and_a_step_can_have_one_share(slurm: Slurm) -> None:
@@ -108,7 +106,7 @@ def test_a_job_that_cannot_have_its_devices_fails_with_the_reason(slurm: Slurm, 
 
 @pytest.mark.parametrize("end", ["failure", "scancel", "time limit", "requeue"])
 def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon, end: str) -> None:
-    job = slurm.submit("exit 3" if end == "failure" else UNTIL_TOLD.format(slurm.folder), SHARE)
+    job = slurm.submit("exit 3" if end == "failure" else slurm.until_told, SHARE)
     if end != "failure":
         slurm.wait_job(job, "RUNNING")
         slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
@@ -121,22 +119,22 @@ def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon,
         slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "another lease")
         slurm.ask("scancel", job)
     slurm.wait_job(job, "FAILED", "CANCELLED", "TIMEOUT")
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    wait_unused(slurm, daemon)
     assert slurm.reason() == "none"
 
 
 def test_each_task_of_an_array_has_a_device_of_its_own(slurm: Slurm, daemon: Daemon) -> None:
-    script = f"echo $YUNION_MPS_DEVICE; {UNTIL_TOLD.format(slurm.folder)}"
+    script = f"echo $YUNION_MPS_DEVICE; {slurm.until_told}"
     array = slurm.submit(script, SHARE, "--array=1-6")
     slurm.wait(lambda: len(slurm.output(array).split()) == 4, "the output of the first tasks")
     assert sorted(slurm.output(array).split()) == given(daemon) == ADDRESSES
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     slurm.wait(lambda: len(slurm.output(array).split()) == 6, "the output of all tasks")
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
+    wait_unused(slurm, daemon)
 
 
 def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> None:
-    job = slurm.submit(UNTIL_TOLD.format(slurm.folder), SHARE)
+    job = slurm.submit(slurm.until_told, SHARE)
     slurm.wait_job(job, "RUNNING")
     path = slurm.host.root / f"run/yunion-mps/slurm/{job}.json"
     slurm.wait(path.exists, "the job's file")

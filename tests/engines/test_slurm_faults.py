@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from engines.attached import attach
-from engines.slurm import NODE, Slurm
+from engines.slurm import NODE, Slurm, wait_unused
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.lease_host import ADDRESSES, given, leases_of, restart, take
 from simhost.mps import StandIns
@@ -26,10 +26,6 @@ def wait_idle(slurm: Slurm) -> None:
     slurm.wait(lambda: slurm.state() == "idle", "an idle node")  # 24.11 may still show the former reason
 
 
-def wait_unused(slurm: Slurm, daemon: Daemon) -> None:
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
-
-
 def wait_reconciled(slurm: Slurm, daemon: Daemon) -> None:
     """Wait until the health check has found that no lease's job is left."""
 
@@ -38,10 +34,6 @@ def wait_reconciled(slurm: Slurm, daemon: Daemon) -> None:
         return leases_of(daemon) == []
 
     slurm.wait(is_unused, "the release of all devices by the health check")
-
-
-def until_told(slurm: Slurm) -> str:
-    return f"{SHOW}; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
 
 
 def test_the_node_is_drained_until_the_daemon_is_back(slurm: Slurm, daemon: Daemon) -> None:
@@ -89,7 +81,7 @@ def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) 
 
 def test_a_node_is_not_drained_because_slurmctld_does_not_answer(slurm: Slurm, daemon: Daemon) -> None:
     """If it is overloaded, only some commands fail, and every node would be drained at the same time."""
-    slurm.submit(until_told(slurm), SHARE)
+    slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE)
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
     folder = slurm.folder / "failing"
     slurm.write_hook("health-check", f"mkdir {folder}; ln -s /bin/false {folder}/squeue; PATH={folder}:$PATH")
@@ -133,7 +125,7 @@ def test_a_drain_by_the_administrator_is_left_alone(slurm: Slurm, daemon: Daemon
 
 def test_a_reboot_that_the_administrator_requests_is_not_cancelled(slurm: Slurm, daemon: Daemon) -> None:
     slurm.set(RebootProgram="/bin/true")
-    slurm.submit(until_told(slurm), SHARE)
+    slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE)
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
     daemon.stop()
     slurm.check_health()
@@ -218,7 +210,7 @@ def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(
 ) -> None:
     """It is killed before the hook has leased or released, and after that."""
     share = f"--gres={mapping}:1"
-    running = slurm.submit(until_told(slurm), share)
+    running = slurm.submit(f"{SHOW}; {slurm.until_told}", share)
     slurm.wait(lambda: slurm.output(running), "its output")
     (before,) = leases_of(daemon)
     slurm.hold("prolog", when=when)
@@ -234,7 +226,7 @@ def test_a_killed_daemon_neither_loses_nor_leaks_a_lease(
     slurm.release("prolog")
     slurm.wait_job(starting, "COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL")
     slurm.hold("epilog", when=when)
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     slurm.wait(lambda: slurm.is_held("epilog"), "its Epilog")
     if victim == "slurmctld":
         slurm.wait_saved()
@@ -265,7 +257,7 @@ def test_a_job_cancelled_during_its_prolog_leaves_no_lease(slurm: Slurm, daemon:
 
 
 def test_after_a_reboot_leases_of_ended_jobs_do_not_block_new_jobs(slurm: Slurm, daemon: Daemon) -> None:
-    running = slurm.submit(until_told(slurm), SHARE, "--no-requeue")
+    running = slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE, "--no-requeue")
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
     slurm.write_hook("epilog", "exit 0")  # at a boot, no Epilog runs
     slurm.kill("slurmd")

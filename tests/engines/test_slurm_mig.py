@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 
 import pytest
 
-from engines.slurm import Slurm, environment
+from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon
-from integration.lease_host import leases_of
+from integration.lease_host import given, leases_of
 from simhost import SimHost
 from simhost.host import SHARED
 
@@ -35,12 +34,8 @@ def host(host: SimHost, divisions: list[object]) -> SimHost:
     return host
 
 
-def wait_unused(slurm: Slurm, daemon: Daemon) -> None:
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of all devices")
-
-
 def test_jobs_of_each_type_have_the_environment_of_their_device(slurm: Slurm, daemon: Daemon) -> None:
-    script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    script = f"env; {slurm.until_told}"
     jobs = [slurm.submit(script, f"--gres=gpu:{kind}:1") for kind in TYPES for _ in TYPES[kind]]
     slurm.wait(lambda: all("YUNION_MPS_DEVICE" in slurm.output(job) for job in jobs), "their output")
     assert {lease["name"] for lease in leases_of(daemon)} == {f"slurm:{job}" for job in jobs}
@@ -54,43 +49,65 @@ def test_jobs_of_each_type_have_the_environment_of_their_device(slurm: Slurm, da
         assert any(name.startswith("CUDA_MPS_") for name in found) == (addr in MPS)
         assert found.get("YUNION_MPS_MEMORY_MIB") == ("5461" if addr in TIME_SLICED else None)
     assert slurm.job_state(slurm.submit("true", "--gres=gpu:1g.10gb:1")) == "PENDING"
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     wait_unused(slurm, daemon)
     assert slurm.reason() == "none"
 
 
 def test_each_job_of_an_array_may_get_another_type(slurm: Slurm) -> None:
-    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
-    array = slurm.submit(f"echo $YUNION_MPS_DEVICE; {wait}", "--gres=gpu:1", "--array=1-9")
+    array = slurm.submit(f"echo $YUNION_MPS_DEVICE; {slurm.until_told}", "--gres=gpu:1", "--array=1-9")
     every = sorted([*MPS, *TIME_SLICED, *INSTANCES])
     slurm.wait(lambda: sorted(slurm.output(array).split()) == every, "the output of all jobs")
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
 
 
 def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Daemon) -> None:
-    wait = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
-    step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 sh -c 'echo $CUDA_VISIBLE_DEVICES; {wait}' &"
+    show = f"sh -c 'echo $CUDA_VISIBLE_DEVICES; {slurm.until_told}'"
+    step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 {show} &"
     job = slurm.submit(f"{step}\n{step}\nwait", "--gres=gpu:1g.10gb:2", "-n2")
     instances = sorted(one.uuid for one in daemon.host.gpus[2].mig_devices())
     slurm.wait(lambda: sorted(slurm.output(job).split()) == instances, "the output of both steps")
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     slurm.wait_job(job, "COMPLETED")
 
 
-@pytest.mark.parametrize(("kind", "gpu"), [("mps", 0), ("time-sliced", 1), ("1g.10gb", 2)])
+@pytest.mark.parametrize(
+    ("kind", "gpu", "divisions"),
+    [
+        ("mps", 0, DIVISIONS),
+        ("time-sliced", 1, DIVISIONS),
+        ("1g.10gb", 2, DIVISIONS),
+        ("2g.20gb", 2, [*DIVISIONS[:2], "mig: [2g.20gb, 2g.20gb]", DIVISIONS[3]]),
+    ],
+    ids=["mps", "time-sliced", "1g.10gb", "2g.20gb"],
+)
 def test_every_task_has_a_device_if_they_are_requested_per_task(
     slurm: Slurm, daemon: Daemon, kind: str, gpu: int
 ) -> None:
-    """Slurm 22.05 assigns the tasks no device of types that do not begin with a digit: they have all."""
+    """Slurm 22.05 reads the type as the number: 0 of mps, 1 of 1g.10gb and 2 of 2g.20gb."""
     show = "echo $CUDA_VISIBLE_DEVICES $YUNION_MPS_DEVICE"
     done = slurm.srun(f"--gpus-per-task={kind}:1", "-n2", "sh", "-c", show)
-    tasks = sorted((line.split() for line in done.stdout.splitlines()), key=lambda task: task[-1:])
-    single = [[addr] for addr in TYPES[kind][:2]]
-    both = [TYPES[kind][:2]] * 2
-    assert [devices.split(",") for _, devices in tasks] in (single, both), f"{done}{slurm.logs()}"
     found = daemon.host.gpus[gpu]
-    assert {uuid for uuid, _ in tasks} == ({one.uuid for one in found.mig_devices()} or {found.uuid})
+    instances = {f"00:08.0-g{one.gpu_instance}": one.uuid for one in found.mig_devices()}
+    expected = instances or dict.fromkeys(TYPES[kind][:2], found.uuid)
+    tasks = sorted(line.split() for line in done.stdout.splitlines())
+    assert tasks == sorted([uuid, addr] for addr, uuid in expected.items()), f"{done}{slurm.logs()}"
     wait_unused(slurm, daemon)
+
+
+def test_a_step_with_fewer_devices_than_its_job_binds_them_to_its_tasks(slurm: Slurm, version: str) -> None:
+    """Slurm 22.05 tells its tasks neither their own devices nor those of the step."""
+    step = "srun --quiet -n2 --exact --gpus-per-task=time-sliced:1"
+    show = "printenv YUNION_MPS_DEVICE"
+    job = slurm.submit(f"{step} {show}; {step} --gpu-bind=single:1 {show}", "--gres=gpu:time-sliced:3", "-n2")
+    slurm.wait_job(job, "COMPLETED")
+    lines = slurm.output(job).splitlines()
+    assert sorted(lines[-2:]) == TIME_SLICED[:2]
+    if version == "22.05":
+        assert "yunion-mps: Slurm did not assign the task its devices" in slurm.output(job)
+        assert "yunion-mps: add --gpu-bind=single:1 to srun" in slurm.output(job)
+    else:
+        assert sorted(lines[:-2]) == TIME_SLICED[:2]
 
 
 def test_later_steps_follow_an_instance_that_is_created_again(slurm: Slurm, daemon: Daemon) -> None:
@@ -151,15 +168,7 @@ def is_shared(daemon: Daemon, sharing: str) -> bool:
     return bool((device["sharing"], device["state"]) == (sharing, "free"))
 
 
-@pytest.mark.parametrize("is_former", [False, True], ids=["types", "no types"])
-def test_a_changed_type_drains_the_node_and_leases_nothing(
-    slurm: Slurm, daemon: Daemon, is_former: bool
-) -> None:
-    """Also if the record is of a version that recorded no types, because all were mps."""
-    if is_former:
-        place = slurm.host.root / "etc/yunion/slurm-devices.json"
-        record = json.loads(place.read_text())
-        place.write_text(json.dumps({**record, "devices": [one[:2] for one in record["devices"]][:2]}))
+def test_a_changed_type_drains_the_node_and_leases_nothing(slurm: Slurm, daemon: Daemon) -> None:
     daemon.host.divide("type: NVIDIA_GPU_SHARE\n  virtual_number: 2", *DIVISIONS[1:])
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: is_shared(daemon, "time-slicing"), "the change")
@@ -178,17 +187,15 @@ def test_a_changed_type_drains_the_node_and_leases_nothing(
 
 def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, daemon: Daemon) -> None:
     """No other job of this type could start, and the next one would be requeued."""
-    running = slurm.submit(
-        f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done", "--gres=gpu:time-sliced:1"
-    )
+    running = slurm.submit(slurm.until_told, "--gres=gpu:time-sliced:1")
     slurm.wait(lambda: leases_of(daemon), "its lease")
     daemon.host.divide(2, 3, *DIVISIONS[2:])
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[1]}")[1]["state"] == "pending", "the change")
     slurm.check_health()
-    why = f"device {TIME_SLICED[1]}: it changes to mps after the end of lease slurm:{running} of root"
+    why = f"device {TIME_SLICED[1]}: the change to mps waits for lease slurm:{running} of root to end"
     assert slurm.reason() == f"yunion-mps: leases_pending: {why}"
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     slurm.wait_job(running, "COMPLETED")
     wait_unused(slurm, daemon)
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["sharing"] == "mps", "the change")
@@ -201,6 +208,35 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
     slurm.wait(lambda: daemon.get(f"/v1/devices/{TIME_SLICED[0]}")[1]["state"] == "free", "the change")
     slurm.check_health()
     slurm.wait(lambda: slurm.state() == "idle", "the node")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "entry", "why"),
+    [
+        ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: it changes to mps after the end of "),
+        ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: it becomes a single device after "),
+        ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: the MIG layout of GPU 00:09.0 is "),
+        ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "),
+    ],
+    ids=["time-slicing", "type", "layout", "instances"],
+)
+def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
+    slurm: Slurm, daemon: Daemon, kind: str, gpu: int, entry: object, why: str
+) -> None:
+    """The next job would be requeued: Slurm starts it as soon as a device is free."""
+    for _ in TYPES[kind]:
+        slurm.submit(slurm.until_told, f"--gres=gpu:{kind}:1")
+    slurm.wait(lambda: given(daemon) == TYPES[kind], "their leases")
+    daemon.host.divide(*(entry if index == gpu else one for index, one in enumerate(DIVISIONS)))
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
+    slurm.check_health()
+    assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
+    assert (slurm.state(), given(daemon)) == ("draining", TYPES[kind])
+    daemon.host.divide(*DIVISIONS)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.check_health()
+    slurm.wait(lambda: slurm.state() == "mixed", "the end of the drain")
 
 
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:
@@ -271,7 +307,7 @@ def test_a_job_passes_its_device_on_to_run_inherit(slurm: Slurm, daemon: Daemon,
 @pytest.mark.parametrize("mapping", ["shard"])
 @pytest.mark.parametrize("divisions", [[SHARED.replace("3", "2"), SHARED, DIVISIONS[2]]])
 def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, daemon: Daemon) -> None:
-    script = f"env; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    script = f"env; {slurm.until_told}"
     requests = ["shard:2", "shard:2", "shard:1", "gpu:1g.10gb:1", "gpu:1g.10gb:1"]
     jobs = [slurm.submit(script, f"--gres={request}") for request in requests]
     slurm.wait(lambda: all("YUNION_MPS_DEVICE" in slurm.output(job) for job in jobs), "their output")
@@ -284,7 +320,7 @@ def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, dae
     assert {one["YUNION_MPS_MEMORY_MIB"] for one in found[:3]} == {"16384", "10922", "5461"}
     assert sorted(one["YUNION_MPS_DEVICE"] for one in found[3:]) == INSTANCES
     assert not [name for one in found for name in one if name.startswith("CUDA_MPS_")]
-    (slurm.folder / "go").touch()
+    slurm.tell_jobs()
     wait_unused(slurm, daemon)
     whole = environment(slurm.srun("--gres=gpu:time-sliced:1", "env").stdout)
     assert whole["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"

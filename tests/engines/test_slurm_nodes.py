@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines.slurm import Slurm, environment
+from engines.slurm import Slurm, environment, wait_unused
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
-from integration.lease_host import ADDRESSES, given, leases_of
+from integration.lease_host import ADDRESSES, given
 
 SHARE = "--gres=gpu:mps:1"
 V100 = {"kind": "v100"}
@@ -24,12 +24,12 @@ def test_a_job_with_devices_on_two_gpus_has_a_budget_on_each(slurm: Slurm, daemo
     found = environment(done.stdout)
     assert found["YUNION_MPS_DEVICE"] == ",".join([*ADDRESSES, "00:07.0-0", "00:07.0-1"])
     assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M,1=8192M"
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+    wait_unused(slurm, daemon)
 
 
 @pytest.mark.gpus(V100)
 def test_two_users_jobs_have_devices_of_their_own(slurm: Slurm, daemon: Daemon) -> None:
-    script = f"echo $YUNION_MPS_DEVICE; while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
+    script = f"echo $YUNION_MPS_DEVICE; {slurm.until_told}"
     users = {slurm.submit(script, SHARE, user=user): user for user in (1, 2)}
     slurm.wait(lambda: all(map(slurm.output, users)), "their output")
     assert sorted(slurm.output(job).strip() for job in users) == given(daemon) == ADDRESSES[:2]
@@ -38,8 +38,8 @@ def test_two_users_jobs_have_devices_of_their_own(slurm: Slurm, daemon: Daemon) 
         assert {other: slurm.run("cat", path, user=other).returncode == 0 for other in (1, 2)} == {
             other: other == user for other in (1, 2)
         }
-    (slurm.folder / "go").touch()
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+    slurm.tell_jobs()
+    wait_unused(slurm, daemon)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_job_on_two_nodes_has_a_device_on_each(cluster: Slurm, daemons: list[D
     done = cluster.srun("-N2", gres, "printenv", "CUDA_MPS_PIPE_DIRECTORY")
     assert done.returncode == 0, f"{done.stderr}{cluster.logs()}"
     assert sorted(done.stdout.split()) == sorted(str(daemon.pipe_directory) for daemon in daemons)
-    cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
+    wait_unused(cluster, *daemons)
 
 
 def test_each_component_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daemons: list[Daemon]) -> None:
@@ -76,7 +76,7 @@ def test_each_component_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daem
     job = cluster.submit(f"#SBATCH {SHARE}\n#SBATCH hetjob\n#SBATCH {SHARE}\n{step}")
     cluster.wait(lambda: "end" in cluster.output(job), "the output")
     assert cluster.output(job).split() in ([str(daemon.pipe_directory), "end"] for daemon in daemons)
-    cluster.wait(lambda: not any(map(leases_of, daemons)), "the release of the devices")
+    wait_unused(cluster, *daemons)
 
 
 def test_each_task_of_a_heterogeneous_job_has_a_device(cluster: Slurm, daemons: list[Daemon]) -> None:

@@ -7,26 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines.slurm import Slurm
+from engines.slurm import Slurm, wait_unused
 from integration.daemon_host import Daemon
-from integration.lease_host import leases_of
 from integration.mps_jobs import JOB, STUBBORN_JOB, terminations_of
-from simhost import SimHost
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 @pytest.fixture
-def stand_ins(host: SimHost) -> Iterator[StandIns]:
-    with StandIns(host) as stand_ins:
-        yield stand_ins
-
-
-@pytest.fixture
-def patient_slurm(stand_ins: StandIns, daemon: Daemon, version: str) -> Iterator[Slurm]:
+def patient_slurm(jobs: StandIns, daemon: Daemon, version: str) -> Iterator[Slurm]:
     """A node whose jobs may reach the daemon, as members of the group yunion-mps do."""
-    del stand_ins
+    del jobs
     daemon.start().wait_ready()
     daemon.socket_path.chmod(0o666)
     with Slurm(daemon.host, version) as slurm:
@@ -52,7 +44,7 @@ def test_a_client_is_disconnected_before_slurm_kills_its_job(
     job = slurm.submit(script, "--gres=gpu:mps:1")
     slurm.wait(lambda: "attached" in slurm.output(job), f"the client: {slurm.output(job)}")
     end_job(slurm, job, end)
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    wait_unused(slurm, daemon)
     assert terminations_of(daemon) == ["its MPS server disconnected it"], daemon.log
 
 
@@ -67,6 +59,6 @@ def test_the_health_check_disconnects_a_client_before_slurm_kills_it(
     job = slurm.submit(f"{start} {ignore}", "--gres=gpu:mps:1", "--array=7")
     slurm.wait(lambda: "attached" in slurm.output(job), f"the client: {slurm.output(job)}")
     end_job(slurm, job, end)
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the device")
+    wait_unused(slurm, daemon)
     (how,) = terminations_of(daemon)
     assert how.startswith("its MPS server disconnected it"), daemon.log

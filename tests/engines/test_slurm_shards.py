@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.slurm import Slurm, environment
+from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
 
@@ -31,13 +31,12 @@ def test_shards_are_devices_of_one_gpu_with_one_budget(slurm: Slurm, daemon: Dae
     assert found["SLURM_SHARDS_ON_NODE"] == "2"
     assert found["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
     assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+    wait_unused(slurm, daemon)
 
 
 def test_as_many_jobs_run_as_there_are_shards(slurm: Slurm, daemon: Daemon) -> None:
     numbers = [3, 3, 1, 1]
-    until_told = f"while ! [ -e {slurm.folder}/go ]; do sleep 0.05; done"
-    jobs = [slurm.submit(until_told, f"--gres=shard:{number}") for number in numbers]
+    jobs = [slurm.submit(slurm.until_told, f"--gres=shard:{number}") for number in numbers]
     for job in jobs:
         slurm.wait_job(job, "RUNNING")
     slurm.wait(lambda: len(gpus_of(daemon)) == len(jobs), "their leases")
@@ -45,8 +44,8 @@ def test_as_many_jobs_run_as_there_are_shards(slurm: Slurm, daemon: Daemon) -> N
     assert [len(found[f"slurm:{job}"]) for job in jobs] == numbers
     assert all(len(set(gpus)) == 1 for gpus in found.values())
     assert sorted(gpu for gpus in found.values() for gpu in gpus) == [gpu for gpu in GPUS for _ in range(4)]
-    (slurm.folder / "go").touch()
-    slurm.wait(lambda: leases_of(daemon) == [], "the release of the devices")
+    slurm.tell_jobs()
+    wait_unused(slurm, daemon)
 
 
 def test_each_job_of_an_array_gets_its_own_shards(slurm: Slurm) -> None:

@@ -89,7 +89,7 @@ def instance_in_use(scene: Scene) -> None:
     scene.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     scene.host.divide("mig: [2g.20gb, 2g.20gb, 1g.10gb]")
     scene.inject(lambda: _reload(scene))
-    scene.expect_report("but processes use it")
+    scene.expect_report("waits for the process")
     assert big in scene.host.gpus[0].mig_devices()
     scene.repair(lambda: scene.host.gpus[0].remove_process(os.getpid()), "its end")
     scene.serves_again(lambda: len(scene.host.gpus[0].mig_devices()) == 3)

@@ -113,10 +113,10 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
 ) -> None:
     (server,) = stand_ins.servers()
     ready.host.divide(2)
-    waits = f"the MPS server (PID {server}) has ended"
-    pending = f"Pending:  host: new limits take effect once {waits}\n"
+    waits = f"the MPS server (PID {server})"
+    pending = f"Pending:  host: the change of limits waits for {waits} to end\n"
     out = printed(ready.host, "reload")
-    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits}')}{pending}")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits} has ended')}{pending}")
     assert pending in printed(ready.host, "status")
     assert limits(ready) == [5760]
     command = ["yunion-mps", "reload", "--drain"]
@@ -128,7 +128,7 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
             os.kill(server, signal.SIGTERM)
         out, err = draining.communicate(timeout=PATIENCE_S)
     assert (draining.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
-    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits}')}")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'once {waits} has ended')}")
     assert limits(ready) == [11520]
 
 
@@ -138,7 +138,7 @@ def test_now_fails_with_the_leases_for_which_devices_are_still_pending(ready: Da
     ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes", "--timeout", "1"])
     assert done.returncode == 1
-    assert "1 device waiting for lease job-17 of root to end\n" in done.stdout
+    assert "the new division of the GPU waits for lease job-17 of root to end\n" in done.stdout
     assert re.search(
         r"^yunion-mps: still pending after 1s: GPU 00:06.0: .* lease job-17 of root",
         done.stderr,

@@ -104,11 +104,11 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     ids = [one["id"] for one in leases_of(daemon)]
     host.divide(2, 6)
     leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
-    what = f"GPU 00:06.0: 4 devices waiting for {leases} to end"
+    what = f"GPU 00:06.0: 4 devices pending: the new division of the GPU waits for {leases} to end"
     waits = {"domain": "host", "pending": what, "leases": ids}
 
     (change,) = daemon.get("/v1/plan")[1]["changes"]
-    assert change["effect"] == f"after the end of {leases}"
+    assert change["effect"] == f"once {leases} have ended"
     assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits], "losses": []}
     assert counted(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"

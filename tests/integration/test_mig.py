@@ -62,6 +62,32 @@ def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
     ]
 
 
+def test_an_instance_that_another_program_divided_is_listed(daemon: Daemon) -> None:
+    daemon.host.gpus[0].mig = True
+    smi = ("nvidia-smi", "mig", "-i", 0)
+    daemon.host.run((*smi, "-cgi", "3g.40gb"), check=True)
+    number = re.findall(r"\|\s+0\s+MIG 3g.40gb\s+\d+\s+(\d+)", daemon.host.run((*smi, "-lgi")).stdout)[0]
+    daemon.host.run((*smi, "-cci", "1c.3g.40gb,1c.3g.40gb", "-gi", number), check=True)
+    daemon.host.divide("mig: [1g.10gb]")
+    daemon.start().wait_ready()
+    address = f"00:06.0-g{number}"
+    rows = {row["addr"]: row for row in daemon.get("/v1/gpus")[1]["gpus"]}
+    found, parent = rows[address], rows["00:06.0"]
+    why = "another program divided it into 2 compute instances"
+    assert (found["state"], found["reason"]) == ("not used", why)
+    assert (found["reason_code"], found["uuid"]) == (reasons.MIG_FOREIGN_INSTANCE, None)
+    assert (found["mig_profile"], found["parent"]) == ("3g.40gb", parent["uuid"])
+    shown = daemon.host.run(["yunion-mps", "gpus"], check=True).stdout
+    assert f"{address}: {why}" in " ".join(shown.split())
+    assert address not in devices(daemon)
+    status = daemon.status()
+    assert (status["state"], status["problems"]) == ("ready", []), "it is none of our business"
+    for command in ("status", "top --once", "list", "who"):
+        daemon.host.run(["yunion-mps", *command.split()], check=True)
+    metrics = daemon.host.run(["yunion-mps", "metrics"])
+    assert "Traceback" not in metrics.stderr
+
+
 def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]

@@ -166,3 +166,20 @@ def test_a_stop_does_not_end_a_job_on_a_whole_instance(daemon: Daemon) -> None:
     assert daemon.stop(signal.SIGTERM) == 0
     assert job.poll() is None
     end(job)
+
+
+def test_run_across_uses_whole_gpus_and_warns_if_only_instances_are_left(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "h100", "count": 4}], MIG, MIG, 2, 2).start().wait_ready()
+    command = ("--count", "2", "--across", "printenv", "YUNION_MPS_DEVICE")
+    first = run(daemon.host, *command, check=True)
+    assert (first.stdout, first.stderr) == ("00:08.0-0,00:09.0-0\n", "")
+    for slot in range(2):
+        take(daemon, f"holder.name=job{slot}&holder.ttl_s=600&devices=00:08.0-{slot}")
+    second = run(daemon.host, *command, check=True)
+    gpus = {address.partition("-g")[0] for address in second.stdout.strip().split(",")}
+    assert gpus == {"00:06.0", "00:07.0"}
+    first_instance = second.stdout.partition(",")[0]
+    assert second.stderr.splitlines() == [
+        "yunion-mps: a CUDA process can use only one MIG instance, by default the first: " + first_instance,
+        "yunion-mps: start a process for each, with one of the UUIDs in CUDA_VISIBLE_DEVICES",
+    ]

@@ -122,7 +122,7 @@ def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -
     status = daemon.status()
     assert status["notice"] == ""
     reasons = [problem["text"] for problem in status["problems"]]
-    assert any(text.endswith("after the end of lease job of root") for text in reasons), reasons
+    assert any(text.endswith("waits for lease job of root to end") for text in reasons), reasons
     refused = daemon.host.run(["yunion-mps", "run", "--device", "00:06.0-1", "true"])
     assert refused.returncode == 1, refused.stderr
     assert "lease job of root" in refused.stderr

@@ -97,8 +97,8 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
     daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     assert daemon.run("--restore") == 1, daemon.log
-    assert f"the MIG layout of GPU 00:06.0 is not restored: instance g{big.gpu_instance}" in daemon.log
-    assert f"PID {os.getpid()}" in daemon.log
+    what = f"it would end the process (PID {os.getpid()}) on instance g{big.gpu_instance} (3g.40gb)"
+    assert f"the MIG layout of GPU 00:06.0 is not restored: {what}" in daemon.log
     daemon.host.gpus[0].remove_process(os.getpid())
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig

@@ -72,7 +72,9 @@ def test_a_process_on_a_time_sliced_gpu_is_not_outside_mps(mixed: Daemon) -> Non
 def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed: Daemon) -> None:
     take(mixed, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}&allow_unlimited=true")
     mixed.host.divide(4, 2)
-    assert mixed.ask("POST", "/v1/reload")[0] == 200
+    (pending,) = mixed.ask("POST", "/v1/reload")[1]["pending"]
+    why = "GPU 00:07.0: the change to mps waits for lease job of root to end"
+    assert (pending["pending"], pending["leases"]) == (why, [one["id"] for one in leases_of(mixed)])
     assert states(mixed) == {ADDRESS: "leased", "00:07.0-1": "pending", "00:07.0-2": "pending"}
     mixed.kill()
     mixed.start().wait_ready()
@@ -98,7 +100,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert done.returncode == 1
         pending = done.stderr.partition("still pending after 1s: ")[2]
         assert re.search(
-            "GPU 00:07.0: .*after the end of lease job of root.*; everything else is in", pending
+            "GPU 00:07.0: .*waits for lease job of root.* to end.*; everything else is in", pending
         )
         assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
@@ -134,14 +136,22 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     assert daemon.host.gpus[1].time_slice == "default"
 
 
-def test_a_reload_names_a_time_slice_that_it_sets_again(daemon: Daemon) -> None:
+@pytest.mark.parametrize("command", ["plan", "reload"])
+def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daemon, command: str) -> None:
     daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
     daemon.start().wait_ready()
-    daemon.host.gpus[1].time_slice = "long"
-    done = daemon.host.run(["yunion-mps", "reload"], check=True)
-    assert "time slice" in done.stdout
-    assert "nothing has changed" not in done.stdout
-    assert daemon.host.gpus[1].time_slice == "short"
+    sliced = daemon.host.gpus[1]
+
+    def corrections() -> dict[str, tuple[str, str, bool]]:
+        daemon.host.gpus[0].compute_mode, sliced.time_slice = "default", "long"
+        done = daemon.host.run(["yunion-mps", command, "--output", "json"], check=True)
+        changes = json.loads(done.stdout)["changes"]
+        return {one["kind"]: (one["before"], one["after"], one["at_once"]) for one in changes}
+
+    # Again and again, because a poll corrects the compute mode, too.
+    expected = {"compute mode": ("Default", "Exclusive_Process", True), "time slice": ("long", "short", True)}
+    eventually(lambda: corrections() == expected, "both corrections")
+    assert sliced.time_slice == ("short" if command == "reload" else "long")
 
 
 @pytest.fixture

@@ -48,6 +48,11 @@ def test_a_share_has_its_attributes_and_budget() -> None:
     }
 
 
+def test_a_name_is_cut_to_what_an_attribute_can_hold() -> None:
+    (one,) = offered_devices(facts([share(6, 0, model="N" * 65)]))
+    assert one.device["attributes"]["productName"] == {"string": "N" * 64}
+
+
 def test_a_mig_instance_is_known_by_its_profile_and_its_gpu() -> None:
     (one,) = offered_devices(facts([instance(6, 3, "1g.10gb")]))
     attributes = one.device["attributes"]
@@ -115,6 +120,13 @@ def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
         "validRange": {"min": value},
     }
     assert requested_by([result(one.name, memory=value)], {one.name: one}, "node").memory_mib == 1024
+    assert one.taint == "", "nothing is leased to other programs"
+
+
+def test_an_allocation_from_before_the_reserve_still_has_some_memory() -> None:
+    (one,) = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300)]))
+    request = requested_by([result(one.name, memory="128Mi")], {one.name: one}, "node")
+    assert request == ClaimRequest((), "06:00.0", 1)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +175,7 @@ def test_a_pool_lacks_the_memory_that_others_have_leased(leased_mib: int, left_m
     [
         (100.0, 0.0, "100", {"min": "1", "step": "1"}, ""),
         (100.0, 33.3, "66", {"min": "1", "step": "1"}, ""),
+        (100.0, 90.0, "10", {"min": "1", "step": "1"}, ""),
         (100.0, 95.0, "10", {"min": "1", "step": "1"}, "leased"),
         (200.0, 0.0, "200", {"min": "1", "step": "1", "max": "100"}, ""),
     ],

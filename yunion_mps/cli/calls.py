@@ -11,6 +11,7 @@ from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_DEVICES, Operation
 from yunion_mps.http.parameters import Value
+from yunion_mps.identity import is_on_instance
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 from yunion_mps.text import gpus_that_are
@@ -99,9 +100,13 @@ def _is_free(request: RequestMembers) -> bool:
     return False
 
 
-def warn_unenforced_budgets(lease: LeaseRecord) -> None:
-    """Print a notice if some of the GPUs do not enforce budgets."""
+def print_warnings(lease: LeaseRecord) -> None:
+    """Print a notice if some of the GPUs do not enforce budgets, or if one process cannot use all devices."""
     warn_unenforced(lease["unenforced_gpus"], lease["sharing"])
+    instances = [gpu for gpu in lease["gpus"] if is_on_instance(gpu)]
+    if len(instances) > 1:
+        print_notice(f"a CUDA process can use only one MIG instance, by default the first: {instances[0]}")
+        print_notice("start a process for each, with one of the UUIDs in CUDA_VISIBLE_DEVICES")
 
 
 def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from yunion_mps.cli.calls import call, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import call, print_warnings, take
+from yunion_mps.containers import lease_variables
 from yunion_mps.containers.command import mount_words, set_variables
 from yunion_mps.containers.nodes import driver_nodes, gpu_nodes
-from yunion_mps.enums import DEVICE_VARIABLES
+from yunion_mps.enums import DEVICE_VARIABLES, NOT_SHARED
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
@@ -67,7 +68,7 @@ def run_container(
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
     report_lease(lease["id"])
-    warn_unenforced_budgets(lease)
+    print_warnings(lease)
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:
@@ -89,7 +90,10 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     paths = Paths.from_environment()
     pipe_directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY")
     words = ["--ipc=host", *mount_words(pipe_directory)] if pipe_directory else []
-    words += [word for name, value in lease["environment"].items() for word in ("--env", f"{name}={value}")]
+    shares = [(share["gpu"], share["memory_mib"], share["thread_percentage"]) for share in lease["budgets"]]
+    is_shared = lease["sharing"] != NOT_SHARED or not lease["budget_enforced"]
+    environment = lease_variables(lease["environment"], shares, is_shared=is_shared)
+    words += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
     gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in leased]
     nodes = [*driver_nodes(paths), *(node for of_gpu in gpu_nodes(paths, gpus).values() for node in of_gpu)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, take, warn_unenforced, warn_unenforced_budgets
+from yunion_mps.cli.calls import call, print_warnings, take, warn_unenforced
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     STYLES,
@@ -140,7 +140,7 @@ def take_lease(
         )
     lease = take({**request, "reserved_for": engine, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
-    warn_unenforced_budgets(lease)
+    print_warnings(lease)
 
 
 @lease_group.command("list", short_help="List the leases.")

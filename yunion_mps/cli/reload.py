@@ -13,7 +13,7 @@ from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, notes, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
-from yunion_mps.enums import NOTICE
+from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -35,6 +35,8 @@ from yunion_mps.reasons import (
     LAYOUT_WAITS,
     LEASES_PENDING,
     LIMITS_PENDING,
+    SETTLING,
+    hint_of,
 )
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
@@ -181,7 +183,9 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
             "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; "
             "end them: --now"
         )
-        text += hint_text(hint, "")
+        idle = {one["hint"] for one in _pending(status, {LIMITS_PENDING})} - {hint_of(LIMITS_PENDING)}
+        hint = min(idle, default=hint)
+        text += hint_text(hint[0].upper() + hint[1:], "")
     has_leases = any(entry["leases"] for entry in answer["pending"])
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
@@ -244,25 +248,30 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 
 
 def _wait(timeout_s: int | None) -> Status:
-    """Return the status once nothing is pending; raises YunionError if that takes too long."""
+    """Return the status once nothing is pending, and what has changed serves.
+
+    Raises YunionError if that takes too long.
+    """
     begin_s = time.monotonic()
     retrier = Retrier(blocking_transport(), _UNREACHABLE_TIMEOUT_S, print_notice)
-    announced = ""
+    announced = before = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
-        waits = _pending(status, _AWAITED)
+        waits = [*_pending(status, _AWAITED), *_settling(status)]
         pending = _texts(waits)
         if not pending:
             _refuse_if_still_pending(status)
             if announced:
                 print_notice("all changes are in effect")
             return status
-        if pending != announced:
+        is_lasting = pending == before or any(wait["code"] in _AWAITED for wait in waits)
+        if pending != announced and is_lasting:  # a control daemon starts within moments
             print_notice(f"waiting: {pending}")
             announced = pending
+        before = pending
         if timeout_s is not None and time.monotonic() > begin_s + timeout_s:
             hint = "it takes effect automatically; see: yunion-mps status"
-            everything = _texts(_pending(status, _AWAITED | _NEEDS))
+            everything = _texts([*_pending(status, _AWAITED | _NEEDS), *_settling(status)])
             what = f"still pending after {duration_text(timeout_s)}: {everything}; {_REST}"
             raise YunionError(what, hint, waits[0]["code"])
         time.sleep(_POLL_S)
@@ -270,6 +279,11 @@ def _wait(timeout_s: int | None) -> Status:
 
 def _pending(status: Status, codes: Collection[str]) -> list[StatusProblem]:
     return [one for one in status["problems"] if one["code"] in codes and one["level"] != NOTICE]
+
+
+def _settling(status: Status) -> list[StatusProblem]:
+    """What a change has begun, and keeps devices from being leased until it is done."""
+    return [one for one in status["problems"] if one["code"] in SETTLING and one["level"] == PROBLEM]
 
 
 def _texts(problems: Iterable[StatusProblem]) -> str:

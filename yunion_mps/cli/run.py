@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.calls import add_option_hints, call, preview, take, warn_unenforced_budgets
+from yunion_mps.cli.calls import add_option_hints, call, preview, print_warnings, take
 from yunion_mps.cli.options import (
     Duration,
     DurationOption,
@@ -191,7 +191,7 @@ def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, 
         with contextlib.suppress(YunionError):  # the lease also ends with this process
             call(END_LEASE, lease=lease["id"])
         raise
-    warn_unenforced_budgets(lease)
+    print_warnings(lease)
     return lease["environment"]
 
 
@@ -206,7 +206,7 @@ def _show(request: RequestMembers, output: str) -> None:
             show_environment(lease["environment"], output)
     if not output:
         click.echo(cell(f"would use {', '.join(lease['devices'])}: {_budget(lease)}"))
-    warn_unenforced_budgets(lease)
+    print_warnings(lease)
 
 
 def _ignore_lease(lease_id: str) -> None:

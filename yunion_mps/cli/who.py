@@ -27,6 +27,7 @@ from yunion_mps.reasons import (
     LEASES_PENDING,
     OVER_BUDGET,
     PROCESS_OUTSIDE_MPS,
+    PROCESS_WITHOUT_LEASE,
     SERVER_FAILED,
     hint_of,
 )
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     )
 
 #: The codes of problems of jobs and their devices.
-_ABOUT_USE = frozenset({SERVER_FAILED, CLIENT_WAITING, PROCESS_OUTSIDE_MPS, OVER_BUDGET, LEASES_PENDING})
+_ABOUT_USE = frozenset(
+    {SERVER_FAILED, CLIENT_WAITING, PROCESS_OUTSIDE_MPS, PROCESS_WITHOUT_LEASE, OVER_BUDGET, LEASES_PENDING}
+)
 
 
 class Use(TypedDict):

@@ -9,7 +9,7 @@ github.com/cncf-tags/container-device-interface.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from yunion_mps.enums import MEMORY_VARIABLE
 
@@ -31,3 +31,10 @@ def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]
         tenths[gpu] += round(percentage * 10)
     sm = min(1000, *tenths.values()) / 10
     return {MEMORY_VARIABLE: str(min(memory_mib.values())), _SM_VARIABLE: f"{sm:g}"}
+
+
+def lease_variables(
+    environment: Mapping[str, str], shares: Iterable[tuple[str, int, float]], *, is_shared: bool
+) -> dict[str, str]:
+    """The environment of a lease's containers: with its budget, unless whole MIG instances are its budget."""
+    return {**environment, **(budget_variables(shares) if is_shared else {})}

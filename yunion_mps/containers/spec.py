@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import UNSERVED_ARGUMENT, budget_variables
+from yunion_mps.containers import UNSERVED_ARGUMENT, lease_variables
 from yunion_mps.containers.nodes import DeviceNode
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.host.files import FileVersion, version_of
@@ -149,8 +149,8 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
         (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
     ]
     is_shared = any(device.sharing != NOT_SHARED for device in lease.devices)
-    budget = budget_variables(shares) if is_shared else {}  # else the instance itself is the budget
-    edits = _device_edits({**lease.environment, **budget}, lease.id, host)
+    environment = lease_variables(lease.environment, shares, is_shared=is_shared)
+    edits = _device_edits(environment, lease.id, host)
     names = [lease.cdi_name]
     if len(lease.devices) == 1 and lease.devices[0].id not in planned:
         names += [lease.devices[0].addr, lease.devices[0].id]

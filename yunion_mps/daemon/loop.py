@@ -88,7 +88,7 @@ class _Loop:
         self._loop.set_exception_handler(_report)
         self._services.leases.restore()
         self._supervisor.desired.ways_leased = self._services.leases.ledger.ways_of_sharing
-        self._supervisor.desired.holders = self._services.leases.ledger.holders_by_gpu
+        self._supervisor.desired.leases = self._services.leases.ledger.users_by_gpu
         # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
         self._loop.add_reader(self._signals.fileno(), self._guard, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)

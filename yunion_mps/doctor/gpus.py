@@ -22,6 +22,7 @@ from yunion_mps.reasons import (
     LAYOUT_WAITS,
     MIG_ENABLED,
     MIG_PENDING,
+    MIG_RESET_REQUIRED,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
     TEMPORARY,
@@ -80,11 +81,26 @@ def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Find
 
 @check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
-    split = {layout.gpu_uuid for layout in host.plan()[0].layouts}
+    """MIG mode, now and after the next reset."""
+    modes = {layout.gpu_uuid: layout.enabled for layout in host.plan()[0].layouts}
     for gpu in host.our_gpus():
-        if gpu.mig_enabled and gpu.uuid not in split:
+        is_changing = gpu.mig_pending not in (None, gpu.mig_enabled)
+        if gpu.mig_enabled and gpu.uuid not in modes:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
+            if is_changing:
+                hint = f"it is switched off by a reset: {hint_of(MIG_RESET_REQUIRED, gpu=gpu.pci_address)}"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
+        elif is_changing and gpu.mig_pending != modes.get(str(gpu.uuid), False):
+            yield _foreign_mode_change(gpu)
+
+
+def _foreign_mode_change(gpu: Gpu) -> Finding:
+    """Another program has requested a MIG mode that takes effect when the GPU is reset."""
+    now, then = ("on", "off") if gpu.mig_enabled else ("off", "on")
+    what = f"{_gpu_name(gpu)}: MIG mode is {now}, and is switched {then} when the GPU is reset"
+    means = "its devices are then unavailable; running jobs are not affected until then"
+    hint = f"cancel that: nvidia-smi -i {gpu.pci_address} -mig {int(bool(gpu.mig_enabled))}"
+    return warning(f"{what}: {means}", hint, MIG_RESET_REQUIRED)
 
 
 @check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")

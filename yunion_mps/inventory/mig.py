@@ -236,14 +236,17 @@ def _is_whole(devices: Sequence[Any]) -> bool:
 
 def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
     memory = call(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
+    return instance_gpu(parent, instance)._replace(uuid=instance.uuid, memory_mib=mib(memory.total))
+
+
+def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
+    """Return the instance without what only its MIG device reports: its UUID and its memory."""
     sms = {profile.name: profile.multiprocessors for profile in parent.mig_profiles}
     tenths = 1000 * sms[instance.profile] // max(1, *sms.values())
     return Gpu(
         f"{parent.pci_address}-g{instance.id}",
-        uuid=instance.uuid,
         name=f"{parent.name} MIG {instance.profile}",
         minor=parent.minor,
-        memory_mib=mib(memory.total),
         compute_capability=parent.compute_capability,
         vendor_device_id=parent.vendor_device_id,
         numa_node=parent.numa_node,

@@ -17,7 +17,7 @@ from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
-from yunion_mps.inventory.mig import Mig
+from yunion_mps.inventory.mig import Mig, instance_gpu
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
@@ -176,6 +176,32 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     addresses = {f"{parent.pci_address}-g{one.id}": one for one in parent.mig_instances}
     now = addresses.get(gpu.pci_address)
     return gpu._replace(reason=INSTANCE_GONE if now is None or now.is_whole else _DIVIDED)
+
+
+def divided_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Return the MIG instances that are no MIG device, because another program divided them, with the reason.
+
+    One that served before it was divided is among `gpus` itself, and left out.
+    """
+    there = {gpu.pci_address: gpu for gpu in gpus}
+    divided = (
+        (instance_gpu(gpu, one), one.compute_instances)
+        for gpu in there.values()
+        for one in gpu.mig_instances
+        if not one.is_whole
+    )
+    return [
+        instance._replace(reason=_not_leasable(number))
+        for instance, number in divided
+        if instance.pci_address not in there
+    ]
+
+
+def _not_leasable(compute_instances: int) -> Reason:
+    text = f"another program divided it into {compute_instances} compute instances"
+    if compute_instances == 1:
+        text = "another program gave it a compute instance that has only a part of its slices"
+    return Reason(text, reasons.MIG_FOREIGN_INSTANCE)
 
 
 def identities(gpus: Iterable[Gpu]) -> set[str]:

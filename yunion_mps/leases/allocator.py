@@ -6,13 +6,14 @@ If a GPU's memory is handed out in units, it creates a device of the requested s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, groups_across, needs_mib, of_different_gpus
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, of_different_gpus
+from yunion_mps.leases.placement import matching_devices, most_across, place, smallest_groups
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
@@ -41,26 +42,6 @@ def no_reservation() -> Reservation:
 NO_RESERVATION = no_reservation()
 
 
-def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
-    """Yield the smallest groups of devices that could satisfy a request if everything were free and served.
-
-    There is a group for each GPU with enough devices, or, across GPUs, for each kind.
-    """
-    if request.number == 1:
-        return
-    by_gpu = group_by_gpu(candidate.device for candidate in candidates.suitable(request))
-    if not by_gpu:
-        return
-    groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
-    if request.across:
-        smallest = [smallest for smallest, *_ in groups]
-        yield tuple(of_different_gpus(smallest)[: request.number])
-        groups = groups_across(smallest)
-    for devices in groups:
-        if len(devices) >= request.number:
-            yield tuple(devices[: request.number])
-
-
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise InfeasibleError if the request could not be satisfied if everything were free and served.
 
@@ -83,9 +64,9 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     ):
         return
     _refuse_uncombinable(request, candidates)
-    matching = _matching(request, candidates)
+    matching = matching_devices(request, candidates)
     by_gpu = group_by_gpu(candidate.device for candidate in matching)
-    if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
+    if len(matching) >= len(request.devices) and place(request, by_gpu, candidates):
         return
     if not matching and candidates.waiting_for(request):
         return
@@ -141,7 +122,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
 
 
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
-    groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
+    groups: Iterable[tuple[Device, ...]] = smallest_groups(request, candidates)
     if request.devices:
         named = tuple(device for device, *_ in candidates.devices if request.matches(device))
         groups = [named] if named else []
@@ -173,13 +154,14 @@ class Allocator:
         made = self.from_pools(request, candidates.matching_pools(request), candidates, reserved)
         if made:
             return made
-        matching = _matching(request, candidates)
+        matching = matching_devices(request, candidates)
         by_gpu = self._free_by_gpu(matching, reserved)
         if request.devices:
             free = [device for devices in by_gpu.values() for device in devices]
             placed = tuple(free) if len(free) == len(matching) else ()
         else:
-            placed = _place(request, by_gpu, candidates)
+            used = self.ledger.used_shares(candidate.device for candidate in candidates.devices)
+            placed = place(request, by_gpu, candidates, used)
         if placed:
             return placed
         raise NothingFreeError(*self._why_not(request, candidates, matching, by_gpu, reserved))
@@ -190,12 +172,12 @@ class Allocator:
         """The free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
             return self._reserve_memory(request, candidates, reserved)
-        by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
+        by_gpu = self._free_by_gpu(matching_devices(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if request.devices:
             devices = [device for some in most_first for device in some]
         elif request.across:
-            devices = of_different_gpus(some[0] for some in most_first)[: request.number]
+            devices = most_across(request, candidates, most_first)
         else:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})
@@ -333,51 +315,8 @@ def _needs_tenths(request: LeaseRequest, candidate: PoolCandidate) -> int:
     return 10 * (request.thread_percentage or default) if default else 0
 
 
-def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
-    """The suitable devices, for a request for memory the smallest slices first, and no equal shares.
-
-    For a request for several devices, GPUs whose devices can never be combined are left out.
-    """
-    matching = candidates.suitable(request)
-    if request.number > 1 and not request.across:
-        groups = _smallest_groups(request, candidates)
-        apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
-        matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in apart]
-    if request.memory_mib:
-        matching.sort(key=lambda candidate: candidate.device.memory_limit_mib)
-    return matching
-
-
-def _place(
-    request: LeaseRequest, by_gpu: Mapping[str, Sequence[Device]], candidates: Candidates
-) -> tuple[Device, ...]:
-    """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
-
-    GPUs that enforce budgets come first.
-    """
-    need = 1 if request.across else request.number
-    fits = [devices for devices in by_gpu.values() if len(devices) >= need]
-    sign = -1 if request.placement == SPREAD else 1
-    fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
-    if not request.across:
-        return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
-    apart = groups_across(first for first, *_ in fits)
-    enough = (firsts for firsts in apart if len(firsts) >= request.number)
-    return tuple(next(enough, [])[: request.number])
-
-
-def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
-    """The first or the smallest `number` devices, if they can be combined; empty if neither can."""
-    if number == 1:
-        return (devices[0],)
-    for ordered in (devices, sorted(devices, key=needs_mib)):
-        if not candidates.why_not_combinable(ordered[:number]):
-            return tuple(ordered[:number])
-    return ()
-
-
 def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
-    of = {candidate.device.gpu_uuid for candidate in _matching(request, candidates)}
+    of = {candidate.device.gpu_uuid for candidate in matching_devices(request, candidates)}
     of |= {candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request)}
     by_cause: dict[str, list[str]] = {}
     for uuid, (gpu, why) in candidates.unenforced.items():

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
+from yunion_mps.identity import physical_gpu
 from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import LEASE_EXISTS
-from yunion_mps.supervisor.changes import LeaseWait
+from yunion_mps.users import LeaseWait, Users
 
 #: The most leases that an error names.
 _MAX_NAMED = 3
@@ -131,17 +132,31 @@ class Ledger:
                 free.setdefault(gpu, []).append(device)
         return free
 
+    def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
+        """How much of the memory of the physical GPU (address) of these devices is leased, from 0 to 1."""
+        places = {device.gpu_uuid: (physical_gpu(device.addr), device.memory_total_mib) for device in devices}
+        used_mib, total_mib = Counter[str](), Counter[str]()
+        for uuid, (gpu, memory_mib) in places.items():
+            used_mib[gpu] += self._memory_mib[uuid]
+            total_mib[gpu] += memory_mib
+        return {gpu: used_mib[gpu] / max(1, total_mib[gpu]) for gpu in total_mib}
+
     def ways_of_sharing(self) -> dict[str, str]:
         """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
         return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
 
-    def holders_by_gpu(self) -> dict[str, str]:
-        """The leases of each GPU with leased devices, by UUID, as text."""
+    def users_by_gpu(self) -> dict[str, Users]:
+        """The leases of each GPU with leased devices, by UUID."""
         leases: dict[str, dict[str, Lease]] = {}
         for lease in self.leases.values():
             for device in lease.devices:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
-        return {uuid: _describe_leases([*by_id.values()]) for uuid, by_id in leases.items()}
+        return {uuid: _users([*by_id.values()]) for uuid, by_id in leases.items()}
+
+    def leases_on(self, gpu_uuid: str) -> list[str]:
+        """The ids of the leases with devices of the GPU."""
+        leases = self.leases.values()
+        return [lease.id for lease in leases if any(one.gpu_uuid == gpu_uuid for one in lease.devices)]
 
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
         """The ids of the devices that can all be leased together."""
@@ -190,9 +205,7 @@ class Ledger:
             if device.id not in fitting:
                 pending[device.gpu_uuid].add(device.id)
         return {
-            uuid: LeaseWait(
-                frozenset(pending[uuid]), total[uuid], tuple(by_id), _describe_leases([*by_id.values()])
-            )
+            uuid: LeaseWait(frozenset(pending[uuid]), total[uuid], tuple(by_id), _users([*by_id.values()]))
             for uuid, by_id in leases.items()
         }
 
@@ -204,19 +217,25 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
+def kind_across(device: Device) -> tuple[bool, str]:
+    """What the devices of one lease have in common; MIG instances come last: a process can use only one."""
+    return device.is_on_instance, device.domain
+
+
 def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
-    """The devices that a process can use together, one of each physical GPU: of one domain and one kind."""
-    groups: dict[tuple[str, bool], list[Device]] = {}
+    """The devices that can be in one lease, one of each physical GPU; first those of whole GPUs."""
+    groups: dict[tuple[bool, str], list[Device]] = {}
     for device in devices:
-        groups.setdefault((device.domain, device.is_on_instance), []).append(device)
-    return [of_different_gpus(group) for group in groups.values()]
+        groups.setdefault(kind_across(device), []).append(device)
+    kinds = sorted(groups, key=lambda kind: kind[0])
+    return [of_different_gpus(groups[kind]) for kind in kinds]
 
 
 def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
     """The first device of each physical GPU, whose MIG instances are not different GPUs."""
     firsts: dict[str, Device] = {}
     for device in devices:
-        firsts.setdefault(device.gpu_address.partition("-g")[0], device)
+        firsts.setdefault(physical_gpu(device.addr), device)
     return list(firsts.values())
 
 
@@ -246,12 +265,11 @@ def _budget(device: Device) -> tuple[int, float, str, str]:
     return device.memory_limit_mib, device.thread_percentage, device.priority, device.sharing
 
 
-def _describe_leases(leases: Sequence[Lease]) -> str:
+def _users(leases: Sequence[Lease]) -> Users:
     """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
     texts = []
     for lease in leases[:_MAX_NAMED]:
         holder = lease.holder
         text = f"lease {shorten(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
         texts.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
-    more = len(leases) - _MAX_NAMED
-    return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
+    return Users(tuple(texts), more_leases=max(0, len(leases) - _MAX_NAMED))

@@ -20,8 +20,9 @@ from yunion_mps.mps.conversation import (
     peer_of,
 )
 from yunion_mps.mps.log_file import log_hint
-from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, describe_servers, running_servers, signal_server
+from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, running_servers, signal_server
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, Reason
+from yunion_mps.users import describe_servers, waits
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +192,8 @@ class Recovery(ControlTask):
         pid, why = self._control.process.pid, self._why
         what = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
-            servers = describe_servers(self.spared_for)
-            until = f"it will be replaced after the end of {servers}, which may have jobs"
+            servers = f"{describe_servers(self.spared_for)}, which may have jobs,"
+            until = waits("its replacement", servers, why.code)
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
             if self._is_busy:
                 sooner = "to avoid the wait, end the processes that keep it busy"

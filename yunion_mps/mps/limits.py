@@ -18,9 +18,10 @@ from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, occupied_error
-from yunion_mps.mps.processes import PROGRAM, describe_servers, plan_from_json
+from yunion_mps.mps.processes import PROGRAM, plan_from_json
 from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.users import describe_servers
 
 log = logging.getLogger(__name__)
 

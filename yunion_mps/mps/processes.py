@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
@@ -359,10 +359,3 @@ def signal_server(pid: int, number: signal.Signals) -> bool:
         return True
     finally:
         process.close()
-
-
-def describe_servers(pids: Collection[int], verb: str = "") -> str:
-    """The servers with their PIDs, and the `verb` (has or is) in their number."""
-    plural = "s" if len(pids) > 1 else ""
-    verb = {"has": " have", "is": " are"}[verb] if verb and plural else f" {verb}".rstrip()
-    return f"the MPS server{plural} (PID{plural} {', '.join(map(str, pids))}){verb}"

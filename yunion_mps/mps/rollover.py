@@ -19,12 +19,12 @@ from yunion_mps.mps.processes import (
     GRACE_S,
     UNKILLABLE_S,
     FindProcesses,
-    describe_servers,
     orphaned_servers,
     our_processes,
     running_servers,
     signal_server,
 )
+from yunion_mps.users import Servers, Users, describe_servers, waits
 
 log = logging.getLogger(__name__)
 
@@ -206,20 +206,24 @@ class Rollover:
 
     def pending(self, *, retiring: bool, holds_modes: bool) -> str:
         """The pending changes of the domain, and what they wait for; empty if there are none."""
-        waits = []
+        pending = []
         if retiring:
-            has_servers = bool(self.blocking_servers(every=True))
-            what = "stops once its MPS servers have ended" if has_servers else "is stopping"
-            waits.append(f"the configuration has changed: the control daemon {what}")
+            what = "the configuration has changed: the control daemon"
+            servers = self.blocking_servers(every=True)
+            pending.append(_wait(what, servers) if servers else f"{what} is stopping")
         elif old := self._limits.old_servers:
-            waits.append(f"new limits take effect once {describe_servers(old, 'has')} ended")
+            pending.append(_wait("the change of limits", old))
         if holds_modes and (servers := self._servers()):
-            waits.append(f"compute modes are restored once {describe_servers(servers, 'has')} ended")
+            pending.append(_wait("restoring the compute modes", servers))
         if orphans := self.orphans.pids:
             runs = "still runs jobs" if len(orphans) == 1 else "still run jobs"
             what = f"{describe_servers(orphans)} of an earlier control daemon {runs}"
-            waits.append(f"{what}; new jobs may have to wait")
-        return "; ".join(waits)
+            pending.append(f"{what}; new jobs may have to wait")
+        return "; ".join(pending)
+
+
+def _wait(what: str, servers: tuple[int, ...]) -> str:
+    return waits(what, Users(servers=(Servers(servers),)), reasons.LIMITS_PENDING)
 
 
 def _shutdown_command(pid: int, *, force: bool) -> str:

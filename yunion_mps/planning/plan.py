@@ -144,6 +144,14 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
     return devices
 
 
+def above_root(domain: DomainPlan, paths: Paths) -> DomainPlan:
+    """Undo `below_root`."""
+    root = paths.under("")
+    return domain._replace(
+        pipe_directory=domain.pipe_directory[len(root) :], log_directory=domain.log_directory[len(root) :]
+    )
+
+
 def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem]:
     if config.cuda_mps_scope != "host" or len(gpus) <= MAX_GPUS_PER_DOMAIN:
         return []

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from yunion_mps.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
 from yunion_mps.identity import uuid5
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
-from yunion_mps.reasons import LEASES_PENDING, Reason
+from yunion_mps.reasons import LEASES_PENDING
 from yunion_mps.settings import DeviceEntry
+from yunion_mps.users import NO_USERS, Users, waits
 
 #: The compute mode that each way of sharing requires.
 MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
+
+#: Instead of a way of sharing: the GPU is no longer divided.
+_REMOVED = ""
+_CHANGES = {
+    MIG: "its MIG layout",
+    NOT_SHARED: "the change to a single device",
+    _REMOVED: "the removal of its devices",
+}
 
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
@@ -55,21 +64,23 @@ def keep_sharing(
     former: Plan,
     leased: Mapping[str, str],
     gpus: Sequence[Gpu],
-    holders: Mapping[str, str] = {},
+    users_of: Callable[[str], Users] = lambda _: NO_USERS,
 ) -> Plan:
     """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
 
-    `holders` describes these leases. Until then, the GPU is divided as in the `former` plan. After a restart,
-    when that plan is unknown, it has only the leased devices, and a control daemon of an earlier run is
-    supervised without a plan.
+    `users_of` returns what the change of a GPU waits for. Until then, the GPU is divided as in the `former`
+    plan. After a restart, when that plan is unknown, a time-sliced GPU has only the leased devices.
 
-    A GPU or MIG instance that a MIG layout removes keeps its control daemon or time-slicing, too. Leases of
-    whole instances need nothing to be kept.
+    A GPU or MIG instance that the plan does not divide, or that a MIG layout removes, keeps its control
+    daemon or time-slicing, too. Leases of whole instances need nothing to be kept.
     """
     for gpu in gpus:
         uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
-        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING) and plan.has_layout(gpu):
-            desired = MIG
+        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING):
+            if plan.has_layout(gpu):
+                desired = MIG
+            elif gpu.pci_address not in plan.sharing and not gpu.reason:
+                desired = _REMOVED
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:
             continue
@@ -79,9 +90,8 @@ def keep_sharing(
             continue
         has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
-        what = "its MIG layout changes" if desired == MIG else f"it changes to {desired}"
-        end = holders.get(uuid, "the leases of its devices")
-        why = Reason(f"{what} after the end of {end}", LEASES_PENDING)
+        what = _CHANGES.get(desired, f"the change to {desired}")
+        why = waits(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
         plan = kept._replace(
             compute_modes=modes,
             sharing={**kept.sharing, gpu.pci_address: before},

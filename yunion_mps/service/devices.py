@@ -38,16 +38,15 @@ from yunion_mps.models import (
 from yunion_mps.planning.division import enforces_budgets, thread_tenths
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.users import Servers, Users, waits
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
-_NOT_SERVED = Reason(
-    "the running control daemon does not serve its GPU; the next one will, once the running one has ended",
-    codes.GPU_NOT_SERVED,
-)
+_NEXT_ONE = "the running control daemon does not serve its GPU; the next one"
+_NOT_SERVED = waits(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
 
 
 def unusable_reasons(snapshot: Snapshot) -> dict[str, Reason]:
@@ -75,7 +74,8 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
     if domain is None:
         return NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
-        return _NOT_SERVED
+        awaited = Users(servers=(Servers(domain.waits_for),))
+        return waits(_NEXT_ONE, awaited, codes.GPU_NOT_SERVED) if domain.waits_for else _NOT_SERVED
     if domain.state != READY:
         return Reason(f"its domain is {domain.state}: {domain.reason}", codes.DOMAIN_NOT_READY)
     return NO_REASON
@@ -86,7 +86,7 @@ def _why_not_shared(gpu: Gpu, plan: Plan) -> Reason:
     mode = plan.compute_modes.get(gpu.uuid or "", gpu.compute_mode)
     if mode == gpu.compute_mode:
         return NO_REASON
-    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_EXCLUSIVE)
+    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_CHANGED)
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
@@ -154,11 +154,15 @@ def ways_in_effect(plan: Plan) -> dict[str, str]:
 
 
 def devices_json(
-    snapshot: Snapshot, ledger: Ledger, name_holder: Callable[[Holder], str] = str
+    snapshot: Snapshot,
+    ledger: Ledger,
+    name_holder: Callable[[Holder], str] = str,
+    used_by_others: Mapping[str, Reason] = {},
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
-    A device that was leased before a reload is shown as it was leased.
+    A device that was leased before a reload is shown as it was leased. `used_by_others` has the GPUs (UUIDs)
+    that are not leased now, and why.
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
@@ -173,6 +177,8 @@ def devices_json(
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     links = {gpu.uuid: _link_json(gpu.link) for gpu in snapshot.inventory.gpus}  # shared: devices are many
     why = unusable_reasons(snapshot)
+    used = used_by_others.keys() - ledger.ways_of_sharing().keys()
+    why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
     rows: list[answers.Device] = []
@@ -255,6 +261,8 @@ def gpu_json(
     state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
     if is_layout_pending(gpu, snapshot, serving):
         state = PENDING
+    if gpu.is_instance and gpu.uuid is None:  # another program's, which has nothing to do with our service
+        state = NOT_USED
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,

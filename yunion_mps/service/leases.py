@@ -14,7 +14,7 @@ from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
@@ -29,20 +29,17 @@ from yunion_mps.leases.holders import (
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Grant, Queue
 from yunion_mps.leases.request import (
-    Candidates,
     LeaseRequest,
     QueuedRequest,
-    candidates_of,
-    find_gpu,
     find_lease,
     owner_name,
     refuse_over_quota,
 )
 from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
-from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
+from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import DISABLED, hint_of
 from yunion_mps.service.devices import refuse_unserved
+from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
@@ -54,6 +51,8 @@ log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
+#: How often a request is granted again because its lease was revoked.
+_MAX_REVOKED = 3
 
 
 class LeaseService:
@@ -74,7 +73,7 @@ class LeaseService:
         self.queue = Queue(self._allocator)
         #: The grants to queued requests, by position.
         self._grants: dict[int, asyncio.Future[Grant]] = {}
-        self._known, self._known_version = Candidates(), -1
+        self.instances = InstanceCheck(supervisor, queries)
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
 
@@ -130,7 +129,7 @@ class LeaseService:
         if self._is_closed or not self.queue.requests:
             return
         self._refuse_infeasible()
-        while fitting := self.queue.next(self._candidates()):
+        while fitting := self.queue.next(self._queries.candidates()):
             queued, devices = fitting
             self.queue.requests.remove(queued)
             try:
@@ -188,7 +187,7 @@ class LeaseService:
         queued = queued._replace(sent=queued.as_text)
         if lease := self.ledger.find_repeated(queued):
             return self._json(lease)
-        request, candidates = self._admit(queued).request, self._candidates()
+        request, candidates = self._admit(queued).request, self._queries.candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reservation(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self.containers)
@@ -248,7 +247,27 @@ class LeaseService:
     # -- internals
 
     async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
-        """Queue the request and wait; returns its grant, or raises YunionError."""
+        """Queue the request and wait; returns its grant, or raises YunionError.
+
+        A grant of a MIG instance that is gone, or that another program uses, is revoked, and the request
+        queued again.
+        """
+        end_s = time.monotonic() + wait_s
+        for _ in range(_MAX_REVOKED):
+            grant = await self._next_grant(queued, max(0.0, end_s - time.monotonic()))
+            if lease := self.ledger.leases.get(grant.lease.id):
+                return grant._replace(lease=lease)
+        raise self.queue.why_not(queued, self._queries.candidates())
+
+    async def _revoke_unusable(self, lease: Lease) -> None:
+        why = await self.instances.why_unusable(lease)
+        if not why:
+            return
+        self.follow_instances()  # the poll may have created the instance again
+        if self.ledger.leases.get(lease.id) == lease:
+            self.end(lease.id, why)
+
+    async def _next_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[queued.position] = grant
         self.queue.add(queued)
@@ -259,7 +278,8 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
-                raise self.queue.why_not(queued, self._candidates())
+                raise self.queue.why_not(queued, self._queries.candidates())
+            await self._revoke_unusable(grant.result().lease)
             return grant.result()
         except asyncio.CancelledError:
             is_granted = grant.done() and not grant.cancelled() and not grant.exception()
@@ -274,30 +294,6 @@ class LeaseService:
             if queued in self.queue.requests:
                 self.queue.requests.remove(queued)
                 self.serve()  # its reservation is available to later requests
-
-    def _candidates(self) -> Candidates:
-        """What can be leased now; computed once for each snapshot."""
-        snapshot = self._supervisor.snapshot()
-        if self._known_version != snapshot.version:
-            self._known = candidates_of(snapshot, self._queries.unusable_reasons())
-            self._known_version = snapshot.version
-        return self._known
-
-    def _feasible(self, request: LeaseRequest) -> LeaseRequest:
-        """The request with its names resolved; raises YunionError if it is infeasible, or MPS is disabled."""
-        notice = self._supervisor.snapshot().notice
-        if notice.code == DISABLED:
-            raise HostError(notice, hint_of(DISABLED), DISABLED)
-        devices, gpu = request.devices, request.gpu
-        if devices and ALL not in devices:
-            addresses = [self._queries.device(name.removeprefix("0000:"))["addr"] for name in devices]
-            devices = tuple(dict.fromkeys(addresses))
-        if gpu:
-            gpus = self._supervisor.snapshot().inventory.gpus
-            gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
-        request = request._replace(devices=devices, gpu=gpu)
-        refuse_infeasible(request, self._candidates())
-        return request
 
     def _refuse_infeasible(self) -> None:
         """Refuse the queued requests that have become infeasible, for example by a reload.
@@ -314,7 +310,7 @@ class LeaseService:
             if queued.request not in refusals:
                 refusals[queued.request] = None
                 try:
-                    self._feasible(queued.request)
+                    self._queries.feasible(queued.request)
                 except YunionError as error:
                     refusals[queued.request] = error
             if refusal := refusals[queued.request]:
@@ -329,13 +325,16 @@ class LeaseService:
         config = self._supervisor.config
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
-        return queued._replace(request=self._feasible(queued.request))
+        return queued._replace(request=self._queries.feasible(queued.request))
 
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
         """Grant the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
         holder, lease_id = queued.holder, random_uuid()
         self.ledger.refuse_duplicate(holder, queued.idempotency_key)
-        environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
+        environment = {
+            **self._queries.candidates().environment(queued.request, devices),
+            LEASE_VARIABLE: lease_id,
+        }
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
         lease = renew(lease._replace(request=queued.sent), time.monotonic())

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
 #: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
-#: while a GPU waits for leases to end before it is shared otherwise; and while a job exceeds its budget on a
+#: while a GPU waits for leases to end before it is shared otherwise; while another program uses a MIG
+#: instance that could be leased; and while a job exceeds its budget on a
 #: GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 #: How often time slices are compared: nvidia-smi reads them, one GPU after the other.
@@ -50,6 +51,9 @@ class Monitor:
         self._failures = Failures(log, level=logging.ERROR)
         self._answering = frozenset[Optional[str]]()
         self._compare_s = time.monotonic() + COMPARE_S
+        self._instances = services.leases.instances
+        self._instances.poll = self.poll
+        self._queries = services.queries
         self._events: EventWatch | None = None
 
     async def run(self) -> None:
@@ -57,13 +61,12 @@ class Monitor:
             while True:
                 self._watch_events()
                 is_urgent = self._supervisor.is_urgent or self._budgets.is_watching
+                is_urgent = is_urgent or bool(self._queries.used_by_others)
                 wait_s = FAST_POLL_S if is_urgent else POLL_S
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._poll_now.wait(), wait_s)
                 self._poll_now.clear()
-                async with self._reloader.lock:
-                    await self._poll()
-                self._tick()
+                await self.poll()
                 if excess := await self._budgets.sample():
                     self._begin(self._budgets.enforce(excess))
         finally:
@@ -71,6 +74,12 @@ class Monitor:
                 self._events.stop()
             for task in self._tasks:
                 task.cancel()
+
+    async def poll(self) -> None:
+        """Poll the GPUs once no reload is in progress, and apply what has changed."""
+        async with self._reloader.lock:
+            await self._poll()
+        self._tick()
 
     async def poll_processes(self) -> None:
         """Poll only which processes use the GPUs, so that a stop can name new ones."""
@@ -100,10 +109,11 @@ class Monitor:
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
+            self._instances.note(processes)
             self._renew_events(inventory)
         if time.monotonic() >= self._compare_s:
             self._compare_s = time.monotonic() + COMPARE_S
-            supervisor.compare_time_slices()
+            supervisor.modes.time_slices.compare()
         await self._reloader.set_modes()
         await self._reloader.apply_layouts()
 

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLICING, UNAVAILABLE
-from yunion_mps.errors import NotFoundError
+from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
+from yunion_mps.inventory.scan import divided_instances, in_order
+from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import shorten
-from yunion_mps.models import Gpu, Holder, Pool, Snapshot
+from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
+from yunion_mps.models import ALL, Gpu, Holder, Pool, Snapshot
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import DOMAIN_NOT_READY, LAYOUT_WAITS, LEASES_PENDING, NO_REASON, Reason
+from yunion_mps.reasons import (
+    DISABLED,
+    DOMAIN_NOT_READY,
+    LAYOUT_WAITS,
+    LEASES_PENDING,
+    NO_REASON,
+    Reason,
+    hint_of,
+)
 from yunion_mps.service.devices import (
     devices_json,
     domain_json,
@@ -73,8 +83,12 @@ class Queries:
         #: The number of devices of each GPU (UUID), with those of its MIG instances.
         self._device_counts = Counter[str]()
         self.ledger = Ledger()
+        #: The whole MIG instances (UUIDs) that processes without a lease use, so they are not leased.
+        self.used_by_others: Mapping[str, Reason] = {}
+        self._candidates, self._candidates_version = Candidates(), -1
         self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
+        self._use_version = 0
         #: The requests that wait for an answer to change.
         self.changes = LongPolls()
 
@@ -83,14 +97,24 @@ class Queries:
         self.ledger, self._name_holder = ledger, name_holder
         self._cached_version = -1  # the versions of two ledgers may be equal
 
+    def set_used(self, used: Mapping[str, Reason]) -> None:
+        """Set what processes without a lease use."""
+        if used != self.used_by_others:
+            self.used_by_others = used
+            self._cached_version = self._candidates_version = -1
+            self._use_version += 1
+            self.changes.notify()
+
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
-        return self._snapshot().version + self.ledger.version
+        return self._snapshot().version + self.ledger.version + self._use_version
 
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
-            self._devices = devices_json(self._snapshot(), self.ledger, self._name_holder)
+            self._devices = devices_json(
+                self._snapshot(), self.ledger, self._name_holder, self.used_by_others
+            )
             self._device_counts = self._count_devices()
             self._cached_version = self.version
         return self._devices
@@ -127,10 +151,13 @@ class Queries:
         return self._details(matches[0])
 
     def gpus(self) -> answers.GpuList:
-        """Every GPU of the host as of the last poll; an unusable one has a reason."""
+        """Every GPU and MIG instance of the host as of the last poll; one that is not leased has a reason."""
         snapshot = self._snapshot()
         ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
         serving = self._serving()  # which counts the devices
+        listed = snapshot.inventory.gpus
+        if divided := divided_instances(listed):
+            listed = in_order([*listed, *divided])
         gpus = [
             gpu_json(
                 gpu,
@@ -142,7 +169,7 @@ class Queries:
                 why.get(gpu.uuid or "", NO_REASON),
                 serving,
             )
-            for gpu in snapshot.inventory.gpus
+            for gpu in listed
         ]
         sliced = {gpu["parent"] for gpu in gpus if gpu["parent"] and gpu["sharing"] == TIME_SLICING}
         for gpu in gpus:
@@ -285,9 +312,31 @@ class Queries:
         ]
         return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
 
-    def unusable_reasons(self) -> Mapping[str, Reason]:
-        """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
-        return unusable_reasons(self._snapshot())
+    def candidates(self) -> Candidates:
+        """What can be leased now; computed once for each snapshot."""
+        snapshot = self._snapshot()
+        if self._candidates_version != snapshot.version:
+            why = unusable_reasons(snapshot)
+            why |= {uuid: used for uuid, used in self.used_by_others.items() if not why.get(uuid, used)}
+            self._candidates = candidates_of(snapshot, why)
+            self._candidates_version = snapshot.version
+        return self._candidates
+
+    def feasible(self, request: LeaseRequest) -> LeaseRequest:
+        """The request with its names resolved; raises YunionError if it is infeasible, or MPS is disabled."""
+        notice = self._snapshot().notice
+        if notice.code == DISABLED:
+            raise HostError(notice, hint_of(DISABLED), DISABLED)
+        devices, gpu = request.devices, request.gpu
+        if devices and ALL not in devices:
+            addresses = [self.device(name.removeprefix("0000:"))["addr"] for name in devices]
+            devices = tuple(dict.fromkeys(addresses))
+        if gpu:
+            gpus = self._snapshot().inventory.gpus
+            gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
+        request = request._replace(devices=devices, gpu=gpu)
+        refuse_infeasible(request, self.candidates())
+        return request
 
     def terminating_gpus(self) -> Mapping[str, str]:
         """The GPUs (UUIDs by address) where `over_budget: terminate` applies."""

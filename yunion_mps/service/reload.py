@@ -21,10 +21,13 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import Reason
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import AT_ONCE, as_made
+from yunion_mps.supervisor.changes import as_made
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
+from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
+from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -75,6 +78,7 @@ class Reloader:
             preflight = await self._run_preflight()
             try:
                 plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+                changes = _with(changes, await self._corrections(preflight))
                 losses = await self._losses(plan, preflight)
             finally:
                 self._close(preflight)
@@ -102,12 +106,12 @@ class Reloader:
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
+            done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
             waiting = {address for address, _ in self._pending_layouts()}
             laid_out = {change.subject for change in done if change.kind == "MIG layout"} - waiting
             changes = as_made(changes, self._supervisor.domains, laid_out)
-            told = {(change.kind, change.subject) for change in changes}
-            changes += [change for change in done if (change.kind, change.subject) not in told]
+            changes = _with(changes, done)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
@@ -124,17 +128,18 @@ class Reloader:
             if any(work):
                 result = await on_thread(lambda: self._supervisor.set_modes(work))
                 self._supervisor.note_modes(result)
-                return self._done([("compute mode", result.modes), ("time slice", result.time_slices.values)])
+                slices = result.time_slices
+                modes = self._done(COMPUTE_MODE.label, result.modes, result.before)
+                return modes + self._done(TIME_SLICE.label, slices.values, slices.before)
         except HostError as error:
             log.error("compute modes cannot be set: %s; %s", error.message, error.hint)
         return []
 
-    def _done(self, settings: Iterable[tuple[str, Mapping[str, str]]]) -> list[Change]:
-        """Changes that have been made, as settings of GPUs by UUID; what was before is in the events."""
+    def _done(self, kind: str, values: Mapping[str, str], before: Mapping[str, str] = {}) -> list[Change]:
+        """Changes that have been made to settings of GPUs (UUIDs)."""
         gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
         return [
-            Change(kind, gpus.get(uuid, uuid), "", after, AT_ONCE)
-            for kind, values in settings
+            Change(kind, gpus.get(uuid, uuid), before.get(uuid, ""), after, AT_ONCE)
             for uuid, after in values.items()
         ]
 
@@ -152,7 +157,7 @@ class Reloader:
             log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
             return []
         self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
-        done = self._done([("MIG layout", result.changes)])
+        done = self._done("MIG layout", result.changes)
         await self.set_modes()
         self._control.tick()
         await self._settle()
@@ -207,6 +212,17 @@ class Reloader:
         while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
+    async def _corrections(self, preflight: Preflight) -> list[Change]:
+        """The settings of GPUs that another program has changed, and that a reload sets again."""
+        supervisor, gpus = self._supervisor, preflight.inventory.gpus
+        target = supervisor.desired.plan
+        slices = await on_thread(lambda: read_time_slices(target))
+        addresses = {gpu.uuid: gpu.address for gpu in gpus}
+        return [
+            Change(setting.label, addresses.get(uuid, uuid), before, after, AT_ONCE)
+            for setting, (uuid, before, after) in supervisor.modes.drifted(target, gpus, slices)
+        ]
+
     async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:
         """What MIG layouts remove if they wait neither for leases nor for other programs' instances."""
         supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
@@ -256,13 +272,18 @@ class Reloader:
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
         names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
+        kept = self._supervisor.desired.plan.pending
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             devices = count(len(wait.pending), "device")
-            what = f"GPU {address}: {devices} waiting for {wait.description} to end"
+            what = f"GPU {address}: {devices} pending: {wait.reason}"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         pending += [
-            {"domain": names.get(uuid, ""), "pending": f"GPU {gpus.get(uuid, uuid)}: {why}", "leases": []}
+            {
+                "domain": names.get(uuid, ""),
+                "pending": f"GPU {gpus.get(uuid, uuid)}: {why}",
+                "leases": self._ledger.leases_on(uuid) if uuid in kept else [],
+            }
             for uuid, why in snapshot.plan.pending.items()
             if uuid not in layouts
         ]
@@ -297,3 +318,9 @@ class Reloader:
             lines = [decode_line(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
             what = "the new program cannot start: " + "; ".join(lines[-4:])
             raise HostError(what, "correct this; the running daemon continues unchanged")
+
+
+def _with(changes: Sequence[Change], others: Iterable[Change]) -> list[Change]:
+    """Return the changes and those `others` that concern something else."""
+    listed = {(change.kind, change.subject) for change in changes}
+    return [*changes, *(one for one in others if (one.kind, one.subject) not in listed)]

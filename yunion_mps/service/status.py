@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from yunion_mps import reasons
 from yunion_mps.enums import (
     IDLE,
+    NOT_SHARED,
     NOTICE,
     PENDING,
     PROBLEM,
     PROBLEM_LEVELS,
     READY,
     SERVER_FAULT,
+    TIME_SLICING,
     UNAVAILABLE,
     WARNING,
 )
@@ -35,6 +37,7 @@ from yunion_mps.service.holdings import (
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.layouts import layout_pending
+from yunion_mps.users import describe_servers
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -59,10 +62,11 @@ class StatusService:
         held = _used(devices, leases, clients)
         service = self._queries.service({address for holding in held for address in holding.devices})
         problems = [
-            *_service_problems(service, gpus, self._queries.warnings()),
+            *_service_problems(service, gpus, self._queries.warnings(), clients),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
+            *_unleased_use(held, gpus),
             *_lease_problems(leases, devices, service["domains"], gpus),
         ]
         problems.sort(key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
@@ -133,6 +137,7 @@ def _service_problems(
     service: answers.ServiceFields,
     gpus: Iterable[answers.Gpu],
     warnings: Iterable[tuple[Reason, Gpu | None]],
+    clients: answers.ClientList,
 ) -> Iterator[answers.StatusProblem]:
     if service["notice"]:
         yield _problem(NOTICE, service["notice_code"], service["notice"])
@@ -155,7 +160,24 @@ def _service_problems(
         yield _problem(WARNING, warning.code, warning, gpu=its_gpu and its_gpu.address)
     for domain in service["domains"]:
         if domain["pending"]:
-            yield _problem(PENDING, reasons.LIMITS_PENDING, f"{domain['name']}: {domain['pending']}")
+            text, hint = f"{domain['name']}: {domain['pending']}", _idle_hint(domain, clients)
+            yield _problem(PENDING, reasons.LIMITS_PENDING, text, hint)
+
+
+def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
+    """What ends the servers that a change waits for if none has a client; empty if a job delays it.
+
+    The daemon ends such a server by itself, but not where NVML does not list it: before Volta, and in a
+    container that does not see the host's PIDs.
+    """
+    awaited = set(domain["waits_for"])
+    named = {client["server"] for client in clients["clients"] if client["mps"] is not False}
+    if not awaited or clients["errors"] or named & {*awaited, None}:
+        return ""
+    if not awaited <= {server["pid"] for server in clients["servers"]}:
+        return ""  # a server without its control daemon is not listed
+    servers = describe_servers(sorted(awaited))
+    return f"wait a moment, or run: yunion-mps reload --drain; no job uses {servers}"
 
 
 def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.StatusProblem]:
@@ -200,9 +222,7 @@ def _use_problems(
     for holding in held:
         if holding.outside_mps:
             for process in holding.processes:
-                memory = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
-                text = f"{_describe_process(process)} uses GPU {holding.gpu}{memory} outside MPS"
-                text += ", so no budget limits it"
+                text = f"{_describe_use(process, holding.gpu)} outside MPS, so no budget limits it"
                 yield _problem(
                     PROBLEM, reasons.PROCESS_OUTSIDE_MPS, text, gpu=holding.gpu or None, pid=process.pid
                 )
@@ -221,6 +241,22 @@ def _use_problems(
                 devices=holding.devices,
                 pid=largest.pid,
             )
+
+
+def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Iterator[answers.StatusProblem]:
+    """Processes without a device on GPUs and MIG instances that are shared without MPS.
+
+    Through MPS, they have the control daemon's default limits.
+    """
+    without_mps = {gpu["addr"] for gpu in gpus if gpu["sharing"] in (TIME_SLICING, NOT_SHARED)}
+    for holding in held:
+        if holding.devices or holding.gpu not in without_mps:
+            continue
+        for process in holding.processes:
+            text = (
+                f"{_describe_use(process, holding.gpu)} without a lease, so its memory counts for no budget"
+            )
+            yield _problem(WARNING, reasons.PROCESS_WITHOUT_LEASE, text, gpu=holding.gpu, pid=process.pid)
 
 
 def _lease_problems(
@@ -282,3 +318,9 @@ def _describe_process(process: ProcessUse) -> str:
     command = process.shown.strip()
     short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
     return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")
+
+
+def _describe_use(process: ProcessUse, gpu: str) -> str:
+    """Return for example `PID 4260 of alice (python train.py) uses GPU 00:06.0 (700 MiB)`."""
+    memory = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
+    return f"{_describe_process(process)} uses GPU {gpu}{memory}"

@@ -36,13 +36,12 @@ _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
 class RecordedDevice(NamedTuple):
     """A device as it was when gres.conf was written.
 
-    Its type is `mps` or `time-sliced`; for a whole MIG instance, it is the profile. Earlier versions
-    recorded no type: all of their devices were `mps`.
+    Its type is `mps` or `time-sliced`; for a whole MIG instance, it is the profile.
     """
 
     addr: str
     memory_mib: int
-    type: str = _TYPES[MPS]
+    type: str
 
     @classmethod
     def of(cls, device: Device) -> RecordedDevice:
@@ -203,8 +202,8 @@ def read_record(paths: Paths) -> Record | None:
         with open(paths.slurm_devices, encoding="utf-8") as file:
             found = json.load(file)
         devices = [
-            RecordedDevice(str(addr), int(memory_mib), *map(str, type_))
-            for addr, memory_mib, *type_ in found["devices"]
+            RecordedDevice(str(addr), int(memory_mib), str(type_))
+            for addr, memory_mib, type_ in found["devices"]
         ]
         return Record(bool(found["shards"]), devices)
     except FileNotFoundError:

@@ -12,29 +12,32 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
+from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, PENDING, UNAVAILABLE
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
+from yunion_mps.identity import physical_gpu
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, Reason
+from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, MIG_IN_USE, Reason
 from yunion_mps.slurm.devices import Record, read_record
-from yunion_mps.slurm.instances import present_environment, remove_instances
+from yunion_mps.slurm.instances import present_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails
+    from yunion_mps.answers import Device, LeaseDetails, StatusProblem
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
+#: Codes of GPUs that will be shared in another way, or have other MIG instances, once their jobs have ended.
+_CHANGES = (LEASES_PENDING, MIG_IN_USE)
 
 
 class JobFile(TypedDict):
@@ -100,9 +103,7 @@ class Hooks:
                 self._leases().release(job)
         except YunionError as error:
             self._drain(error)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(job.id))
-        remove_instances(self._paths, job.id)
+        _remove(path for job_id, path in self._files_by_job() if job_id == job.id)
         return 0
 
     def health_check(self) -> int:
@@ -159,10 +160,9 @@ class Hooks:
             _require_numbers(record, node)
             devices = leases.devices()
             addresses = [device.current_address(devices) for device in record.devices]
-            for path in [path for job, path in files if job not in jobs()]:  # its Epilog did not finish
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            _remove([path for job, path in files if job not in jobs()])  # their Epilogs did not finish
             held = held_outside(leases.all(), addresses) or still_used(found.used)
+            problems = leases.problems()
         except SlurmError:  # slurmctld is at fault, not this node
             raise
         except YunionError as error:
@@ -170,7 +170,7 @@ class Hooks:
         for device in devices:
             if device["addr"] in addresses and _is_refused(device):
                 return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
-        return held
+        return _pending_change(record, problems) or held
 
     def _disconnect(
         self, ending: Sequence[tuple[LeaseDetails, float]], leases: JobLeases, node: SlurmNode
@@ -256,10 +256,24 @@ class Hooks:
         return job_id, content
 
 
+def _remove(files: Iterable[str]) -> None:
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 def _is_refused(device: Device) -> bool:
     """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
-    is_pending = device["reason_code"] == LEASES_PENDING and not device["lease"]
-    return is_pending or device["state"] == UNAVAILABLE
+    return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
+
+
+def _pending_change(record: Record, problems: Iterable[StatusProblem]) -> Reason | None:
+    """Why a GPU of the record will have devices of another type; its own may all be leased until then."""
+    gpus = {gpu for device in record.devices for gpu in (device.gpu, physical_gpu(device.addr))}
+    for problem in problems:
+        if problem["gpu"] in gpus and problem["code"] in _CHANGES and not problem["devices"]:
+            return Reason(problem["text"], problem["code"])
+    return None
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:
@@ -305,7 +319,8 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         message, *hints = content["error"]
         raise YunionError(message, "\n".join(hints))
     devices = content["devices"]
-    step = [str(index) for index in job.step_indices]
+    indices = job.task.indices([*map(int, devices)]) if job.task and devices else job.step_indices
+    step = [*map(str, indices)]
     if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
         return content["environment"]  # others are inherited: see Job
     if len(step) == 1:

@@ -6,7 +6,6 @@ able to ask it. It does not change the file that Prolog has written, because tha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -49,11 +48,6 @@ def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterab
                     write_atomically(path, text)
                 except OSError as error:
                     log.error("the MIG instances of job %s cannot be written: %s", job, error)
-
-
-def remove_instances(paths: Paths, job_id: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(_path(paths, job_id))
 
 
 def present_environment(

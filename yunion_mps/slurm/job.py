@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.enums import SLURM
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, InfeasibleError
 from yunion_mps.reasons import INVALID_REQUEST
 
 if TYPE_CHECKING:
@@ -20,9 +20,46 @@ _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
 #: Set by sbatch, and by an srun that starts the job itself.
 _COMPONENT = re.compile(r"SLURM_JOB_ID_(HET|PACK)_GROUP_[0-9]+")
 _INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+#: How Slurm 22.05 binds the devices of --gpus-per-task=TYPE:N to tasks; 24.11 omits the type.
+_PER_TASK = re.compile(r"gpu:per_task:(?![0-9]+$)(?P<type>[^:]+)(?::(?P<number>[0-9]+))?")
 #: How much later than its interval a check may act, and how long a program has after SIGTERM, in s.
 _CHECK_S = 10
 _GRACE_S = 10
+
+
+class TaskShare(NamedTuple):
+    """The devices of a task, if it has `number` of this type and Slurm has read the type as the number.
+
+    `step_devices` is the number of devices that all of the step's tasks have on this node.
+    """
+
+    type: str
+    number: int
+    local_id: int
+    step_devices: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TaskShare | None:
+        """None if Slurm has assigned the devices correctly, or if no task shares the node with this one.
+
+        A batch script is alone, too; it inherits the binding of a task that submitted it.
+        """
+        match = _PER_TASK.fullmatch(environment.get("SLURMD_TRES_BIND", ""))
+        if not match or "," not in environment.get("SLURM_GTIDS", ""):
+            return None
+        type_, number = match["type"], int(match["number"] or 1)
+        if re.match(f"{number}(?![0-9])", type_):
+            return None
+        return cls(type_, number, int(environment["SLURM_LOCALID"]), int(environment["SLURM_GPUS_ON_NODE"]))
+
+    def indices(self, job_indices: Sequence[int]) -> Sequence[int]:
+        """Those of the task in a job with these; raises InfeasibleError if Slurm does not tell them."""
+        if self.step_devices != len(job_indices):
+            what = f"Slurm did not assign the task its devices: it read the type {self.type} as their number"
+            separate = f"start a step for each task: srun --exact -n1 --gres=gpu:{self.type}:{self.number}"
+            raise InfeasibleError(what, "add --gpu-bind=single:1 to srun" if self.number == 1 else separate)
+        first = self.local_id * self.number
+        return sorted(job_indices)[first : first + self.number]
 
 
 class Job(NamedTuple):
@@ -40,6 +77,7 @@ class Job(NamedTuple):
     indices: tuple[int, ...] = ()
     step_indices: tuple[int, ...] = ()
     components: tuple[str, ...] = ()
+    task: TaskShare | None = None
 
     @property
     def lease_name(self) -> str:
@@ -60,7 +98,7 @@ class Job(NamedTuple):
         components = [value for name, value in environment.items() if _COMPONENT.fullmatch(name)]
         if job_id not in components or not all(re.fullmatch(JOB_ID, one) for one in components):
             components = []  # inherited from another job
-        return cls(job_id, int(uid), job, step, tuple(components))
+        return cls(job_id, int(uid), job, step, tuple(components), TaskShare.of(environment))
 
 
 def indices_of(text: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from yunion_mps.http.operations import (
     GET_DEVICE,
     GET_DEVICES,
     GET_LEASES,
+    GET_STATUS,
     TAKE_LEASE,
     TERMINATE_LEASE,
     Operation,
@@ -31,15 +32,15 @@ from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reaso
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord
+    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord, StatusProblem
 
 T = TypeVar("T")
 
 #: How long a hook waits for the daemon to restart, and for devices whose previous job has just ended, in s.
 _RESTART_S = 10.0
 _BUSY_S = 30.0
-#: How long a request waits in the daemon before we check again which leases block it, in s.
-_LOOK_S = 2
+#: How long a request waits in the daemon before the leases that block it are checked again, in s.
+_POLL_S = 2
 
 
 class Assignment(NamedTuple):
@@ -76,6 +77,9 @@ class JobLeases:
     def all(self) -> Sequence[LeaseDetails]:
         return self._call(GET_LEASES)["leases"]
 
+    def problems(self) -> Sequence[StatusProblem]:
+        return self._call(GET_STATUS)["problems"]
+
     def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecord:
         """Lease what Slurm has assigned to the job, or return the lease that it has.
 
@@ -102,7 +106,7 @@ class JobLeases:
             holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
             reserved_for=SLURM,
             allow_unlimited=True,
-            wait_s=_LOOK_S,
+            wait_s=_POLL_S,
         )
 
     def _release_stale(

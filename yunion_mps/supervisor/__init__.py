@@ -1,8 +1,7 @@
 """The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
 Like a domain it takes the time as a parameter and never waits, so one loop can drive it before asyncio is
-loaded, and asyncio afterwards. Calls to the driver are returned as work (`ModeWork`), because they may take
-long.
+loaded, and asyncio afterwards. Calls to the driver may take long, so they are returned as work (`ModeWork`).
 """
 
 from __future__ import annotations
@@ -44,8 +43,10 @@ from yunion_mps.supervisor.preflight import (
     Preflight,
     find_leftovers,
     gpus_of,
+    leased_gpus,
     leased_without_mps,
     left_running,
+    with_leased_domains,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
 from yunion_mps.supervisor.time_slices import TIME_SLICE
@@ -68,7 +69,7 @@ class Supervisor:
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
-        self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
+        self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.forced = lambda: self.layouts.forced
         self._snapshots = Snapshots(
@@ -77,7 +78,7 @@ class Supervisor:
             self._gpus,
             self.fleet,
             self.layouts,
-            lambda: self._modes.time_slices.in_effect(self.desired.in_effect()),
+            lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
             self._warnings,
         )
         #: Whether a stop has begun.
@@ -105,10 +106,10 @@ class Supervisor:
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self._modes.due(self.desired.plan, None)
+        work = self.modes.due(self.desired.plan, None)
         if work.changes or work.time_slices:
             self.note_modes(self.set_modes(work))
-            self._modes.refuse_if_none_can_be_set(self.desired.plan)
+            self.modes.refuse_if_none_can_be_set(self.desired.plan)
         self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
@@ -137,7 +138,7 @@ class Supervisor:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
-        self._modes.end()
+        self.modes.end()
         self.layouts.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
@@ -161,7 +162,7 @@ class Supervisor:
             self.release()
             return
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
-        if self._modes.restore(self.nvml, self._store, gpus_of(left)):
+        if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
@@ -198,7 +199,7 @@ class Supervisor:
         self._snapshots.set_warning(about, reason)
 
     def _warnings(self) -> Iterator[Reason]:
-        yield from self._modes.time_slices.refusals.values()
+        yield from self.modes.time_slices.refusals.values()
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
             yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)
@@ -215,7 +216,7 @@ class Supervisor:
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
         modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
-        self._modes.record_external_changes(modes, self.desired.plan)
+        self.modes.record_external_changes(modes, self.desired.plan)
         self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
         if self._gpus.inventory is before:
             return
@@ -227,6 +228,8 @@ class Supervisor:
         before = self.desired.plan
         self.desired.replan()
         after = self.desired.plan
+        if after.pending != before.pending:
+            self._changed()
         if (after.domains, after.direct) == (before.domains, before.direct):
             return
         try:
@@ -251,9 +254,8 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
-        if self.desired.plan.pending or self.layouts.pending:
-            return True
-        return not self.desired.plan.gpu_uuids <= self._gpus.healthy
+        waits = self.desired.plan.pending or self.layouts.pending
+        return bool(waits) or not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
     # -- MIG layouts
 
@@ -295,19 +297,15 @@ class Supervisor:
 
     # -- compute modes
 
-    def compare_time_slices(self) -> None:
-        """Let the next work compare the time slices that are in effect with what the GPUs have."""
-        self._modes.time_slices.compare()
-
     def mode_work(self) -> ModeWork:
-        return self._modes.due(self.desired.plan, self._store)
+        return self.modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, unless a stop has begun; run it on a thread, because it calls the driver."""
-        return self._modes.set(work, self.nvml, self.store())
+        return self.modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
-        if self._modes.note(result, "the configuration requires it"):
+        if self.modes.note(result, "the configuration requires it"):
             self._changed()
 
     # -- reload
@@ -319,15 +317,16 @@ class Supervisor:
         """
         plan, changes = self.desired.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
+        self.layouts.force(now=False)  # before leases are considered
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()
-        self._modes.time_slices.check_again()
+        self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
-        if differs:  # what is pending was recorded before
-            events += [change.event() for change in changes]
+        events += [change.event() for change in changes if differs]  # what is pending was recorded before
         for event in events:
             self.event_log.record(event)
+        self.layouts.withdraw()
         self._changed()
         return changes
 
@@ -361,10 +360,11 @@ class Supervisor:
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _keep_leased_gpus(self) -> None:
-        """Find the leases of an earlier daemon that no control daemon serves, until they are restored."""
+        """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            ways = leased_without_mps(self.store())
+            ways = leased_gpus(self.store())
             self.desired.ways_leased = lambda: ways
+            self.desired.plan = with_leased_domains(self.desired.plan, ways, self.store(), self._paths)
             self.desired.replan()
 
     def _create_instances(self) -> None:

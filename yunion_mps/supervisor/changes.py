@@ -15,7 +15,7 @@ from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.errors import ConfigError
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.processes import describe_servers, find_control_program
+from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, pools_of
 from yunion_mps.planning.mig import describe, describe_layout
@@ -23,15 +23,15 @@ from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
-from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.fleet import Fleet, is_in_the_way
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
+from yunion_mps.supervisor.users import GpuUsers, servers_of
 from yunion_mps.text import count
+from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, waits
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = "at once"
-_WHEN_UNUSED = "once nothing uses what the layout removes"
 #: Keys of host.conf whose changes appear in the plan; changes to other keys are listed as settings.
 PLANNED_KEYS = {
     "enable_cuda_mps",
@@ -48,46 +48,8 @@ PLANNED_KEYS = {
 }
 
 
-class LeaseWait(NamedTuple):
-    """Devices of a GPU that wait for the end of leases of a previous division.
-
-    `pending` has their ids, `total` counts all of the GPU's devices, and `description` names the leases.
-    """
-
-    pending: frozenset[str]
-    total: int
-    leases: tuple[str, ...]
-    description: str
-
-    @property
-    def reason(self) -> Reason:
-        what = f"the new division of the GPU waits for {self.description} to end"
-        return Reason(what, reasons.LEASES_PENDING)
-
-
 #: Returns, by GPU UUID, which of a plan's devices wait for leases.
 FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
-
-
-class Uses(NamedTuple):
-    """By GPU (UUID), as text: the leases and MPS servers that use it, and leases that keep it unchanged."""
-
-    users: Mapping[str, str] = {}
-    kept_for: Mapping[str, str] = {}
-
-    def end(self, uuids: Iterable[str]) -> str:
-        """Return when these GPUs are shared otherwise; empty if no lease is in the way."""
-        holders = dict.fromkeys(self.kept_for[uuid] for uuid in uuids if uuid in self.kept_for)
-        return f"after the end of {' and '.join(holders)}" if holders else ""
-
-    def unused(self, plan: Plan, gpus: Iterable[Gpu], gpu: Gpu) -> str:
-        """Return when a GPU gets its layout: once nothing uses what the plan does not have."""
-        parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
-        users = [self.users[one] for one in parts if one in self.users and one not in plan.offered]
-        return f"{_WHEN_UNUSED}; in use by {', '.join(users)}" if users else _WHEN_UNUSED
-
-
-_UNUSED = Uses()
 
 
 class Change(NamedTuple):
@@ -125,8 +87,8 @@ class DesiredState:
         self._target: Plan = preflight.plan
         #: Returns how the GPUs (UUIDs) of leased devices are shared.
         self.ways_leased: Callable[[], Mapping[str, str]] = dict
-        #: Returns the leases of GPUs (UUIDs) as text.
-        self.holders: Callable[[], Mapping[str, str]] = dict
+        #: Returns the leases of GPUs (UUIDs).
+        self.leases: Callable[[], Mapping[str, Users]] = dict
         #: Returns the GPUs (UUIDs) whose MIG layouts do not wait for leases.
         self.forced: Callable[[], Collection[str]] = tuple
         #: Settings that are configured but ignored.
@@ -136,17 +98,9 @@ class DesiredState:
         """Return the plan's domains, with their directories below our root directory."""
         return [below_root(domain, self._paths) for domain in (plan or self.plan).domains]
 
-    def users(self) -> dict[str, str]:
-        """Return what uses GPUs and MIG instances (UUIDs) now: leases, and MPS servers, as text."""
-        gpus = {str(gpu.uuid): gpu.address for gpu in self._gpus.inventory.gpus}
-        users = {uuid: [holders] for uuid, holders in self.holders().items()}
-        for domain in self._fleet.domains:
-            servers, uuids = domain.server_pids(), domain.in_effect.gpu_uuids
-            for uuid in uuids if servers else ():
-                others = [f"GPU {gpus.get(other, other)}" for other in uuids if other != uuid]
-                shared = f", which also serves {', '.join(others)}" if others else ""
-                users.setdefault(uuid, []).append(f"{describe_servers(servers)}{shared}")
-        return {uuid: " and ".join(names) for uuid, names in users.items()}
+    def users(self) -> GpuUsers:
+        """Return what uses GPUs and MIG instances now."""
+        return GpuUsers(self.leases(), self._fleet.domains, self._gpus.inventory.gpus)
 
     def in_effect(self) -> Plan:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
@@ -162,10 +116,15 @@ class DesiredState:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
-        before, gpus, waits = self.in_effect(), self._gpus.inventory.gpus, find_lease_waits(plan.devices)
-        kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
-        uses = Uses(self.users(), {uuid: who for uuid, who in self.holders().items() if uuid in kept})
-        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits, uses)
+        return plan, changes + changes_to(
+            placed,
+            self.in_effect(),
+            self._gpus.inventory.gpus,
+            self._fleet.domains,
+            find_lease_waits(plan.devices),
+            self.leases(),
+            self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts},
+        )
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -188,7 +147,8 @@ class DesiredState:
         gpus, forced = self._gpus.inventory.gpus, self.forced()
         ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
         leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
-        return keep_sharing(target, self.plan, leased, gpus, self.holders())
+        users, domains = self.users(), self.domains(target)
+        return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -203,36 +163,43 @@ def changes_to(
     gpus: Sequence[Gpu],
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
-    uses: Uses = _UNUSED,
+    leases: Mapping[str, Users] = {},
+    kept: Collection[str] = (),
 ) -> list[Change]:
-    """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`."""
-    changes = _control_daemons(plan, domains, uses)
+    """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
+
+    `kept` has the GPUs (UUIDs) that their `leases` keep as they are.
+    """
+    users, keepers = (GpuUsers(some, domains, gpus) for some in (leases, _only(kept, leases)))
+    changes = _control_daemons(plan, domains, keepers)
     serving = [domain.in_effect for domain in domains]
+    through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     for gpu in gpus:
-        domain = next((domain for domain in domains if gpu.uuid in domain.in_effect.gpu_uuids), None)
-        effect = _when_servers_end(domain) if domain else AT_ONCE
-        kept = uses.end([str(gpu.uuid)])
+        uuid = str(gpu.uuid)
+        keeping, servers = keepers.leases([uuid]), keepers.servers(uuid, plan.domains)
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
         if old != new:
-            means = kept or _after_leases(effect, lease_waits.get(gpu.uuid or ""))
-            changes.append(Change("budget", gpu.address, old, new, means))
+            effect = _after_leases(servers.effect, lease_waits.get(uuid))
+            effect = all_of([keeping, servers]).effect if keeping else effect
+            changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
-            when = kept or (AT_ONCE if new_mode else effect)
+            when = (keeping if new_mode and uuid in through_mps else keepers.of(uuid)).effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout and not new_layout:
             old_layout, new_layout = _without_layout(gpu)
         if old_layout != new_layout:
+            now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             has_layout = any(layout.gpu_uuid == gpu.uuid for layout in plan.layouts)
-            when = uses.unused(plan, gpus, gpu) if has_layout else AT_ONCE
+            when = _unused(plan, gpus, gpu, users) if has_layout and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
-            changes.append(Change("time slice", gpu.address, *shown, kept or AT_ONCE))
+            changes.append(Change("time slice", gpu.address, *shown, keeping.effect))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -242,6 +209,18 @@ def changes_to(
                 Change("setting", f"over_budget of GPU {gpu.address}", old_action, new_action, AT_ONCE)
             )
     return changes
+
+
+def _only(uuids: Collection[str], leases: Mapping[str, Users]) -> dict[str, Users]:
+    return {uuid: users for uuid, users in leases.items() if uuid in uuids}
+
+
+def _unused(plan: Plan, gpus: Iterable[Gpu], gpu: Gpu, users: GpuUsers) -> str:
+    """Return when a GPU gets its layout: once nothing uses what the plan does not have."""
+    parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
+    known = all_of(users.of(one) for one in parts if one not in plan.offered)
+    what = "uses what the layout removes"
+    return f"{known.effect}, and nothing else {what}" if known else f"once nothing {what}"
 
 
 def _without_layout(gpu: Gpu) -> tuple[str, str]:
@@ -293,29 +272,30 @@ def _as_written(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _control_daemons(plan: Plan, domains: Sequence[Domain], uses: Uses) -> list[Change]:
-    removals = []
-    kept = []
+def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -> list[Change]:
+    """Return which control daemons end and start; one is not replaced before the leases of either end."""
+    changes = []
+    leaving, new = [], [*plan.domains]
     for domain in domains:
-        if any(planned.same_control_daemon(domain.desired) for planned in plan.domains):
-            kept.append(domain.desired)
+        same = next((planned for planned in new if planned.same_control_daemon(domain.desired)), None)
+        if same:
+            new.remove(same)
         else:
-            removals.append(
-                Change(
-                    "control daemon",
-                    domain.in_effect.name,
-                    _describe_control_daemon(domain.in_effect),
-                    "",
-                    uses.end(domain.in_effect.gpu_uuids) or _when_servers_end(domain),
-                )
-            )
-    waits = [change.effect for change in removals if not change.at_once]
-    effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
-    new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
-    started = [
-        (plan.name, "", _describe_control_daemon(plan), uses.end(plan.gpu_uuids) or effect) for plan in new
-    ]
-    return removals + [Change("control daemon", *change) for change in started]
+            leaving.append(domain)
+    for domain in leaving:
+        next_ones = [planned for planned in new if is_in_the_way(domain, planned)]
+        uuids = {uuid for one in (domain.in_effect, *next_ones) for uuid in one.gpu_uuids}
+        effect = all_of([keepers.leases(sorted(uuids)), servers_of(domain)]).effect
+        name, shown = domain.in_effect.name, _describe_control_daemon(domain.in_effect)
+        changes.append(Change("control daemon", name, shown, "", effect))
+    for planned in new:
+        awaited = [keepers.leases(planned.gpu_uuids)]
+        for domain in leaving:
+            if is_in_the_way(domain, planned):
+                awaited += [keepers.leases(domain.in_effect.gpu_uuids), servers_of(domain)]
+        shown, effect = _describe_control_daemon(planned), all_of(awaited).effect
+        changes.append(Change("control daemon", planned.name, "", shown, effect))
+    return changes
 
 
 def _describe_control_daemon(plan: DomainPlan) -> str:
@@ -324,15 +304,10 @@ def _describe_control_daemon(plan: DomainPlan) -> str:
     return f"{count(len(plan.gpu_uuids), 'GPU')} in {plan.pipe_directory}{users}{group}"
 
 
-def _when_servers_end(domain: Domain) -> str:
-    servers = domain.server_pids()
-    return f"once {describe_servers(servers, 'has')} ended" if servers else AT_ONCE
-
-
 def _after_leases(effect: str, wait: LeaseWait | None) -> str:
     if wait is None:
         return effect
-    end = f"after the end of {wait.description}"
+    end = wait.users.effect
     waiting = len(wait.pending)
     if effect != AT_ONCE:
         return f"{effect}; {waiting} of {wait.total} devices {end}"
@@ -364,22 +339,21 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
     They get no new leases, which would delay that forever.
     """
     stay = {uuid for plan in (*desired.domains, *desired.parked) for uuid in plan.gpu_uuids}
-    what = {str(gpu.uuid): "its MIG layout changes" for gpu in gpus if desired.has_layout(gpu)}
-    what |= {gpu.uuid: f"it changes to {gpu.sharing}" for gpu in desired.direct}
+    what = {str(gpu.uuid): "its MIG layout" for gpu in gpus if desired.has_layout(gpu)}
+    what |= {gpu.uuid: f"the change to {gpu.sharing}" for gpu in desired.direct}
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     for domain in domains:
-        servers = domain.server_pids()
-        end = f"{describe_servers(servers, 'has')} ended" if servers else "its control daemon has ended"
+        users = servers_of(domain) or "its control daemon"
         for uuid in domain.in_effect.gpu_uuids:
             if uuid not in stay:
-                happens = what.get(uuid, "its devices are removed")
-                yield uuid, Reason(f"{happens} once {end}", reasons.LIMITS_PENDING)
+                change = what.get(uuid, "the removal of its devices")
+                yield uuid, waits(change, users, reasons.LIMITS_PENDING)
             elif domain.is_draining and (waiting := desired.pending.keys() & domain.in_effect.gpu_uuids):
                 other = min(waiting)
                 why = f"GPU {addresses.get(other, other)} waits: {desired.pending[other]}"
                 yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
-                yield uuid, Reason(f"its control daemon is replaced once {end}", reasons.LIMITS_PENDING)
+                yield uuid, waits("the replacement of its control daemon", users, reasons.LIMITS_PENDING)
 
 
 def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:

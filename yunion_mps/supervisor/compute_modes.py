@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -49,6 +49,8 @@ class ModeResult(NamedTuple):
     errors: Mapping[str, DriverError]
     #: Why modes could not be restored.
     not_restored: Mapping[str, YunionError] = {}
+    #: The modes before those that were set.
+    before: Mapping[str, str] = {}
     time_slices: SettingResult = NO_SLICES
 
 
@@ -97,10 +99,7 @@ class ComputeModes:
 
         Without a store there is nothing to restore. Modes that wait for servers are pending in their domains.
         """
-        through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
-        held = through_mps & {gpu.uuid for gpu in target.direct}  # until its control daemon has ended
-        gpus = [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason and gpu.uuid not in held]
-        changes = mode_changes(target, gpus)
+        changes = self._changes(target, self._gpus.inventory.gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         restore = {uuid: mode for uuid, mode in recorded.items() if uuid not in target.compute_modes}
         used = self._fleet.gpus_in_use() if restore else set()
@@ -111,6 +110,23 @@ class ComputeModes:
             left = gpus_of(left_running(store, self._fleet.known_directories()))
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
         return ModeWork(changes, restore, self.time_slices.due(target, store))
+
+    def drifted(
+        self, target: Plan, gpus: Iterable[Gpu], slices: Mapping[str, str]
+    ) -> Iterator[tuple[Setting, ModeChange]]:
+        """Yield corrections of settings that another program changed, by those found now.
+
+        `gpus` have just been scanned; `slices` has their time slices by UUID.
+        """
+        for change in self._changes(target, gpus):
+            yield COMPUTE_MODE, change
+        for change in self.time_slices.drifted(target, slices):
+            yield TIME_SLICE, change
+
+    def _changes(self, target: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
+        through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
+        held = through_mps & {gpu.uuid for gpu in target.direct}  # until its control daemon has ended
+        return mode_changes(target, [gpu for gpu in gpus if not gpu.reason and gpu.uuid not in held])
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
         """Do the work, unless `end()` was called; run it on a thread, because it calls the driver."""

@@ -146,9 +146,12 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or reports why it is not, and none is being retried at the moment."""
+        """Whether every domain is ready or reports why it is not, and none is being retried at the moment.
+
+        One that is to end is ready only as long as its servers delay that.
+        """
         return all(
-            domain.state == READY
+            (domain.state == READY and not (domain.retiring and not domain.server_pids()))
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
             or domain.is_occupied
             for domain in self.domains
@@ -218,17 +221,20 @@ class Fleet:
         return has_other_gpus or has_other_group
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
-        return any(
-            domain.in_effect.pipe_directory == plan.pipe_directory
-            or set(domain.in_effect.gpu_uuids) & set(plan.gpu_uuids)
-            for domain in self.domains
-        )
+        return any(is_in_the_way(domain, plan) for domain in self.domains)
 
     def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
+
+
+def is_in_the_way(domain: Domain, plan: DomainPlan) -> bool:
+    """Whether the domain has to end before another one can start as planned."""
+    running = domain.in_effect
+    has_its_gpus = not set(running.gpu_uuids).isdisjoint(plan.gpu_uuids)
+    return has_its_gpus or running.pipe_directory == plan.pipe_directory
 
 
 class LimitRecords:

@@ -41,6 +41,8 @@ class SettingResult(NamedTuple):
     errors: Mapping[str, DriverError]
     #: Why values could not be restored.
     not_restored: Mapping[str, YunionError] = {}
+    #: The values before those that were set.
+    before: Mapping[str, str] = {}
 
 
 def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
@@ -66,20 +68,21 @@ def carry_out(
             return SettingResult({}, {})
     values: dict[str, str] = {}
     errors: dict[str, DriverError] = {}
-    if work.changes:
-        store.remember(setting.name, {change.gpu_uuid: change.before for change in work.changes})
-    for uuid, before, after in work.changes:
+    before = {change.gpu_uuid: change.before for change in work.changes}
+    if before:
+        store.remember(setting.name, before)
+    for uuid, old, after in work.changes:
         name = name_of(uuid, gpus)
         try:
             setting.set(nvml, uuid, after)
-            log.info("%s: %s %s -> %s", name, setting.label, before, after)
+            log.info("%s: %s %s -> %s", name, setting.label, old, after)
             values[uuid] = after
         except DriverError as error:
             log.error("%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
             errors[uuid] = error
     not_restored = _restore(setting, work.restore, nvml, store, gpus)
     values |= {uuid: value for uuid, value in work.restore.items() if uuid not in not_restored}
-    return SettingResult(values, errors, not_restored)
+    return SettingResult(values, errors, not_restored, before)
 
 
 def _restore(

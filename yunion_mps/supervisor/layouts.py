@@ -26,6 +26,7 @@ from yunion_mps.supervisor.mig import (
     mode_waits,
 )
 from yunion_mps.supervisor.mig_restore import restore
+from yunion_mps.users import NO_USERS
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +73,25 @@ class MigLayouts:
     def forced(self) -> set[str]:
         return {layout.gpu_uuid for layout in self._forced}
 
+    def withdraw(self) -> None:
+        """Forget, and report, the pending layouts that an accepted configuration no longer requires."""
+        layouts = {layout.gpu_uuid: layout for layout in self._desired.plan.layouts}
+        for gpu in self._gpus.inventory.gpus:
+            uuid = str(gpu.uuid)
+            layout = layouts.get(uuid)
+            if layout and self._settled.get(uuid) != _State.of(layout, gpu):
+                continue
+            self._reasons.pop(uuid, None)
+            if self._reported.pop(uuid, None):
+                what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
+                self._emit(Event("info", "mig", gpu.address, what, cause))
+
     def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
         """
-        users = self._desired.users()
+        users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
@@ -87,13 +101,15 @@ class MigLayouts:
             if gpu is None or gpu.reason:
                 continue
             if layout.gpu_uuid in restoring and layout.enabled and not gpu.mig_enabled:
-                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, ""))
+                self._reasons[layout.gpu_uuid] = why = mode_waits(users.get(layout.gpu_uuid, NO_USERS))
                 self._report(gpu, why)
             if layout.gpu_uuid in restoring:
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
-            if settled != state:
+            if settled == state:
+                self._forced.discard(layout)  # later leases count
+            else:
                 self._note_external_change(settled, state, gpu)
                 tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last, users))
         return tuple(tasks)
@@ -134,9 +150,13 @@ class MigLayouts:
         If it is not final, because the leases were unknown, the layouts are due once more.
         """
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
+        configured = {layout.gpu_uuid for layout in self._desired.plan.layouts}
         for uuid, what in result.changes.items():
             address = gpus[uuid].address if uuid in gpus else uuid
-            self._emit(Event("info", "mig", address, what, "the configuration requires it"))
+            cause = "the configuration requires it"
+            if uuid not in configured:
+                cause = "the configuration no longer has a MIG layout for this GPU"
+            self._emit(Event("info", "mig", address, what, cause))
         for layout in self._desired.plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue

@@ -9,7 +9,7 @@ a GPU in use; then nothing changes, and the reason says what the layout waits fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps import reasons
@@ -20,8 +20,12 @@ from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.users import NO_USERS, Users, waits
 
 log = logging.getLogger(__name__)
+
+_LAYOUT = "its MIG layout"
+_MODE_ON = "switching MIG mode on"
 
 
 class MigRecord(NamedTuple):
@@ -63,8 +67,8 @@ class LayoutTask(NamedTuple):
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
     leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
-    too, and leases do not count. `last` is why it was not in effect before, and `users` describes the leases
-    and MPS servers of GPUs and MIG devices (UUIDs).
+    too, and leases do not count. `last` is why it was not in effect before, and `users` has the leases and
+    MPS servers of GPUs and MIG devices (UUIDs).
 
     With `places`, its instances are restored there, and our others have to go. If the layout was
     `withdrawn`, only a change of the mode that waits for a reset is cancelled.
@@ -75,7 +79,7 @@ class LayoutTask(NamedTuple):
     busy: frozenset[str] | None
     force: bool = False
     last: Reason = NO_REASON
-    users: Mapping[str, str] = {}
+    users: Mapping[str, Users] = {}
     places: tuple[Placement, ...] | None = None
     withdrawn: bool = False
 
@@ -206,18 +210,12 @@ class _LayoutWork:
     def _why_gpu_is_busy(self) -> Reason:
         task = self._task
         if task.busy is None:
-            what = "MIG mode is switched on once it is known that no lease is in the way"
-            return Reason(what, reasons.MIG_PENDING)
+            return Reason(f"{_MODE_ON} waits until the leases are known", reasons.MIG_PENDING)
         pids = self._mig.processes(self._uuid)
-        if pids:
-            what = f"MIG mode cannot be switched on while processes use the GPU ({_pids(pids)})"
-            return Reason(what, reasons.MIG_IN_USE)
-        if self._uuid in task.busy and not task.force:
-            users = task.users.get(self._uuid, "")
-            if task.places is not None and users:
-                return Reason(f"it would end {users}", reasons.MIG_IN_USE)
-            return mode_waits(users)
-        return NO_REASON
+        if not pids and (task.force or self._uuid not in task.busy):
+            return NO_REASON
+        users = self._users(self._uuid, pids)
+        return self._in_use(_MODE_ON, str(users)) if users else mode_waits(users)
 
     # -- the instances
 
@@ -242,7 +240,7 @@ class _LayoutWork:
             self._note_ours(found)
             self.settled = tuple(sorted(_as_found(one, found) for one in self.settled))
         left = self._left(done, existing)
-        return self._why_in_the_way(left, "is not part of its MIG layout") if left else NO_REASON
+        return self._why_in_the_way(left) if left else NO_REASON
 
     def _change(self, existing: Sequence[MigInstance]) -> LayoutChange:
         places, fixed = self._task.places, self._fixed(existing)
@@ -288,25 +286,26 @@ class _LayoutWork:
     def _pids(self, instance: MigInstance) -> set[int]:
         return self._mig.processes(self._uuid, instance.id)
 
-    def _why_in_the_way(
-        self, instances: Iterable[MigInstance], why: str = "is in the way of its MIG layout"
-    ) -> Reason:
-        task = self._task
-        for instance in instances:
-            name = f"instance g{instance.id} ({instance.profile})"
-            pids = self._pids(instance)
-            if pids and (task.force or instance.uuid not in task.users):
-                return Reason(f"{name} {why}, but processes use it ({_pids(pids)})", reasons.MIG_IN_USE)
-            if not self._is_ours(instance) and not task.force:
-                what = f"{name}, which another program {_what_was_done(instance)}, {why}"
-                return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
-        users, known = task.users, "leases and MPS servers"
-        if task.busy is None and not any(one.uuid in users for one in instances):
-            return Reason("its MIG layout waits until the leases are known", reasons.MIG_PENDING)
-        used = [f"{users.get(one.uuid, known)} on instance g{one.id} ({one.profile})" for one in instances]
-        if task.places is not None:
-            return Reason(f"it would end {', '.join(used)}", reasons.MIG_IN_USE)
-        return Reason(f"its MIG layout waits for {', '.join(used)} to end", reasons.MIG_IN_USE)
+    def _users(self, uuid: str, pids: Collection[int]) -> Users:
+        """Return the leases and MPS servers of the GPU or instance, or its processes if that has none."""
+        known = NO_USERS if self._task.force else self._task.users.get(uuid, NO_USERS)
+        return known or Users(processes=tuple(sorted(pids)))
+
+    def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
+        users = {one: self._users(one.uuid, self._pids(one)) for one in instances}
+        for one, its_users in users.items():
+            if not (self._is_ours(one) or self._task.force or its_users.processes):
+                what = f"{_name(one)}, which another program {_what_was_done(one)}, is in the way"
+                return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
+        if self._task.busy is None and not any(users.values()):
+            return Reason(f"{_LAYOUT} waits until the leases are known", reasons.MIG_PENDING)
+        used = (f"{some or 'leases and MPS servers'} on {_name(one)}" for one, some in users.items())
+        return self._in_use(_LAYOUT, ", ".join(used))
+
+    def _in_use(self, what: str, users: str) -> Reason:
+        if self._task.places is not None:
+            return Reason(f"it would end {users}", reasons.MIG_IN_USE)
+        return waits(what, users, reasons.MIG_IN_USE)
 
     # -- steps, each recorded
 
@@ -390,11 +389,10 @@ class _Forecast(_LayoutWork):
         return set()
 
 
-def mode_waits(users: str) -> Reason:
+def mode_waits(users: Users) -> Reason:
     """Return why MIG mode is not switched on yet: because of these leases and MPS servers of the GPU."""
-    what = f"MIG mode is switched on after the end of {users or 'its leases and its control daemon'}"
-    return Reason(what, reasons.MIG_IN_USE)
+    return waits(_MODE_ON, users or "its leases and its control daemon", reasons.MIG_IN_USE)
 
 
-def _pids(pids: Iterable[int]) -> str:
-    return f"PID {', '.join(map(str, sorted(pids)))}"
+def _name(instance: MigInstance) -> str:
+    return f"instance g{instance.id} ({instance.profile})"

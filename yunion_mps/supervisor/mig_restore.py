@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -18,6 +18,7 @@ from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out
+from yunion_mps.users import NO_USERS, Users
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def restore(
     if nvml is None:
         return LayoutResult({}, {})
     mig, by_uuid, leases = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}, _leases(store)
-    busy, names = {*used, *(one.gpu_uuid for one in leases)}, _names(leases)
+    busy, users = {*used, *(one.gpu_uuid for one in leases)}, _users(leases)
     tasks = {}
     for layout in layouts:
         gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
@@ -63,7 +64,7 @@ def restore(
             continue
         former = MigLayout(layout.gpu_uuid, record.enabled_before)
         places = _places(record, gpu)
-        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=names, places=places)
+        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=users, places=places)
     result = carry_out(tasks.values(), mig, store)
     for uuid, why in result.reasons.items():
         task, record = tasks[uuid], MigRecord.read(store, uuid)
@@ -126,11 +127,12 @@ def _leases(store: Store) -> list[_Lease]:
     return leases
 
 
-def _names(leases: Iterable[_Lease]) -> Mapping[str, str]:
-    names: dict[str, list[str]] = {}
+def _users(leases: Iterable[_Lease]) -> dict[str, Users]:
+    users: dict[str, Users] = {}
     for lease in leases:
-        names.setdefault(lease.gpu_uuid, []).append(str(lease))
-    return {uuid: ", ".join(some) for uuid, some in names.items()}
+        before = users.get(lease.gpu_uuid, NO_USERS)
+        users[lease.gpu_uuid] = before._replace(leases=(*before.leases, str(lease)))
+    return users
 
 
 def _what_to_do(why: Reason, gpu: Gpu, leases: Iterable[_Lease]) -> str:

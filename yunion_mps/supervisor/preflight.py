@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -18,7 +18,7 @@ from yunion_mps.config import load
 from yunion_mps.enums import MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
-from yunion_mps.host.store import Store
+from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
 from yunion_mps.models import DomainPlan, Driver, Inventory, Plan
@@ -35,7 +35,8 @@ from yunion_mps.mps.processes import (
 )
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import with_layouts
-from yunion_mps.planning.plan import make_plan
+from yunion_mps.planning.plan import above_root, make_plan
+from yunion_mps.planning.sharing import MODES, ways_of_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 
@@ -254,6 +255,26 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         log.error("%s; %s", what, hint)
         leftovers = leftovers._replace(notice=f"{what}; {hint}")
     return leftovers
+
+
+def with_leased_domains(plan: Plan, leased: Mapping[str, str], store: Store, paths: Paths) -> Plan:
+    """Return the plan with the running control daemons of `leased` GPUs that it does not share through MPS.
+
+    `leased` says how each GPU (UUID) is shared. Without its control daemon, the next process of a job that
+    has none at the moment would fail.
+    """
+    ways = ways_of_sharing(plan)
+    missing = {uuid for uuid, way in leased.items() if way == MPS != ways.get(uuid)}
+    if not missing:
+        return plan
+    domains = []
+    for process in left_running(store):
+        recorded = LimitsInEffect.from_json(store.recorded_limits(process.pipe_directory))
+        if recorded and not process.is_server and not missing.isdisjoint(process.gpu_uuids):
+            uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in missing]
+            domains.append(above_root(recorded.plan.for_gpus(uuids), paths))
+    modes = dict.fromkeys(missing & store.former(COMPUTE_MODE).keys(), MODES[MPS])
+    return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 
 
 def leased_without_mps(store: Store) -> dict[str, str]:

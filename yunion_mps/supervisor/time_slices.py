@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -34,6 +35,15 @@ class SliceWork(NamedTuple):
     restore: Mapping[str, str]
 
 
+def read_time_slices(plan: Plan) -> dict[str, str]:
+    """Return the time slices that the GPUs (UUIDs) for which `plan` has one have now; runs nvidia-smi."""
+    found = {}
+    for uuid in plan.time_slices:
+        with contextlib.suppress(DriverError):  # a lost GPU, or one that refuses them
+            found[uuid] = time_slice_of(uuid)
+    return found
+
+
 class TimeSlices:
     """Decides which time slices to set and restore.
 
@@ -54,8 +64,7 @@ class TimeSlices:
 
     def due(self, target: Plan, store: Store | None) -> SliceWork | tuple[()]:
         """Return what is due, empty if nothing is; without a store, there is nothing to restore."""
-        healthy, direct = self._gpus.healthy, {gpu.uuid for gpu in target.direct}
-        usable = {uuid: value for uuid, value in target.time_slices.items() if uuid in healthy & direct}
+        usable = self._usable(target)
         self._done = {uuid: value for uuid, value in self._done.items() if uuid in usable}
         self.refusals = {uuid: why for uuid, why in self.refusals.items() if uuid in usable}
         desired = {uuid: value for uuid, value in usable.items() if self._done.get(uuid) != value}
@@ -63,6 +72,16 @@ class TimeSlices:
         restore = {uuid: value for uuid, value in recorded.items() if uuid not in target.time_slices}
         self._requested = desired
         return SliceWork(desired, restore) if desired or restore else ()
+
+    def drifted(self, target: Plan, found: Mapping[str, str]) -> Iterator[ModeChange]:
+        """Yield corrections of time slices that are not as planned, by those `found` (by GPU UUID)."""
+        for uuid, desired in self._usable(self.in_effect(target)).items():
+            if found.get(uuid, desired) != desired:
+                yield ModeChange(uuid, found[uuid], desired)
+
+    def _usable(self, target: Plan) -> dict[str, str]:
+        usable = self._gpus.healthy & {gpu.uuid for gpu in target.direct}
+        return {uuid: value for uuid, value in target.time_slices.items() if uuid in usable}
 
     def set(self, work: SliceWork | tuple[()], nvml: Nvml | None, store: Store) -> SettingResult:
         """Do the work; run it on a thread, because it runs programs."""

@@ -13,7 +13,14 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ConfigError, Problem
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DRIVER_HUNG, LAYOUT_NEEDS, MIG_IN_USE, Reason
+from yunion_mps.reasons import (
+    CONTROL_DAEMON_ERROR,
+    DOMAIN_APPLYING,
+    DRIVER_HUNG,
+    LAYOUT_NEEDS,
+    MIG_IN_USE,
+    Reason,
+)
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done, Serve
@@ -89,7 +96,8 @@ def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
 
 
 def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
-    waits = "GPU 00:06.0: 1 device waiting for lease 7c1f0e7a of alice (PID 4260) to end"
+    why = "the new division of the GPU waits for lease 7c1f0e7a of alice (PID 4260) to end"
+    waits = f"GPU 00:06.0: 1 device pending: {why}"
     own.host.reloader.planned = {
         "changes": [],
         "pending": [{"domain": "host", "pending": waits, "leases": []}],
@@ -116,6 +124,13 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
     assert own.host.reloader.done == ["reload"]
 
 
+def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own: Cli) -> None:
+    own.host.reloader.reloaded = RELOADED
+    own.host.snapshot, own.host.clients.found = pending(), by_hand.clients()
+    hint = "Wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)\n"
+    assert own.good("reload").endswith(PENDING + hint)
+
+
 @pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])
 def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
     own.host.snapshot = pending("", state, "it does not start")
@@ -138,6 +153,20 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
     assert (process.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
     assert out == "Reloaded with these changes:\n" + TABLE + PENDING
     assert own.host.reloader.done == ["reload drain"]
+
+
+def test_a_drain_waits_until_the_devices_can_be_leased(own: Cli) -> None:
+    shown = pending("", "applying")
+    reason = Reason("its limits are being set", DOMAIN_APPLYING)
+    own.host.snapshot = shown._replace(domains=(shown.domains[0]._replace(reason=reason),))
+    with own.start("reload", "--drain") as process:
+        assert process.stderr is not None
+        waiting = "yunion-mps: waiting: domain host is applying: its limits are being set\n"
+        assert process.stderr.readline() == waiting
+        assert process.poll() is None
+        own.host.snapshot = pending("")
+        assert process.communicate(timeout=PATIENCE_S) == (SAME, "yunion-mps: all changes are in effect\n")
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--drain"]])

@@ -51,7 +51,7 @@ def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
     found = snapshots.reference()
     later = "waiting for the control daemon that currently serves its GPUs to end"
     domains = (
-        found.domains[0]._replace(pending="new limits take effect once its MPS server has ended"),
+        found.domains[0]._replace(pending="the change of limits waits for its MPS server to end"),
         found.domains[0]._replace(
             plan=found.domains[0].plan._replace(name="00:06.0"),
             state="stopped",
@@ -61,7 +61,7 @@ def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
     )
     lines = serve(found._replace(domains=domains)).good("status").splitlines()
     assert [line for line in lines if later in line or "Pending" in line] == [
-        "Pending:  host: new limits take effect once its MPS server has ended",
+        "Pending:  host: the change of limits waits for its MPS server to end",
         f"Pending:  00:06.0: {later}",
     ]
 

@@ -13,7 +13,7 @@ from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 from unit.doctor.hosts import host_of, one, write
 from unit.http.snapshots import P40, disabled, reference, snapshot
 
-WAITS = "new limits take effect once the MPS server (PID 4250) has ended"
+WAITS = "the change of limits waits for the MPS server (PID 4250) to end"
 
 
 def with_domain(root: Path, **changed: Any) -> Host:

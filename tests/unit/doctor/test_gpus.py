@@ -190,6 +190,13 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
     [
         ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "the GPU is lost", "dmesg"),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
+        (
+            "MIG",
+            {"mig_enabled": False, "mig_pending": True},
+            "warning",
+            "MIG mode is off, and is switched on when the GPU is reset",
+            "cancel that: nvidia-smi -i 0000:07:00.0 -mig 0",
+        ),
         ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "run only jobs"),
         ("compute mode", {"compute_mode": "Default"}, "problem", "run without limits",
          "nvidia-smi -i 0000:07:00.0 -c EXCLUSIVE_PROCESS"),

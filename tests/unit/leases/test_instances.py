@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.enums import BINPACK, SPREAD
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
 
-from unit.leases.shares import device
+from unit.leases.shares import device, lease
 
 
 def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:
@@ -59,3 +60,43 @@ def test_instances_with_control_daemons_cannot_be_served_together() -> None:
     with pytest.raises(InfeasibleError, match="different control daemons") as caught:
         refuse_infeasible(LeaseRequest(2, across=True), Candidates(each))
     assert caught.value.hint == "request devices of one MIG instance; each has a control daemon of its own"
+
+
+@pytest.mark.parametrize(("placement", "address"), [(SPREAD, "01:00.0-g3"), (BINPACK, "00:00.0-g2")])
+@pytest.mark.parametrize("order", [1, -1])
+def test_placement_goes_by_the_gpu_and_not_by_its_instances(placement: str, address: str, order: int) -> None:
+    of_first, of_second = instances(0, 1, 2), instances(1, 3, 4)
+    host = Candidates([one for some in (of_first, of_second)[::order] for one in some])
+    ledger = Ledger([lease("a", of_first[0].device)])
+    (placed,) = Allocator(ledger).choose(LeaseRequest(placement=placement), host)
+    assert placed.addr == address
+
+
+@pytest.mark.parametrize(("placement", "address"), [(SPREAD, "00:00.0-g2-0"), (BINPACK, "00:00.0-g1-1")])
+def test_on_the_chosen_gpu_placement_goes_by_the_instance(placement: str, address: str) -> None:
+    shares = [
+        Candidate(
+            one.device._replace(id=f"{one.device.id}-{slot}", addr=f"{one.device.addr}-{slot}", slot=slot)
+        )
+        for one in instances(0, 1, 2)
+        for slot in range(4)
+    ]
+    ledger = Ledger([lease("a", shares[0].device)])
+    (placed,) = Allocator(ledger).choose(LeaseRequest(placement=placement), Candidates(shares))
+    assert placed.addr == address
+
+
+def test_different_gpus_are_whole_ones_rather_than_instances() -> None:
+    whole = [Candidate(device(gpu, slot)) for gpu in (2, 3) for slot in range(4)]
+    host, two = Candidates([*instances(0, 1), *instances(1, 3), *whole]), LeaseRequest(2, across=True)
+    allocator = Allocator(Ledger())
+    assert [one.gpu_uuid for one in allocator.choose(two, host)] == ["GPU-2", "GPU-3"]
+    allocator.ledger.add(lease("a", *(one.device for one in whole[:4])))
+    assert [one.addr for one in allocator.choose(two, host)] == ["00:00.0-g1", "01:00.0-g3"]
+
+
+def test_what_is_reserved_on_different_gpus_can_be_in_one_lease() -> None:
+    whole = Candidate(device(2, 0))
+    host, two = Candidates([whole, *instances(0, 1), *instances(1, 3)]), LeaseRequest(2, across=True)
+    allocator = Allocator(Ledger([lease("a", host.devices[1].device)]))
+    assert allocator.reserve(two, host).devices == {"1-g3"}

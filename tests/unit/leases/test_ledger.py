@@ -45,7 +45,7 @@ def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
     )
     (wait,) = ledger.lease_waits(HALVES).values()
     rest = ", ".join(f"lease {slot}c1f0e7a of {user_name(1000)} (PID 4260)" for slot in (1, 2))
-    assert wait.description == f"lease job-17 of root, {rest} and 1 more"
+    assert str(wait.users) == f"lease job-17 of root, {rest} and 1 more"
 
 
 def test_a_lease_follows_an_instance_that_was_created_again() -> None:

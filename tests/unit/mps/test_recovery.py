@@ -77,8 +77,8 @@ def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
             run.turn(2)
         assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
-            f"; it will be replaced after the end of the MPS server (PID {server}), which may have jobs (to "
-            f"end it now, at the risk of its jobs: kill -9 {pid})"
+            f"; its replacement waits for the MPS server (PID {server}), which may have jobs, to end (to end "
+            f"it now, at the risk of its jobs: kill -9 {pid})"
         )
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
         bench.jobs.end(job)

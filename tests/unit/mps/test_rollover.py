@@ -38,7 +38,7 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     (server,) = run.domain.server_pids()
     run.change(other)
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
-    assert run.pending == f"new limits take effect once the MPS server (PID {server}) has ended"
+    assert run.pending == f"the change of limits waits for the MPS server (PID {server}) to end"
     assert run.domain.desired == other
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert bench.ask(f"get_active_thread_percentage {server}") == ["25.0"]
@@ -103,7 +103,7 @@ def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: Domain
 
 def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5, 6)), lambda: (5, 6), lambda _: None, lambda: None)
-    pending = "new limits take effect once the MPS servers (PIDs 5, 6) have ended"
+    pending = "the change of limits waits for the MPS servers (PIDs 5, 6) to end"
     assert rollover.pending(retiring=False, holds_modes=False) == pending
 
 
@@ -165,11 +165,12 @@ def held(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable
 
 def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs: Jobs) -> None:
     jobs.end(jobs.begin())
+    (server,) = run.domain.server_pids()
     run.domain.retire()
     assert run.turn(10).state == READY
     assert (
         run.pending
-        == "the configuration has changed: the control daemon stops once its MPS servers have ended"
+        == f"the configuration has changed: the control daemon waits for the MPS server (PID {server}) to end"
     )
     run.domain.note_use(in_use=False)
     run.turn(1).until(STOPPED)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from yunion_mps.enums import BACKOFF, FAILED, STARTING
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, PROGRAM_MISSING, SHORTAGE, hint_of
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, LIMITS_PENDING, PROGRAM_MISSING, SHORTAGE, hint_of
 from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
-from unit.http.by_hand import CLIENT, LEASE, WAITING, clients, status_of
+from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITING, clients, status_of
 from unit.http.snapshots import H100, snapshot
 
 
@@ -56,3 +56,32 @@ def test_a_domain_that_is_not_ready_has_the_hint_of_its_reason(state: str, code:
         if problem["text"].startswith("domain host ")
     )
     assert (problem["code"], problem["hint"]) == (code, hint_of(code))
+
+
+ELSEWHERE = {**SERVER, "pid": 4251}
+FROM_OUTSIDE = {**CLIENT, "mps": False, "server": None}
+UNKNOWN = {**CLIENT, "server": None}
+
+
+@pytest.mark.parametrize(
+    ("found", "is_idle"),
+    [
+        (clients(), True),
+        (clients(FROM_OUTSIDE), True),
+        (clients({**CLIENT, "server": 4251}, servers=(SERVER, ELSEWHERE)), True),
+        (clients(CLIENT), False),
+        (clients(UNKNOWN), False),
+        (clients(errors=("domain host: it does not answer",)), False),
+        (clients(servers=(ELSEWHERE,)), False),
+    ],
+)
+def test_a_change_that_waits_for_an_idle_server_says_what_ends_it(found: Any, is_idle: bool) -> None:
+    host = snapshot(H100)
+    (domain,) = host.domains
+    changing = host._replace(domains=(domain._replace(pending="new limits", waits_for=(4250,)),))
+    waiting = Queries(lambda: changing, 0.0, 1)
+    hints = {
+        one["hint"] for one in status_of(waiting, clients=found)["problems"] if one["level"] == "pending"
+    }
+    idle = "wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)"
+    assert hints == {idle if is_idle else hint_of(LIMITS_PENDING)}

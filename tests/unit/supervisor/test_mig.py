@@ -81,7 +81,7 @@ def test_no_mode_is_switched_on_a_gpu_with_processes_or_leases(mig_host: MakeMig
     host.sim.gpus[0].add_process(4321, 100)
     why = host.apply("all-1g.10gb", force=True)
     assert (why, why.code) == (
-        "MIG mode cannot be switched on while processes use the GPU (PID 4321)",
+        "switching MIG mode on waits for the process (PID 4321) to end",
         reasons.MIG_IN_USE,
     )
     host.sim.gpus[0].remove_process(4321)
@@ -109,8 +109,7 @@ def test_an_instance_with_a_client_is_not_destroyed_even_now(mig_host: MakeMigHo
     for force in (False, True):
         why = host.apply("all-1g.10gb", force=force)
         assert why.code == reasons.MIG_IN_USE
-        assert f"instance g{number} (3g.40gb) is in the way of its MIG layout" in why
-        assert "PID 4321" in why
+        assert f"waits for the process (PID 4321) on instance g{number} (3g.40gb) to end" in why
         assert host.has == "2 x 3g.40gb"
     host.sim.gpus[0].remove_process(4321)
     assert host.apply("all-1g.10gb") == ""
@@ -282,7 +281,7 @@ def test_a_leftover_of_ours_is_destroyed_once_nothing_uses_it(mig_host: MakeMigH
     host.process(last.id)
     assert (
         host.apply("3g.40gb", force=True)
-        == f"instance g{last.id} (2g.20gb) is not part of its MIG layout, but processes use it (PID 4321)"
+        == f"its MIG layout waits for the process (PID 4321) on instance g{last.id} (2g.20gb) to end"
     )
     host.sim.gpus[0].remove_process(4321)
     assert host.apply("3g.40gb", busy=leased, force=True) == ""

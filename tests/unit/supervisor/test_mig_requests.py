@@ -29,7 +29,9 @@ def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: Begun, was: 
     apply_layouts(made)
     assert requested(host) == (was, was)
     assert made.supervisor.layout_tasks(set()) == ()
-    assert any(f"will not be switched {before}" in event.what for event in made.events)
+    cancelled = f"MIG mode will not be switched {before}"
+    (cause,) = (event.cause for event in made.events if event.what == cancelled)
+    assert cause == "the configuration no longer has a MIG layout for this GPU"
     host.run(["nvidia-smi", "-i", "0", "-mig", str(int(not was))], check=True)
     apply_layouts(made)
     assert requested(host) == (was, not was), "another program's request"

@@ -38,7 +38,7 @@ class Work:
     def start(self) -> Work:
         self.made.start()
         desired = self.made.supervisor.desired
-        desired.ways_leased, desired.holders = self.ledger.ways_of_sharing, self.ledger.holders_by_gpu
+        desired.ways_leased, desired.leases = self.ledger.ways_of_sharing, self.ledger.users_by_gpu
         self.made.lease_waits = self.ledger.lease_waits
         self.apply()
         return self
@@ -202,8 +202,8 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     server = work.attach()
     work.reload(MIG, TWO)
-    what = f"the MPS server (PID {server}), which also serves GPU 00:07.0"
-    assert waits(work.made) == f"MIG mode is switched on after the end of {what}"
+    what = f"the MPS server (PID {server}) of GPUs 00:06.0, 00:07.0"
+    assert waits(work.made) == f"switching MIG mode on waits for {what} to end"
     assert work.made.snapshot.notice == ""
 
 
@@ -246,3 +246,21 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
     tasks = work.made.supervisor.layout_tasks(None)
     (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
     assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
+
+
+@pytest.mark.parametrize("before", [MIG, f"{TWO}; mig: all-disabled", TWO])
+def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> None:
+    work = begin(before)
+    work.lease()
+    work.reload(SMALLER)
+    assert waits(work.made).code == MIG_IN_USE
+    configured(work.host, before)
+    shown = [change.effect for change in work.made.accept() if change.kind == "MIG layout"]
+    assert shown == ["at once"] * len(shown)
+    assert (waits(work.made), work.made.snapshot.plan.pending) == ("", {})
+    told = [(event.what, event.cause) for event in work.made.events if event.kind == "mig"]
+    assert told[-1] == ("the pending layout was withdrawn", "the configuration was reloaded")
+    work.apply()
+    assert waits(work.made) == ""
+    work.reload(SMALLER)
+    assert [event.what for event in work.made.events if event.kind == "mig"][-1] == "pending"

@@ -65,7 +65,7 @@ def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) 
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
     assert domain.pending.startswith(
-        "the configuration has changed: the control daemon stops once its MPS server"
+        "the configuration has changed: the control daemon waits for the MPS server (PID "
     )
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
@@ -183,9 +183,7 @@ def test_a_gpu_that_returns_is_served_once_the_survivor_has_no_jobs(
     made = first.again()
     assert made.snapshot.domains[0].pid == pid
     devices = devices_json(made.snapshot, Ledger())
-    why = (
-        "the running control daemon does not serve its GPU; the next one will, once the running one has ended"
-    )
+    why = "the running control daemon does not serve its GPU; the next one waits for the running one to end"
     assert [device["reason"] for device in devices] == [why] * 4 + [""] * 4
     made.until(lambda: made.available == 8)
     assert made.snapshot.domains[0].pid != pid

@@ -9,9 +9,9 @@ from yunion_mps.errors import HostError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
-from yunion_mps.supervisor.changes import LeaseWait
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
+from yunion_mps.users import LeaseWait, Users
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
 
@@ -217,12 +217,12 @@ V100 = [{"kind": "v100"}]
 def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
-    wait = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
+    wait = LeaseWait(frozenset({"x"}), 4, ("id",), Users(("lease old of root",)))
     made.lease_waits = lambda _: {host.gpus[0].uuid: wait}
     host.divide(4)
     (change,) = made.reload()
     ended = f"once the MPS server (PID {server}) has ended"
-    assert change.effect == f"{ended}; 1 of 4 devices after the end of lease old of root"
+    assert change.effect == f"{ended}; 1 of 4 devices once lease old of root has ended"
 
 
 def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutToWork) -> None:
@@ -278,7 +278,7 @@ def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(put_to_work: Put
 
 def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: PutToWork) -> None:
     host, jobs, made, client = put_to_work(TWO)
-    before = pid(made)
+    before, (server,) = pid(made), jobs.servers()
     configure(host, cuda_mps_scope="gpu")
     changes = made.accept()
     assert [change.kind for change in changes] == ["control daemon"] * 3
@@ -287,7 +287,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert (first.pid, first.state, made.available) == (before, "ready", 8)
     assert (
         first.pending
-        == "the configuration has changed: the control daemon stops once its MPS servers have ended"
+        == f"the configuration has changed: the control daemon waits for the MPS server (PID {server}) to end"
     )
     why = "waiting for the control daemon that currently serves its GPUs to end"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
@@ -308,7 +308,7 @@ def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWo
     made.set_modes()
     assert modes(host) == ["exclusive_process"], "jobs may be at work under it"
     (domain,) = made.snapshot.domains
-    assert domain.pending == f"compute modes are restored once the MPS server (PID {server}) has ended"
+    assert domain.pending == f"restoring the compute modes waits for the MPS server (PID {server}) to end"
     assert domain.waits_for == (server,)
     client.end()
     made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())

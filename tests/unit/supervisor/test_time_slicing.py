@@ -13,12 +13,21 @@ from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, LEASES_PENDING, TIME_SLICE_REFUSED
+from yunion_mps.reasons import COMPUTE_MODE_CHANGED, LEASES_PENDING, TIME_SLICE_REFUSED
 from yunion_mps.service.devices import devices_json, unusable_reasons
 
 from simhost import SimHost
 from simhost.host import SHARED
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, modes
+from unit.supervised import (
+    Begin,
+    MakeHost,
+    MakeStandIns,
+    PutToWork,
+    Supervise,
+    Supervised,
+    attach,
+    modes,
+)
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
 
@@ -71,7 +80,7 @@ def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: B
     host.gpus[1].compute_mode = "exclusive_process"
     made.rescan()
     assert of_second(made) == [(TIME_SLICING, UNAVAILABLE)] * 3
-    assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_EXCLUSIVE
+    assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_CHANGED
     made.set_modes()
     assert (modes(host)[1], of_second(made)) == ("default", [(TIME_SLICING, FREE)] * 3)
 
@@ -121,17 +130,60 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
 def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
     host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
     ledger = lease(made)
-    made.supervisor.desired.holders = ledger.holders_by_gpu
+    made.supervisor.desired.leases = ledger.users_by_gpu
     host.divide(4, f"virtual_number: {after}")
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
     if "mig" in after:
-        assert effects["MIG layout", "00:07.0"].endswith("the layout removes; in use by lease job of root")
+        assert effects["MIG layout", "00:07.0"].endswith("the layout removes")
         return
     assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
-        "after the end of lease job of root"
+        "once lease job of root has ended"
     }
     made.set_modes()
     assert modes(host) == ["exclusive_process", "default"]
+
+
+def test_a_change_to_mps_names_the_server_of_the_other_gpu(put_to_work: PutToWork) -> None:
+    """Its control daemon has to be started again with both GPUs."""
+    host, jobs, made, job = put_to_work(TWO, 4, SHARED)
+    (server,), ledger = jobs.servers(), lease(made)
+    made.supervisor.desired.leases = ledger.users_by_gpu
+    host.divide(4, 4)
+    effects = {(change.kind, change.subject): change.effect for change in made.accept()}
+    alone, of_first = (f"the MPS server (PID {server}){of}" for of in ("", " of GPU 00:06.0"))
+    assert effects["control daemon", "host"] == f"once lease job of root and {alone} have ended"
+    assert effects["budget", "00:07.0"] == f"once lease job of root and {of_first} have ended"
+    assert effects["compute mode", "00:07.0"] == "once lease job of root has ended"
+    waits = {f"the change to mps waits for lease job of root and {of_first} to end"}
+    listed = devices_json(made.snapshot, ledger)
+    assert {row["reason"] for row in listed if row["state"] == PENDING} == waits
+    ledger.remove("0" * 36)
+    made.rescan()
+    assert made.snapshot.domains[0].waits_for == (server,)
+    why = f"the running control daemon does not serve its GPU; the next one waits for {alone} to end"
+    listed = devices_json(made.snapshot, ledger)
+    assert {row["reason"] for row in listed if row["state"] == UNAVAILABLE} == {why}
+    assert {change.effect for change in made.accept()} == {f"once {alone} has ended"}
+    job.end()
+    made.supervisor.jobs.update({gpu.uuid: {server: 30} for gpu in host.gpus}, time.monotonic())
+    made.until(lambda: made.available == 8)
+
+
+def test_a_pending_change_names_a_server_that_started_later(
+    make_host: MakeHost, stand_ins: MakeStandIns, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    host.divide(4, SHARED)
+    jobs = stand_ins(host)
+    made = supervise(host).start()
+    ledger = lease(made)
+    made.supervisor.desired.leases = ledger.users_by_gpu
+    host.divide(4, 4)
+    made.reload()
+    assert made.snapshot.plan.pending[host.gpus[1].uuid].endswith("waits for lease job of root to end")
+    attach(jobs, host)
+    made.rescan()
+    assert f"(PID {jobs.servers()[0]}) of GPU 00:06.0" in made.snapshot.plan.pending[host.gpus[1].uuid]
 
 
 def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
@@ -230,7 +282,7 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
     for changed in (False, True, False):
         if changed:
             host.gpus[0].time_slice = "medium"
-        made.supervisor.compare_time_slices()
+        made.supervisor.modes.time_slices.compare()
         made.set_modes()
         assert slices(host) == ["short", "long"]
     reported = [(event.subject, event.what) for event in made.events if event.code]
@@ -240,12 +292,12 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
 def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) -> None:
     host, made = begin(TWO, shared("short"), SHARED)
     host.fail("nvmlInit*", "driver_not_loaded")
-    made.supervisor.compare_time_slices()
+    made.supervisor.modes.time_slices.compare()
     made.set_modes()
     assert not [event for event in made.events if event.code]
     host.clear()
     host.gpus[0].time_slice = "medium"
-    made.supervisor.compare_time_slices()
+    made.supervisor.modes.time_slices.compare()
     made.set_modes()
     assert slices(host) == ["short", "default"]
 

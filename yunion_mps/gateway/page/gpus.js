@@ -98,7 +98,7 @@ class Row {
     className(this.bar, named ? "bar" : "bar narrow");
     attribute(this.bar, "aria-label", named ? [words, ...own.map(about)].join("; ") : words);
     hide(this.reason, !gpu.reason);
-    text(this.reason, `Unavailable: ${gpu.reason}`);
+    text(this.reason, `${gpu.state[0].toUpperCase()}${gpu.state.slice(1)}: ${gpu.reason}`);
     attribute(this.reason, "title", gpu.reason);
     text(this.used, gpu.memory_mib ? memoryOf(gpu.memory_used_mib, gpu.memory_mib) : "");
     const load = [[gpu.utilization, "%"], [gpu.temperature_c, "°C"], [gpu.power_w && Math.round(gpu.power_w), "W"]];

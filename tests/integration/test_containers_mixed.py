@@ -1,0 +1,106 @@
+"""Containers with devices of different kinds at the same time, by engines with CDI and without it.
+
+The engine is the real podman, also where it stands in for docker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
+from integration.image import IMAGE
+from integration.lease_host import given
+from integration.podman_host import Podman
+from simhost import SimHost
+from simhost.gpu import MigDevice
+from simhost.host import SHARED
+
+pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 4})]
+
+#: The options of `yunion-mps run`, and what the engine answers for itself.
+ENGINES = {
+    "podman": ("--podman", None),
+    "podman without CDI": ("--podman", "version) echo 4.0.2"),
+    "docker without CDI": ("--docker", "info) echo null"),
+}
+
+
+@pytest.fixture
+def ready_daemon(daemon: Daemon) -> Daemon:
+    daemon.host.divide(2, SHARED, "mig: [3g.40gb, 1g.10gb]", "mig: 3g.40gb")
+    daemon.start().wait_ready()
+    publish_nodes(daemon)
+    return daemon
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, ready_daemon: Daemon, podman: Podman) -> str:
+    """The option of `yunion-mps run` that selects the engine."""
+    option, answers = ENGINES[request.param]
+    if answers:
+        programs = ready_daemon.host.root / "bin"
+        real = (programs / "podman").rename(programs / "real-podman")
+        (programs / "podman").symlink_to(real)
+        program = programs / option.strip("-")
+        program.unlink(missing_ok=True)
+        program.write_text(f'#!/bin/sh\ncase "$1" in {answers}; exit;; esac\nexec {real} "$@"\n')
+        program.chmod(0o755)
+    return option
+
+
+def start(host: SimHost, engine: str, name: str, *options: str) -> None:
+    command = ["yunion-mps", "run", engine, "--allow-unlimited", *options, "--"]
+    host.run([*command, "--detach", "--name", name, IMAGE, "sleep", "300"], check=True)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(variable.partition("=")[::2] for variable in variables)
+
+
+def instance_of(daemon: Daemon, gpu: int, profile: str) -> tuple[MigDevice, str, set[str]]:
+    """The instance, its address, and the nodes that a container with it has."""
+    split = daemon.host.gpus[gpu]
+    (found,) = (one for one in split.mig_devices() if one.profile == profile)
+    return found, f"00:0{6 + gpu}.0-g{found.gpu_instance}", nodes_of_instance(daemon.host, split, found)
+
+
+def test_containers_of_each_kind_have_their_own_nodes_and_variables(
+    ready_daemon: Daemon, podman: Podman, engine: str
+) -> None:
+    shared, sliced, *_ = ready_daemon.host.gpus
+    small, instance, nodes = instance_of(ready_daemon, 2, "1g.10gb")
+    expected = {
+        "00:06.0-1": (nodes_of(shared), shared.uuid),
+        "00:07.0-0": (nodes_of(sliced), sliced.uuid),
+        instance: (nodes, small.uuid),
+    }
+    for address in expected:
+        start(ready_daemon.host, engine, f"job-{address.replace(':', '-')}", "--device", address)
+    eventually(lambda: given(ready_daemon) == sorted(expected), "a lease for each")
+    for address, (has, visible) in expected.items():
+        pid = podman.pid_of(f"job-{address.replace(':', '-')}")
+        environment = environment_of(pid)
+        assert nodes_in(Path(f"/proc/{pid}/root")) == has
+        assert (environment["YUNION_MPS_DEVICE"], environment["CUDA_VISIBLE_DEVICES"]) == (address, visible)
+        limits = {name for name in environment if name.startswith("CUDA_MPS_")}
+        assert bool(limits) == address.startswith("00:06"), "those of MPS are of no other kind"
+        assert ("YUNION_MPS_MEMORY_MIB" in environment) == (address != instance)
+        mounts = Path(f"/proc/{pid}/mountinfo").read_text()
+        assert ("/tmp/nvidia-mps" in mounts) == bool(limits)
+
+
+def test_a_container_with_two_instances_has_the_nodes_of_both(
+    ready_daemon: Daemon, podman: Podman, engine: str
+) -> None:
+    first, one, of_first = instance_of(ready_daemon, 2, "3g.40gb")
+    second, other, of_second = instance_of(ready_daemon, 3, "3g.40gb")
+    start(ready_daemon.host, engine, "trainer", "--device", one, "--device", other)
+    pid = podman.pid_of("trainer")
+    assert nodes_in(Path(f"/proc/{pid}/root")) == of_first | of_second
+    environment = environment_of(pid)
+    assert environment["CUDA_VISIBLE_DEVICES"] == f"{first.uuid},{second.uuid}"
+    assert environment["YUNION_MPS_DEVICE"] == f"{one},{other}"

@@ -1,0 +1,137 @@
+"""MIG instances that other programs use or destroy: what is told of them, and who gets them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps import reasons
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of, queued, run, take
+from integration.mig_devices import devices, instances
+from simhost import SimHost
+from simhost.gpu import MigDevice
+
+MIG = "mig: [3g.40gb, 2g.20gb]"
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with SimHost.create([{"kind": "h100"}]) as host:
+        host.divide(MIG)
+        with Daemon(host) as made:
+            made.configure(cuda_mps_scope="gpu")
+            yield made
+
+
+def big(daemon: Daemon) -> tuple[MigDevice, str]:
+    """The larger instance and its address."""
+    (found,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
+    return found, f"00:06.0-g{found.gpu_instance}"
+
+
+def use(daemon: Daemon) -> str:
+    """Let this process, which has no lease, use the larger instance; returns the address of that."""
+    instance, address = big(daemon)
+    daemon.host.gpus[0].add_process(os.getpid(), 700, on=(instance.gpu_instance, 0))
+    return address
+
+
+def destroy(daemon: Daemon) -> tuple[str, str]:
+    """Destroy the larger instance; returns the UUID and the address that it had."""
+    instance, address = big(daemon)
+    for what in ("-dci", "-dgi"):
+        daemon.host.run(["nvidia-smi", "mig", "-i", 0, what, "-gi", instance.gpu_instance], check=True)
+    return instance.uuid, address
+
+
+def test_a_whole_instance_that_another_program_uses_is_not_leased(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    address = use(daemon)
+    refused = run(daemon.host, "--gpu", address, "true")
+    why = f"PID {os.getpid()} of root"
+    assert (why in refused.stderr, refused.returncode) == (True, 5)
+    row = devices(daemon)[address]
+    assert (row["state"], row["reason_code"]) == ("unavailable", reasons.PROCESS_WITHOUT_LEASE)
+    assert leases_of(daemon) == []
+    other = run(daemon.host, "printenv", "YUNION_MPS_DEVICE", check=True).stdout.strip()
+    assert other in devices(daemon).keys() - {address}
+    waiting = queued(daemon, f"gpu={address}")
+    daemon.host.gpus[0].remove_process(os.getpid())
+    eventually(lambda: leases_of(daemon), "the lease")
+    assert devices(daemon)[address]["state"] == "leased"
+    waiting.close()
+
+
+def test_a_poll_finds_what_another_program_uses_and_when_it_ends(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    address = use(daemon)
+    eventually(lambda: daemon.polls() and devices(daemon)[address]["state"] == "unavailable", "the use")
+    assert daemon.status()["devices"]["unavailable"] == 1
+    daemon.host.gpus[0].remove_process(os.getpid())
+    eventually(lambda: devices(daemon)[address]["state"] == "free", "its end")
+
+
+def test_a_leased_instance_stays_leased_whatever_uses_it(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    _, address = big(daemon)
+    take(daemon, f"holder.name=job&holder.ttl_s=600&devices={address}")
+    use(daemon)
+    eventually(lambda: daemon.polls() and daemon.status()["problems"], "the warning")
+    assert devices(daemon)[address]["state"] == "leased"
+
+
+SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2"
+
+
+@pytest.mark.parametrize("more", ["", f"\n  {SLICED}"], ids=["whole", "time-sliced"])
+def test_a_process_without_a_lease_on_an_instance_is_a_warning(daemon: Daemon, more: str) -> None:
+    daemon.host.divide(MIG + more)
+    daemon.start().wait_ready()
+    address = use(daemon)
+    (problem,) = daemon.status()["problems"]
+    found = (problem["level"], problem["code"], problem["gpu"], problem["pid"])
+    assert found == ("warning", reasons.PROCESS_WITHOUT_LEASE, address, os.getpid())
+    assert f"uses GPU {address} (700 MiB) without a lease" in problem["text"]
+    shown = daemon.host.run(["yunion-mps", "who"], check=True).stdout
+    assert "without a lease" in " ".join(shown.split())
+
+
+def test_a_process_without_a_lease_on_a_time_sliced_gpu_is_a_warning(daemon: Daemon) -> None:
+    daemon.host.divide(SLICED)
+    daemon.start().wait_ready()
+    daemon.host.gpus[0].add_process(os.getpid(), 700)
+    (problem,) = daemon.status()["problems"]
+    assert (problem["level"], problem["code"]) == ("warning", reasons.PROCESS_WITHOUT_LEASE)
+
+
+def test_a_process_outside_mps_on_an_instance_is_a_problem(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    address = use(daemon)
+    (problem,) = daemon.status()["problems"]
+    assert (problem["level"], problem["code"]) == ("problem", reasons.PROCESS_OUTSIDE_MPS)
+    assert (problem["gpu"], daemon.status()["outside_mps"]) == (address, 1)
+
+
+@pytest.mark.parametrize("more", ["", "\n  virtual_number: 2"], ids=["whole", "mps"])
+def test_no_lease_has_an_instance_that_was_just_destroyed(daemon: Daemon, more: str) -> None:
+    daemon.host.divide(MIG + more)
+    daemon.start().wait_ready()
+    before, _ = destroy(daemon)
+    wait = ("--wait=1m",) if more else ()  # until its control daemon is ready
+    there = run(daemon.host, *wait, "--gpu", "00:06.0", "printenv", "CUDA_VISIBLE_DEVICES", check=True)
+    assert there.stdout.strip() in {one.uuid for one in instances(daemon)} - {before}
+
+
+def test_a_destroyed_instance_that_cannot_be_created_again_is_refused(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
+    _, address = destroy(daemon)
+    refused = run(daemon.host, "--device", address, "true")
+    assert (refused.returncode != 0, reasons.MIG_INSTANCE_GONE in refused.stderr) == (True, True)
+    assert leases_of(daemon) == []
+    other = run(daemon.host, "printenv", "CUDA_VISIBLE_DEVICES", check=True).stdout.strip()
+    assert other in {one.uuid for one in instances(daemon)}

@@ -1,0 +1,93 @@
+"""Placement: which devices can satisfy a request, and which GPU is used first. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from yunion_mps.enums import SPREAD
+from yunion_mps.identity import physical_gpu
+from yunion_mps.leases.ledger import group_by_gpu, groups_across, kind_across, needs_mib, of_different_gpus
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
+from yunion_mps.models import Device
+
+
+def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
+    """Yield the smallest groups of devices that could satisfy a request if everything were free and served.
+
+    There is a group for each GPU with enough devices, or, across GPUs, for each kind.
+    """
+    if request.number == 1:
+        return
+    by_gpu = group_by_gpu(candidate.device for candidate in candidates.suitable(request))
+    if not by_gpu:
+        return
+    groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
+    if request.across:
+        smallest = [smallest for smallest, *_ in groups]
+        yield tuple(of_different_gpus(smallest)[: request.number])
+        groups = groups_across(smallest)
+    for devices in groups:
+        if len(devices) >= request.number:
+            yield tuple(devices[: request.number])
+
+
+def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
+    """The suitable devices, for a request for memory the smallest slices first, and no equal shares.
+
+    For a request for several devices, GPUs whose devices can never be combined are left out.
+    """
+    matching = candidates.suitable(request)
+    if request.number > 1 and not request.across:
+        groups = smallest_groups(request, candidates)
+        apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
+        matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in apart]
+    if request.memory_mib:
+        matching.sort(key=lambda candidate: candidate.device.memory_limit_mib)
+    return matching
+
+
+def most_across(
+    request: LeaseRequest, candidates: Candidates, by_gpu: Iterable[Sequence[Device]]
+) -> list[Device]:
+    """Of the kinds of devices that could satisfy the request, those of which the most GPUs have one free."""
+    possible = groups_across(candidate.device for candidate in matching_devices(request, candidates))
+    kinds = {kind_across(group[0]) for group in possible if len(group) >= request.number}
+    free = groups_across(devices[0] for devices in by_gpu if kind_across(devices[0]) in kinds)
+    return max(free, key=len, default=[])[: request.number]
+
+
+def place(
+    request: LeaseRequest,
+    by_gpu: Mapping[str, Sequence[Device]],
+    candidates: Candidates,
+    used: Mapping[str, float] = {},
+) -> tuple[Device, ...]:
+    """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
+
+    `used` is how much of each physical GPU is leased; on one with MIG instances, the same then decides
+    between these. GPUs that enforce budgets come first.
+    """
+    need = 1 if request.across else request.number
+    fits = [devices for devices in by_gpu.values() if len(devices) >= need]
+    sign = -1 if request.placement == SPREAD else 1
+
+    def order(devices: Sequence[Device]) -> tuple[bool, float, int]:
+        share = used.get(physical_gpu(devices[0].addr), 0.0)
+        return not devices[0].budget_enforced, -sign * share, sign * len(devices)
+
+    fits.sort(key=order)
+    if not request.across:
+        return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
+    apart = groups_across(first for first, *_ in fits)
+    enough = (firsts for firsts in apart if len(firsts) >= request.number)
+    return tuple(next(enough, [])[: request.number])
+
+
+def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
+    """The first or the smallest `number` devices, if they can be combined; empty if neither can."""
+    if number == 1:
+        return (devices[0],)
+    for ordered in (devices, sorted(devices, key=needs_mib)):
+        if not candidates.why_not_combinable(ordered[:number]):
+            return tuple(ordered[:number])
+    return ()

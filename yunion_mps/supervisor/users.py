@@ -1,0 +1,49 @@
+"""The users of each GPU at the moment: its leases, and the MPS servers that may have it open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from yunion_mps.models import DomainPlan, Gpu
+from yunion_mps.mps.domain import Domain
+from yunion_mps.supervisor.fleet import is_in_the_way
+from yunion_mps.users import NO_USERS, Servers, Users, all_of
+
+
+def servers_of(domain: Domain, gpus: Iterable[str] = ()) -> Users:
+    """Return the MPS servers of the domain, orphans among them; `gpus` (addresses) are named with them."""
+    pids = domain.server_pids()
+    return Users(servers=(Servers(tuple(pids), tuple(gpus)),) if pids else ())
+
+
+class GpuUsers:
+    """What uses GPUs and MIG instances (UUIDs); `leases` has the leases of each."""
+
+    def __init__(self, leases: Mapping[str, Users], domains: Sequence[Domain], gpus: Iterable[Gpu]) -> None:
+        self._leases = leases
+        self._domains = domains
+        self._addresses = {str(gpu.uuid): gpu.address for gpu in gpus}
+
+    def leases(self, uuids: Iterable[str]) -> Users:
+        return all_of(self._leases.get(uuid, NO_USERS) for uuid in uuids)
+
+    def servers(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        """Return the servers that serve the GPU, or end before one of the `planned` domains serves it."""
+        plans = [plan for plan in planned if uuid in plan.gpu_uuids]
+        return all_of(
+            self._with_gpus(domain, uuid)
+            for domain in self._domains
+            if uuid in domain.in_effect.gpu_uuids or any(is_in_the_way(domain, plan) for plan in plans)
+        )
+
+    def of(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        return all_of([self.leases([uuid]), self.servers(uuid, planned)])
+
+    def by_gpu(self) -> dict[str, Users]:
+        served = (uuid for domain in self._domains for uuid in domain.in_effect.gpu_uuids)
+        return {uuid: users for uuid in {*self._leases, *served} if (users := self.of(uuid))}
+
+    def _with_gpus(self, domain: Domain, of: str) -> Users:
+        uuids = domain.in_effect.gpu_uuids
+        others = () if uuids == (of,) else uuids
+        return servers_of(domain, (self._addresses.get(uuid, uuid) for uuid in others))
