@@ -48,9 +48,11 @@ class Work:
 
     def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
-        self.made.accept()
-        self.made.supervisor.layouts.force(now=now)
         self.made.reload()
+        self.made.supervisor.layouts.force(now=now)
+        self.made.set_modes()
+        self.made.supervisor.apply(time.monotonic())
+        self.made.until(lambda: self.made.supervisor.fleet.started)
         self.apply()
 
     def lease(self, number: int = 0) -> str:
