@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
+from yunion_mps.mig import MigLayout
 from yunion_mps.models import Device, DirectGpu, Plan
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.planning.sharing import keep_sharing, ways_of_sharing
+from yunion_mps.planning.sharing import divide_directly, keep_sharing, ways_of_sharing
 from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, GPU_LOST, LEASES_PENDING, Reason
 from yunion_mps.settings import DeviceEntry
 
@@ -128,6 +129,47 @@ def test_a_gpu_gets_a_control_daemon_once_its_leases_have_ended(scope: str) -> N
     assert plan.compute_modes == former.compute_modes
     assert ways_of_sharing(plan) == {FIRST.uuid: MPS, SECOND.uuid: TIME_SLICING}
     assert kept(target, plan, {}) == target
+
+
+def test_a_gpu_that_a_layout_splits_keeps_its_way_until_its_leases_end() -> None:
+    layout = MigLayout(str(SECOND.uuid), enabled=True)
+    target = plan_of(entry("01:00.0", 2))._replace(layouts=(layout,))
+    for way, former in ((MPS, BOTH), (TIME_SLICING, MIXED)):
+        plan = kept(target, former, {str(SECOND.uuid): way})
+        assert (plan.domains, plan.direct) == (former.domains, former.direct)
+        assert plan.pending[str(SECOND.uuid)].startswith("its MIG layout changes after the end of")
+        assert plan.compute_modes == former.compute_modes
+    assert kept(target, BOTH, {str(SECOND.uuid): NOT_SHARED}) == target
+    assert kept(plan_of(entry("01:00.0", 2)), BOTH, {str(SECOND.uuid): MPS}).pending == {}, "no entry"
+
+
+def test_a_gpu_that_waits_for_its_control_daemon_is_shared_through_mps() -> None:
+    assert ways_of_sharing(Plan("host", parked=BOTH.domains)) == {FIRST.uuid: MPS, SECOND.uuid: MPS}
+
+
+def test_a_whole_instance_has_its_share_of_the_sms() -> None:
+    whole = entry("01:00.0", 1)._replace(sharing=NOT_SHARED)
+    part = FIRST._replace(memory_mib=20096, sm_percentage=24.2)
+    assert divide_directly(whole, part) == DirectGpu(str(FIRST.uuid), 20096, 1, NOT_SHARED, 24.2)
+
+
+def test_kept_gpus_and_control_daemons_stay_in_the_order_of_the_gpus() -> None:
+    for scope in ("host", "gpu"):
+        former = plan_of(entry("01:00.0", 2), entry("02:00.0", 2), scope=scope)
+        plan = kept(
+            plan_of(shared("01:00.0", 3), entry("02:00.0", 2), scope=scope), former, {str(FIRST.uuid): MPS}
+        )
+        assert plan.domains == former.domains
+
+
+def test_a_time_sliced_gpu_is_in_no_control_daemon_that_it_will_have() -> None:
+    former = plan_of(entry("01:00.0", 4), shared("02:00.0", 3))
+    target = plan_of(entry("01:00.0", 4), entry("02:00.0", 1))
+    assert target.domains[0].thread_percentage == 100.0
+    for plan in (target, target._replace(domains=(), parked=target.domains)):
+        changed = kept(plan, former, {str(SECOND.uuid): TIME_SLICING})
+        (domain,) = (*changed.domains, *changed.parked)
+        assert (domain.gpu_uuids, domain.thread_percentage) == ((FIRST.uuid,), 25.0)
 
 
 def test_after_a_restart_a_leased_gpu_has_no_other_devices() -> None:

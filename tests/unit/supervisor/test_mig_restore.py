@@ -7,7 +7,7 @@ import json
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED, MigInstance
-from yunion_mps.supervisor.mig_restore import restore
+from yunion_mps.supervisor.mig_restore import restore, withdrawn
 
 from unit.mig_host import MakeMigHost, MigHost
 
@@ -111,6 +111,63 @@ def test_what_is_not_restored_because_of_a_lease_names_it(
     host.store.write("DELETE FROM lease WHERE id = ?", [("f4e5",)])
     assert restored(host, "all-3g.40gb") == ""
     assert (host.gpu.mig_enabled, host.has) == (was, "")
+
+
+def test_nothing_is_recorded_of_a_mode_that_is_off_again_already(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-2g.20gb")
+    host.sim.gpus[0].mig = False
+    assert restored(host, "all-2g.20gb") == ""
+    assert host.store.recorded_mig(str(host.gpu.uuid)) is None
+
+
+def test_a_lost_gpu_is_asked_to_cancel_nothing(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "a100"}])
+    host.apply("all-1g.5gb")
+    (task,) = withdrawn([], [host.gpu], lambda: host.store)
+    assert (task.layout.enabled, task.withdrawn) == (False, True)
+    lost = host.gpu._replace(reason=reasons.Reason("it is lost", reasons.GPU_LOST))
+    assert withdrawn([], [lost], lambda: host.store) == ()
+
+
+def test_a_mode_from_before_the_first_change_is_not_cancelled(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "a100", "mig": True}])
+    host.apply("all-1g.5gb")
+    host.sim.run(["nvidia-smi", "-i", "0", "-mig", "0"], check=True)
+    host.sim.gpus[0].reset()
+    host.sim.run(["nvidia-smi", "-i", "0", "-mig", "1"], check=True)
+    assert (host.gpu.mig_enabled, host.gpu.mig_pending) == (False, True)
+    assert withdrawn([], [host.gpu], lambda: host.store) == ()
+    assert restored(host, "all-1g.5gb") == "MIG mode will be on after the next reset of the GPU"
+
+
+def test_an_instance_of_a_profile_that_is_no_more_is_not_restored(mig_host: MakeMigHost) -> None:
+    """As after an update of the driver."""
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.create_mig_devices(0, "3g.40gb", "1g.10gb+me")
+    host.apply("all-7g.80gb", force=True)
+    profiles = tuple(one for one in host.gpu.mig_profiles if one.name != "1g.10gb+me")
+    gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
+    assert not any(restore([layout], [gpu], host.nvml, host.store, (), keeps_requests=True).reasons.values())
+    assert host.has == "1 x 3g.40gb"
+
+
+def test_a_damaged_record_of_a_lease_holds_nothing(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    damaged = ["{", "[]", '{"id": "a", "holder": {}}']
+    host.store.write("INSERT INTO lease VALUES (?, ?)", [(str(n), text) for n, text in enumerate(damaged)])
+    assert restored(host, "all-3g.40gb") == ""
+    assert host.gpu.mig_enabled is False
+
+
+def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    layout, gpu = host.layout("all-3g.40gb", restore=True), host.gpu
+    host.sim.fail("nvmlDeviceGetMigMode", "unknown")
+    result = restore([layout], [gpu], host.nvml, host.store, (), keeps_requests=True)
+    assert result.reasons[str(gpu.uuid)].code == reasons.MIG_REFUSED
 
 
 def test_an_instance_that_a_server_left_running_uses_is_not_restored(mig_host: MakeMigHost) -> None:
