@@ -137,7 +137,7 @@ def test_a_gpu_that_a_layout_splits_keeps_its_way_until_its_leases_end() -> None
     for way, former in ((MPS, BOTH), (TIME_SLICING, MIXED)):
         plan = kept(target, former, {str(SECOND.uuid): way})
         assert (plan.domains, plan.direct) == (former.domains, former.direct)
-        assert plan.pending[str(SECOND.uuid)].startswith("its MIG layout changes after the end of")
+        assert plan.pending[str(SECOND.uuid)].startswith("its MIG layout waits for")
         assert plan.compute_modes == former.compute_modes
     assert kept(target, BOTH, {str(SECOND.uuid): NOT_SHARED}) == target
     assert kept(plan_of(entry("01:00.0", 2)), BOTH, {str(SECOND.uuid): MPS}).pending == {}, "no entry"
