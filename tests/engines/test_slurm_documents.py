@@ -32,7 +32,7 @@ def blocks_with(text: str) -> list[list[str]]:
 
 
 def written(lines: list[str]) -> list[str]:
-    """Those for Slurm's files, without the words that `gres-conf` leaves to the administrator."""
+    """The lines for Slurm's files, without the values that `gres-conf` leaves to the administrator."""
     named = [line for line in lines if line.startswith(("NodeName=", "GresTypes="))]
     return [line.replace(" CPUs=… RealMemory=…", "") for line in named]
 
@@ -86,7 +86,7 @@ def test_a_job_is_stopped_safely_as_the_page_says(slurm: Slurm, daemon: Daemon) 
 
 @pytest.mark.gpus(V100, H100, H100)
 def test_slurm_takes_the_requests_of_the_page(daemon: Daemon, version: str) -> None:
-    """Those without gres/shard. Slurm takes --gpus-per-task only with a number of tasks."""
+    """Requests for shards are left out. Slurm takes --gpus-per-task only with a number of tasks."""
     requests = set(re.findall(r"--(?:gres|gpus-per-task)=[a-z0-9:.-]+[a-z0-9](?=[` ])", PAGE))
     requests = {one for one in requests if "shard" not in one}
     assert len(requests) >= 8

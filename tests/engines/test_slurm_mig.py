@@ -96,7 +96,7 @@ def test_every_task_has_a_device_if_they_are_requested_per_task(
 
 
 def test_a_step_with_fewer_devices_than_its_job_binds_them_to_its_tasks(slurm: Slurm, version: str) -> None:
-    """Slurm 22.05 tells its tasks neither their own devices nor those of the step."""
+    """Slurm 22.05 tells a task neither its own devices nor those of the step."""
     step = "srun --quiet -n2 --exact --gpus-per-task=time-sliced:1"
     show = "printenv YUNION_MPS_DEVICE"
     job = slurm.submit(f"{step} {show}; {step} --gpu-bind=single:1 {show}", "--gres=gpu:time-sliced:3", "-n2")

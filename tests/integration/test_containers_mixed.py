@@ -1,6 +1,6 @@
 """Containers with devices of different kinds at the same time, by engines with CDI and without it.
 
-The engine is the real podman, also where it stands in for docker.
+The engine is the real podman, which also stands in for docker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A leased device without a CUDA process at the moment, whose GPU is to be shared otherwise."""
+"""A leased device without a CUDA process at the moment, whose GPU is to be shared in another way."""
 
 from __future__ import annotations
 

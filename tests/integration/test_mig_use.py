@@ -1,4 +1,4 @@
-"""MIG instances that other programs use or destroy: what is told of them, and who gets them."""
+"""MIG instances that other programs use or destroy: how they are reported, and when they are leased."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def big(daemon: Daemon) -> tuple[MigDevice, str]:
 
 
 def use(daemon: Daemon) -> str:
-    """Let this process, which has no lease, use the larger instance; returns the address of that."""
+    """Let this process, which has no lease, use the larger instance; returns its address."""
     instance, address = big(daemon)
     daemon.host.gpus[0].add_process(os.getpid(), 700, on=(instance.gpu_instance, 0))
     return address

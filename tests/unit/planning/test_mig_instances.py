@@ -44,7 +44,7 @@ SMALL = [instance(7 + start, "1g.10gb", start, 1) for start in range(3)]
 
 
 def test_as_many_lost_instances_stay_listed_as_the_layout_lacks() -> None:
-    """Also such as have been destroyed; the others of the profile are another layout's."""
+    """Destroyed instances stay listed, too; the profile's others belong to another layout."""
     has = H100._replace(mig_instances=(SMALL[0],))
     gpus = [has, child(SMALL[0]), child(SMALL[1], LOST), child(SMALL[2], LOST)]
     assert numbers(instances_of(wants("1g.10gb", "1g.10gb"), has, gpus)) == [7, 8]
@@ -84,7 +84,7 @@ def test_a_layout_has_its_largest_instances_first() -> None:
     assert [profile.name for profile in desired] == ["2g.20gb", "1g.20gb", "1g.10gb"]
 
 
-def test_all_of_a_profile_are_no_more_than_have_a_place() -> None:
+def test_all_of_a_profile_are_as_many_as_have_a_place() -> None:
     """Even if the driver reports more than that as its maximum."""
     profiles = tuple(one._replace(max_count=7) for one in H100.mig_profiles)
     assert len(resolve(["all-1g.20gb"], H100._replace(mig_profiles=profiles))) == 4

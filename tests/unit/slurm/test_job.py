@@ -27,7 +27,7 @@ def test_a_job_is_read_from_the_environment_of_its_hook() -> None:
 
 
 @pytest.mark.parametrize("kind", ["HET", "PACK"])
-def test_a_job_has_the_components_of_a_heterogeneous_job_that_it_is_of(kind: str) -> None:
+def test_a_job_has_the_components_of_its_own_heterogeneous_job(kind: str) -> None:
     groups = {f"SLURM_JOB_ID_{kind}_GROUP_0": "17", f"SLURM_JOB_ID_{kind}_GROUP_1": "18"}
     assert Job.of({"SLURM_JOB_ID": "17", **groups}).components == ("17", "18")
     assert Job.of({"SLURM_JOB_ID": "19", **groups}).components == ()  # inherited by another job

@@ -84,7 +84,7 @@ def test_only_a_job_that_slurm_is_ending_has_a_time_since_when() -> None:
 def test_the_defaults_that_a_user_has_set_for_squeue_hide_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If root runs a hook by hand; the lease of a job that is not listed would be released."""
+    """They apply if root runs a hook by hand; the lease of a job that is not listed would be released."""
     squeue = tmp_path / "squeue"
     squeue.write_text('#!/bin/sh\necho "${SQUEUE_USERS:-17}${SLURM_CLUSTERS:-} RUNNING N/A"\n')
     squeue.chmod(0o755)

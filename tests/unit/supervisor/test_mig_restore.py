@@ -141,7 +141,7 @@ def test_a_mode_from_before_the_first_change_is_not_cancelled(mig_host: MakeMigH
     assert restored(host, "all-1g.5gb") == "MIG mode will be on after the next reset of the GPU"
 
 
-def test_an_instance_of_a_profile_that_is_no_more_is_not_restored(mig_host: MakeMigHost) -> None:
+def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: MakeMigHost) -> None:
     """As after an update of the driver."""
     host = mig_host([{"kind": "h100", "mig": True}])
     host.sim.create_mig_devices(0, "3g.40gb", "1g.10gb+me")

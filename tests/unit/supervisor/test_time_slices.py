@@ -1,4 +1,4 @@
-"""Which time slices are due, and what is said of them; nvidia-smi is not asked here."""
+"""Which time slices are due, and which refusals are reported; nvidia-smi does not run here."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_only_a_comparison_finds_changes_by_other_programs(slices: Slices) -> No
 
 
 def test_a_reload_sets_what_was_being_compared(slices: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So one that cannot be read is refused then, though a comparison would wait for the next one."""
+    """If it cannot be read, it is refused then, although a comparison would wait for the next one."""
     monkeypatch.setenv("PATH", "/nowhere")
     slices.due(a="short")
     slices.note(refused=(A,))
