@@ -237,7 +237,7 @@ def request_options(function: F) -> F:
         click.option("--across", is_flag=True, help="With --count: use devices of different GPUs."),
         click.option(
             "--spread", is_flag=True,
-            help="Prefer the GPU of which the least memory is leased. Default: the most.",
+            help="Prefer the GPU with the least memory leased. Default: the one with the most.",
         ),
         click.option(
             "--allow-unlimited", is_flag=True,

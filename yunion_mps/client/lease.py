@@ -85,9 +85,10 @@ class LeaseMethod(Generic[TakenT]):
         `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units, and
         `thread_percentage` its part of the SM threads if the GPU's entry has that key. The `count` devices
         are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and `gpu` (UUID or
-        address) restrict the choice. The `placement` "spread" prefers the GPU of which the least memory is
-        leased, "binpack" the one with the most. GPUs that do not enforce budgets (older than Volta) are used
-        only with `allow_unlimited`. `wait_s` is how long to wait in the queue, `math.inf` for no limit.
+        address) restrict the choice. The `placement` "spread" prefers the GPU with the least memory leased,
+        as a share of its total, "binpack" the one with the most. GPUs that do not enforce budgets (older
+        than Volta) are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue,
+        `math.inf` for no limit.
 
         A lease with a `name` is bound to the name instead of this process: it is renewed while this process
         runs, and expires `ttl_s` (60) seconds after that.

@@ -332,8 +332,8 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
               hint=_GIVE_ONE, example=("00:06.0-1",)),
     Parameter("gpu", "Only devices of this GPU: its UUID or address, or a unique prefix of either.",
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
-    Parameter("placement", "`binpack` takes from the GPU of which the most memory is leased, `spread` from "
-              "the one of which the least is.", default=BINPACK, choices=PLACEMENTS),
+    Parameter("placement", "`binpack` prefers the GPU with the most memory leased, as a share of its total, "
+              "`spread` the one with the least.", default=BINPACK, choices=PLACEMENTS),
     _flag("allow_unlimited", "Whether to allow GPUs that do not enforce budgets (older than Volta)."),
     Parameter("reserved_for", "Also devices that are reserved for this; only root may request them.",
               choices=RESERVATIONS),
