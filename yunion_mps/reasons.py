@@ -196,7 +196,7 @@ LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
     "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
 
-#: Why a GPU does not serve yet after a change: a control daemon starts or ends, or its mode is being set.
+#: Why devices cannot be leased yet after a change: a control daemon starts or ends, or a mode is being set.
 SETTLING = frozenset({
     DOMAIN_STOPPED, DOMAIN_STARTING, DOMAIN_APPLYING, DOMAIN_STOPPING, NO_DOMAIN, GPU_NOT_SERVED,
     CONTROL_DAEMON_BUSY, COMPUTE_MODE_CHANGED,
@@ -221,7 +221,7 @@ PROCESS_OUTSIDE_MPS = _code("process_outside_mps",
     "A process uses the GPU outside MPS, so no budget limits it.",
     _END_JOB)
 PROCESS_WITHOUT_LEASE = _code("process_without_lease",
-    "A process uses a time-sliced GPU or a MIG instance without a lease, so its memory counts for no budget.",
+    "A process uses a time-sliced GPU or a MIG instance without a lease, so no budget covers its memory.",
     f"{_END_JOB}; start jobs with: yunion-mps run COMMAND")
 #: Why devices may be unavailable only for a while: until their control daemon has started or has been
 #: replaced, or until a process that uses them has ended.

@@ -181,5 +181,5 @@ def test_run_across_uses_whole_gpus_and_warns_if_only_instances_are_left(make_di
     first_instance = second.stdout.partition(",")[0]
     assert second.stderr.splitlines() == [
         "yunion-mps: a CUDA process can use only one MIG instance, by default the first: " + first_instance,
-        "yunion-mps: start a process for each, with one of the UUIDs in CUDA_VISIBLE_DEVICES",
+        "yunion-mps: start one process per instance, each with its UUID in CUDA_VISIBLE_DEVICES",
     ]

@@ -106,7 +106,7 @@ def print_warnings(lease: LeaseRecord) -> None:
     instances = [gpu for gpu in lease["gpus"] if is_on_instance(gpu)]
     if len(instances) > 1:
         print_notice(f"a CUDA process can use only one MIG instance, by default the first: {instances[0]}")
-        print_notice("start a process for each, with one of the UUIDs in CUDA_VISIBLE_DEVICES")
+        print_notice("start one process per instance, each with its UUID in CUDA_VISIBLE_DEVICES")
 
 
 def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:

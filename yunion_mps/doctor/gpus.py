@@ -88,18 +88,18 @@ def mig(host: Host) -> Findings:
         if gpu.mig_enabled and gpu.uuid not in modes:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
             if is_changing:
-                hint = f"it is switched off by a reset: {hint_of(MIG_RESET_REQUIRED, gpu=gpu.pci_address)}"
+                hint = f"reset the GPU to switch it off: {hint_of(MIG_RESET_REQUIRED, gpu=gpu.pci_address)}"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
         elif is_changing and gpu.mig_pending != modes.get(str(gpu.uuid), False):
             yield _foreign_mode_change(gpu)
 
 
 def _foreign_mode_change(gpu: Gpu) -> Finding:
-    """Another program has requested a MIG mode that takes effect when the GPU is reset."""
+    """Return the warning that another program has requested a MIG mode, in effect after the next reset."""
     now, then = ("on", "off") if gpu.mig_enabled else ("off", "on")
-    what = f"{_gpu_name(gpu)}: MIG mode is {now}, and is switched {then} when the GPU is reset"
-    means = "its devices are then unavailable; running jobs are not affected until then"
-    hint = f"cancel that: nvidia-smi -i {gpu.pci_address} -mig {int(bool(gpu.mig_enabled))}"
+    what = f"{_gpu_name(gpu)}: MIG mode is {now}, and will be {then} after the next reset"
+    means = "its devices will then be unavailable; running jobs are not affected until then"
+    hint = f"cancel the change: nvidia-smi -i {gpu.pci_address} -mig {int(bool(gpu.mig_enabled))}"
     return warning(f"{what}: {means}", hint, MIG_RESET_REQUIRED)
 
 

@@ -179,9 +179,9 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
 
 
 def divided_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
-    """Return the MIG instances that are no MIG device, because another program divided them, with the reason.
+    """Return the MIG instances that are not MIG devices because another program divided them, with reasons.
 
-    One that served before it was divided is among `gpus` itself, and left out.
+    An instance that was served before it was divided is left out, because it is among the `gpus`.
     """
     there = {gpu.pci_address: gpu for gpu in gpus}
     divided = (
@@ -200,7 +200,7 @@ def divided_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
 def _not_leasable(compute_instances: int) -> Reason:
     text = f"another program divided it into {compute_instances} compute instances"
     if compute_instances == 1:
-        text = "another program gave it a compute instance that has only a part of its slices"
+        text = "another program created a compute instance with only some of its slices"
     return Reason(text, reasons.MIG_FOREIGN_INSTANCE)
 
 

@@ -24,11 +24,11 @@ _DRIVER_TIMEOUT_S = 2.0
 
 
 async def _no_poll() -> None:
-    """Do nothing, until there is a monitor."""
+    """Do nothing, because there is no monitor yet."""
 
 
 class InstanceCheck:
-    """Checks the MIG instances of new leases, and tells `Queries` which ones others use."""
+    """Checks the MIG instances of new leases, and tells `Queries` which instances other programs use."""
 
     def __init__(self, supervisor: Supervisor, queries: Queries) -> None:
         self._supervisor = supervisor
@@ -37,7 +37,7 @@ class InstanceCheck:
         self.poll: Callable[[], Awaitable[None]] = _no_poll
 
     def note(self, processes: Processes, granting: Lease | None = None) -> None:
-        """Note which whole instances processes without a lease use; `granting` may be leased to one."""
+        """Note which whole instances processes without a lease use; `granting` does not count yet."""
         new = granting.devices if granting else ()
         leased = self._queries.ledger.ways_of_sharing().keys() - {device.gpu_uuid for device in new}
         whole = _whole(self._supervisor.snapshot().plan.devices)
@@ -45,9 +45,9 @@ class InstanceCheck:
         self._queries.set_used({uuid: reason for uuid, reason in used if reason})
 
     async def why_unusable(self, lease: Lease) -> Reason:
-        """Why a new lease cannot have its devices, empty if it can; the GPUs are polled if one is missing.
+        """Why a new lease cannot have its devices; empty if it can, or if the driver does not answer.
 
-        If the driver does not answer, that is empty, too.
+        If an instance is missing, the GPUs are polled.
         """
         nvml = self._supervisor.nvml if any(device.is_on_instance for device in lease.devices) else None
         if nvml is None:
@@ -77,6 +77,6 @@ def _describe_use(processes: Mapping[int, int | None]) -> Reason:
         return NO_REASON
     uid = uid_of(running[0])
     user = "an unknown user" if uid is None else user_name(uid)
-    more = f" and {len(running) - 1} more" if running[1:] else ""
-    text = f"PID {running[0]} of {user} ({name_of(running[0])}){more} uses it without a lease"
+    use = f"and {len(running) - 1} more use" if running[1:] else "uses"
+    text = f"PID {running[0]} of {user} ({name_of(running[0])}) {use} it without a lease"
     return Reason(text, PROCESS_WITHOUT_LEASE)

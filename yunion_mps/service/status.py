@@ -167,8 +167,8 @@ def _service_problems(
 def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
     """What ends the servers that a change waits for if none has a client; empty if a job delays it.
 
-    The daemon ends such a server by itself, but not where NVML does not list it: before Volta, and in a
-    container that does not see the host's PIDs.
+    The daemon ends such a server by itself, unless NVML does not list it: before Volta, and in a container
+    that does not see the host's PIDs.
     """
     awaited = set(domain["waits_for"])
     named = {client["server"] for client in clients["clients"] if client["mps"] is not False}
@@ -246,16 +246,14 @@ def _use_problems(
 def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Iterator[answers.StatusProblem]:
     """Processes without a device on GPUs and MIG instances that are shared without MPS.
 
-    Through MPS, they have the control daemon's default limits.
+    On GPUs that are shared through MPS, such processes have the control daemon's default limits.
     """
     without_mps = {gpu["addr"] for gpu in gpus if gpu["sharing"] in (TIME_SLICING, NOT_SHARED)}
     for holding in held:
         if holding.devices or holding.gpu not in without_mps:
             continue
         for process in holding.processes:
-            text = (
-                f"{_describe_use(process, holding.gpu)} without a lease, so its memory counts for no budget"
-            )
+            text = f"{_describe_use(process, holding.gpu)} without a lease, so no budget covers its memory"
             yield _problem(WARNING, reasons.PROCESS_WITHOUT_LEASE, text, gpu=holding.gpu, pid=process.pid)
 
 

@@ -265,7 +265,7 @@ def _as_written(value: object) -> str:
 
 
 def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -> list[Change]:
-    """Return which control daemons end and start; one is not replaced before the leases of both end."""
+    """Return which control daemons end and start; a replacement waits for the leases of both."""
 
     def effect(running: list[Domain], planned: list[DomainPlan]) -> str:
         plans = [*(domain.in_effect for domain in running), *planned]
@@ -336,7 +336,7 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
                 yield uuid, waits(change, users, reasons.LIMITS_PENDING)
             elif domain.is_draining and (waiting := desired.pending.keys() & domain.in_effect.gpu_uuids):
                 other = min(waiting)
-                why = f"GPU {addresses.get(other, other)} waits: {desired.pending[other]}"
+                why = f"GPU {addresses.get(other, other)} is pending: {desired.pending[other]}"
                 yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
                 yield uuid, waits("the replacement of its control daemon", users, reasons.LIMITS_PENDING)
