@@ -1,7 +1,7 @@
-"""What uses a GPU, and what a change of the GPU therefore waits for: leases, MPS servers and processes.
+"""What uses a GPU, so that a change of the GPU waits for it: leases, MPS servers and processes.
 
-Every output says it in the same words: `X waits for A and B to end`, or, when X is to happen, `once A and B
-have ended`.
+All texts use the same words: the reason why X has not happened is `X waits for A and B to end`, and the time
+when it takes effect is `once A and B have ended`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def all_of(users: Iterable[Users]) -> Users:
 
 
 def waits(what: str, users: Users | str, code: str) -> Reason:
-    """Return the reason why `what`, in the singular, has not happened yet."""
+    """Return the reason why `what`, a noun in the singular, has not happened yet."""
     return Reason(f"{what} waits for {users} to end", code)
 
 

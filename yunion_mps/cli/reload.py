@@ -248,7 +248,7 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 
 
 def _wait(timeout_s: int | None) -> Status:
-    """Return the status once nothing is pending, and what has changed serves.
+    """Return the status once nothing is pending and the devices of changed GPUs can be leased.
 
     Raises YunionError if that takes too long.
     """
@@ -265,7 +265,7 @@ def _wait(timeout_s: int | None) -> Status:
                 print_notice("all changes are in effect")
             return status
         is_lasting = pending == before or any(wait["code"] in _AWAITED for wait in waits)
-        if pending != announced and is_lasting:  # a control daemon starts within moments
+        if pending != announced and is_lasting:  # a start of a control daemon is over in a moment
             print_notice(f"waiting: {pending}")
             announced = pending
         before = pending
@@ -282,7 +282,7 @@ def _pending(status: Status, codes: Collection[str]) -> list[StatusProblem]:
 
 
 def _settling(status: Status) -> list[StatusProblem]:
-    """What a change has begun, and keeps devices from being leased until it is done."""
+    """The problems of GPUs whose change has begun, and whose devices cannot be leased until it is done."""
     return [one for one in status["problems"] if one["code"] in SETTLING and one["level"] == PROBLEM]
 
 

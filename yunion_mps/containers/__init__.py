@@ -36,5 +36,5 @@ def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]
 def lease_variables(
     environment: Mapping[str, str], shares: Iterable[tuple[str, int, float]], *, is_shared: bool
 ) -> dict[str, str]:
-    """The environment of a lease's containers: with its budget, unless whole MIG instances are its budget."""
+    """The environment of a lease's containers, with its budget unless it is of whole MIG instances."""
     return {**environment, **(budget_variables(shares) if is_shared else {})}

@@ -133,7 +133,7 @@ class Ledger:
         return free
 
     def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
-        """How much of the memory of the physical GPU (address) of these devices is leased, from 0 to 1."""
+        """How much memory of each physical GPU (address) of the devices is leased, as a share from 0 to 1."""
         places = {device.gpu_uuid: (physical_gpu(device.addr), device.memory_total_mib) for device in devices}
         used_mib, total_mib = Counter[str](), Counter[str]()
         for uuid, (gpu, memory_mib) in places.items():
@@ -218,12 +218,15 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def kind_across(device: Device) -> tuple[bool, str]:
-    """What the devices of one lease have in common; MIG instances come last: a process can use only one."""
+    """What all devices of a lease have in common: whether they are on MIG instances, and their domain."""
     return device.is_on_instance, device.domain
 
 
 def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
-    """The devices that can be in one lease, one of each physical GPU; first those of whole GPUs."""
+    """The devices that can be in one lease, one of each physical GPU.
+
+    Whole GPUs come first, because a process can use only one MIG instance.
+    """
     groups: dict[tuple[bool, str], list[Device]] = {}
     for device in devices:
         groups.setdefault(kind_across(device), []).append(device)

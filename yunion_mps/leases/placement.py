@@ -49,7 +49,7 @@ def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Cand
 def most_across(
     request: LeaseRequest, candidates: Candidates, by_gpu: Iterable[Sequence[Device]]
 ) -> list[Device]:
-    """Of the kinds of devices that could satisfy the request, those of which the most GPUs have one free."""
+    """Free devices of different GPUs: of the kinds that could satisfy the request, the one with the most."""
     possible = groups_across(candidate.device for candidate in matching_devices(request, candidates))
     kinds = {kind_across(group[0]) for group in possible if len(group) >= request.number}
     free = groups_across(devices[0] for devices in by_gpu if kind_across(devices[0]) in kinds)
@@ -64,8 +64,8 @@ def place(
 ) -> tuple[Device, ...]:
     """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
 
-    `used` is how much of each physical GPU is leased; on one with MIG instances, the same then decides
-    between these. GPUs that enforce budgets come first.
+    `used` is the share of each physical GPU (address) that is leased; among equal GPUs, and among the MIG
+    instances of one, the number of free devices decides. GPUs that enforce budgets come first.
     """
     need = 1 if request.across else request.number
     fits = [devices for devices in by_gpu.values() if len(devices) >= need]

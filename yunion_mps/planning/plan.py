@@ -145,7 +145,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
 
 
 def above_root(domain: DomainPlan, paths: Paths) -> DomainPlan:
-    """Undo `below_root`."""
+    """Return the domain with the directories that it had before `below_root`."""
     root = paths.under("")
     return domain._replace(
         pipe_directory=domain.pipe_directory[len(root) :], log_directory=domain.log_directory[len(root) :]

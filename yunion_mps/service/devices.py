@@ -161,8 +161,8 @@ def devices_json(
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
-    A device that was leased before a reload is shown as it was leased. `used_by_others` has the GPUs (UUIDs)
-    that are not leased now, and why.
+    A device that was leased before a reload is shown as it was leased. `used_by_others` says
+    why GPUs (UUIDs) cannot be leased now.
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
@@ -261,7 +261,7 @@ def gpu_json(
     state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
     if is_layout_pending(gpu, snapshot, serving):
         state = PENDING
-    if gpu.is_instance and gpu.uuid is None:  # another program's, which has nothing to do with our service
+    if gpu.is_instance and gpu.uuid is None:  # another program's, so not one of ours that fails
         state = NOT_USED
     return {
         "uuid": gpu.uuid,

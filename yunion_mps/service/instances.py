@@ -28,7 +28,7 @@ async def _no_poll() -> None:
 
 
 class InstanceCheck:
-    """Checks the MIG instances of new leases, and tells `Queries` which instances other programs use."""
+    """Checks the MIG instances of new leases, and tells `Queries` which ones others use."""
 
     def __init__(self, supervisor: Supervisor, queries: Queries) -> None:
         self._supervisor = supervisor
@@ -45,9 +45,9 @@ class InstanceCheck:
         self._queries.set_used({uuid: reason for uuid, reason in used if reason})
 
     async def why_unusable(self, lease: Lease) -> Reason:
-        """Why a new lease cannot have its devices; empty if it can, or if the driver does not answer.
+        """Why a new lease cannot have its devices, empty if it can; the GPUs are polled if one is missing.
 
-        If an instance is missing, the GPUs are polled.
+        If the driver does not answer, that is empty, too.
         """
         nvml = self._supervisor.nvml if any(device.is_on_instance for device in lease.devices) else None
         if nvml is None:

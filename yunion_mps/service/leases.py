@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
-#: How often a request is granted again because its lease was revoked.
+#: How many leases of a request may be revoked before it fails.
 _MAX_REVOKED = 3
 
 
@@ -249,8 +249,8 @@ class LeaseService:
     async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         """Queue the request and wait; returns its grant, or raises YunionError.
 
-        A grant of a MIG instance that is gone, or that another program uses, is revoked, and the request
-        queued again.
+        If a granted MIG instance is gone, or another program uses it, the lease is revoked, and the request
+        is queued again.
         """
         end_s = time.monotonic() + wait_s
         for _ in range(_MAX_REVOKED):

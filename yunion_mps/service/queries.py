@@ -98,7 +98,7 @@ class Queries:
         self._cached_version = -1  # the versions of two ledgers may be equal
 
     def set_used(self, used: Mapping[str, Reason]) -> None:
-        """Set what processes without a lease use."""
+        """Set which whole MIG instances (UUIDs) processes without a lease use."""
         if used != self.used_by_others:
             self.used_by_others = used
             self._cached_version = self._candidates_version = -1
@@ -151,7 +151,7 @@ class Queries:
         return self._details(matches[0])
 
     def gpus(self) -> answers.GpuList:
-        """Every GPU and MIG instance of the host as of the last poll; one that is not leased has a reason."""
+        """Every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
         snapshot = self._snapshot()
         ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
         serving = self._serving()  # which counts the devices
@@ -251,7 +251,7 @@ class Queries:
         return warnings(self._snapshot())
 
     def waits_for_leases(self) -> dict[str, Reason]:
-        """The GPUs, by address, that are shared otherwise only after the end of leases, and why."""
+        """The GPUs, by address, that change their way of sharing once leases have ended, and why."""
         snapshot = self._snapshot()
         waits = ((gpu.address, snapshot.plan.pending.get(gpu.uuid or "")) for gpu in snapshot.inventory.gpus)
         return {address: why for address, why in waits if why and why.code == LEASES_PENDING}

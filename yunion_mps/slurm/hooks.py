@@ -270,7 +270,7 @@ def _is_refused(device: Device) -> bool:
 def pending_change(record: Record, problems: Iterable[StatusProblem]) -> Reason | None:
     """Why a GPU of the record will have devices of another type, even if all of its own are leased now.
 
-    A problem that names devices is left out: those that no job can have are noticed by themselves.
+    A problem that names devices is left out: `_is_refused` finds the devices that no job can have.
     """
     gpus = {gpu for device in record.devices for gpu in (device.gpu, physical_gpu(device.addr))}
     for problem in problems:

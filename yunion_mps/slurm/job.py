@@ -28,9 +28,10 @@ _GRACE_S = 10
 
 
 class TaskShare(NamedTuple):
-    """The devices of a task, if it has `number` of this type and Slurm has read the type as the number.
+    """The devices of a task of --gpus-per-task=TYPE:N, if Slurm 22.05 has read the type as the number.
 
-    `step_devices` is the number of devices that all of the step's tasks have on this node.
+    `number` is the number that was requested, and `step_devices` the number of devices that all of the step's
+    tasks have on this node.
     """
 
     type: str
@@ -40,9 +41,9 @@ class TaskShare(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TaskShare | None:
-        """None if Slurm has assigned the devices correctly, or if no task shares the node with this one.
+        """None if Slurm has assigned the devices correctly, or if this is the step's only task on the node.
 
-        A batch script is alone, too; it inherits the binding of a task that submitted it.
+        A batch script is always the only one, but it inherits the binding of a task that has submitted it.
         """
         match = _PER_TASK.fullmatch(environment.get("SLURMD_TRES_BIND", ""))
         if not match or "," not in environment.get("SLURM_GTIDS", ""):
@@ -53,7 +54,7 @@ class TaskShare(NamedTuple):
         return cls(type_, number, int(environment["SLURM_LOCALID"]), int(environment["SLURM_GPUS_ON_NODE"]))
 
     def indices(self, job_indices: Sequence[int]) -> Sequence[int]:
-        """Those of the task in a job with these; raises InfeasibleError if Slurm does not tell them."""
+        """Which of the job's indices are the task's; raises InfeasibleError if Slurm does not say."""
         if self.step_devices != len(job_indices):
             what = f"Slurm did not assign the task its devices: it read the type {self.type} as their number"
             separate = f"start a step for each task: srun --exact -n1 --gres=gpu:{self.type}:{self.number}"

@@ -253,7 +253,7 @@ class Supervisor:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a GPU cannot serve its devices now, or waits for leases before it is shared otherwise."""
+        """Whether a GPU cannot serve its devices now, or waits for leases before its sharing changes."""
         waits = self.desired.plan.pending or self.layouts.pending
         return bool(waits) or not self.desired.plan.gpu_uuids <= self._gpus.healthy
 

@@ -49,7 +49,7 @@ class ModeResult(NamedTuple):
     errors: Mapping[str, DriverError]
     #: Why modes could not be restored.
     not_restored: Mapping[str, YunionError] = {}
-    #: The modes before those that were set.
+    #: The modes that the GPUs had before.
     before: Mapping[str, str] = {}
     time_slices: SettingResult = NO_SLICES
 
@@ -114,9 +114,9 @@ class ComputeModes:
     def drifted(
         self, target: Plan, gpus: Iterable[Gpu], slices: Mapping[str, str]
     ) -> Iterator[tuple[Setting, ModeChange]]:
-        """Yield corrections of settings that another program changed, by those found now.
+        """Yield the corrections of settings that another program has changed.
 
-        `gpus` have just been scanned; `slices` has their time slices by UUID.
+        `gpus` have just been scanned, and `slices` has their current time slices by UUID.
         """
         for change in self._changes(target, gpus):
             yield COMPUTE_MODE, change

@@ -156,7 +156,7 @@ class Fleet:
 
     @property
     def settled(self) -> bool:
-        """Whether all are `started`, and those that are to end have servers, which delay that."""
+        """Whether all are `started`, and only servers delay the end of those that have to end."""
         return self.started and all(domain.server_pids() for domain in self.domains if domain.retiring)
 
     @property

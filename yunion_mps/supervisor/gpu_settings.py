@@ -41,7 +41,7 @@ class SettingResult(NamedTuple):
     errors: Mapping[str, DriverError]
     #: Why values could not be restored.
     not_restored: Mapping[str, YunionError] = {}
-    #: The values before those that were set.
+    #: The values that the GPUs had before.
     before: Mapping[str, str] = {}
 
 

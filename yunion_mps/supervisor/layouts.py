@@ -58,7 +58,8 @@ class MigLayouts:
     def force(self, *, now: bool) -> None:
         """With `now`, the layouts wait neither for leases nor for unused instances of other programs.
 
-        Those in effect already take nothing away, and later changes of their GPUs are not of this reload.
+        Layouts that are already in effect are not forced: later changes of their GPUs, such as another
+        program's, do not belong to this reload.
         """
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         layouts = self._desired.plan.layouts if now else ()

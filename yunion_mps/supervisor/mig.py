@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _LAYOUT = "its MIG layout"
 MODE_ON = "switching MIG mode on"
-#: What uses a GPU if it is not known what does.
+#: The text for the users of a GPU if they are not known.
 ITS_USERS = "its leases and its control daemon"
 
 

@@ -36,7 +36,7 @@ class SliceWork(NamedTuple):
 
 
 def read_time_slices(plan: Plan) -> dict[str, str]:
-    """Return the time slices that the GPUs (UUIDs) for which `plan` has one have now; runs nvidia-smi."""
+    """Return the current time slices of the GPUs (UUIDs) for which the plan has one; runs nvidia-smi."""
     found = {}
     for uuid in plan.time_slices:
         with contextlib.suppress(DriverError):  # a lost GPU, or one that refuses them
@@ -74,7 +74,7 @@ class TimeSlices:
         return SliceWork(desired, restore) if desired or restore else ()
 
     def drifted(self, target: Plan, found: Mapping[str, str]) -> Iterator[ModeChange]:
-        """Yield corrections of time slices that are not as planned, by those `found` (by GPU UUID)."""
+        """Yield the corrections of time slices `found` (by GPU UUID) that are not as planned."""
         for uuid, desired in self._usable(self.in_effect(target)).items():
             if found.get(uuid, desired) != desired:
                 yield ModeChange(uuid, found[uuid], desired)

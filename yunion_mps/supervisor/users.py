@@ -28,7 +28,7 @@ class GpuUsers:
         return all_of(self._leases.get(uuid, NO_USERS) for uuid in uuids)
 
     def servers(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
-        """Return the servers that serve the GPU, or end before one of the `planned` domains serves it."""
+        """Return the servers that serve the GPU, or have to end before one of the `planned` domains can."""
         plans = [plan for plan in planned if uuid in plan.gpu_uuids]
         return all_of(
             self._with_gpus(domain, uuid)
