@@ -213,8 +213,8 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
 @pytest.mark.parametrize(
     ("kind", "gpu", "entry", "why"),
     [
-        ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: it changes to mps after the end of "),
-        ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: it becomes a single device after "),
+        ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: the change to mps waits for lease "),
+        ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: the change to a single device waits "),
         ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: the MIG layout of GPU 00:09.0 is "),
         ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "),
     ],
