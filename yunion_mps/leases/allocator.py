@@ -13,7 +13,7 @@ from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, group_by_gpu, of_different_gpus
-from yunion_mps.leases.placement import matching_devices, most_across, place, smallest_groups
+from yunion_mps.leases.placement import largest_group_across, matching_devices, place, smallest_groups
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
@@ -177,7 +177,7 @@ class Allocator:
         if request.devices:
             devices = [device for some in most_first for device in some]
         elif request.across:
-            devices = most_across(request, candidates, most_first)
+            devices = largest_group_across(request, candidates, most_first)
         else:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})

@@ -46,10 +46,13 @@ def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Cand
     return matching
 
 
-def most_across(
+def largest_group_across(
     request: LeaseRequest, candidates: Candidates, by_gpu: Iterable[Sequence[Device]]
 ) -> list[Device]:
-    """Free devices of different GPUs: of the kinds that could satisfy the request, the one with the most."""
+    """The largest group of free devices, one of each GPU, that can be in one lease.
+
+    Kinds of devices that could not satisfy the request if everything were free are left out.
+    """
     possible = groups_across(candidate.device for candidate in matching_devices(request, candidates))
     kinds = {kind_across(group[0]) for group in possible if len(group) >= request.number}
     free = groups_across(devices[0] for devices in by_gpu if kind_across(devices[0]) in kinds)

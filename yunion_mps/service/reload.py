@@ -220,7 +220,7 @@ class Reloader:
         addresses = {gpu.uuid: gpu.address for gpu in gpus}
         return [
             Change(setting.label, addresses.get(uuid, uuid), before, after, AT_ONCE)
-            for setting, (uuid, before, after) in supervisor.modes.drifted(target, gpus, slices)
+            for setting, (uuid, before, after) in supervisor.modes.find_corrections(target, gpus, slices)
         ]
 
     async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:

@@ -23,7 +23,7 @@ from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
-from yunion_mps.supervisor.fleet import Fleet, is_in_the_way
+from yunion_mps.supervisor.fleet import Fleet, blocks
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
 from yunion_mps.supervisor.users import GpuUsers, servers_of
@@ -276,10 +276,10 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -
     new = [one for one in plan.domains if not any(one.same_control_daemon(old.desired) for old in domains)]
     rows = []
     for domain in old:
-        when = effect([domain], [planned for planned in new if is_in_the_way(domain, planned)])
+        when = effect([domain], [planned for planned in new if blocks(domain, planned)])
         rows.append((domain.in_effect.name, _describe_control_daemon(domain.in_effect), "", when))
     for planned in new:
-        when = effect([domain for domain in old if is_in_the_way(domain, planned)], [planned])
+        when = effect([domain for domain in old if blocks(domain, planned)], [planned])
         rows.append((planned.name, "", _describe_control_daemon(planned), when))
     return [Change("control daemon", *row) for row in rows]
 

@@ -111,7 +111,7 @@ class ComputeModes:
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
         return ModeWork(changes, restore, self.time_slices.due(target, store))
 
-    def drifted(
+    def find_corrections(
         self, target: Plan, gpus: Iterable[Gpu], slices: Mapping[str, str]
     ) -> Iterator[tuple[Setting, ModeChange]]:
         """Yield the corrections of settings that another program has changed.
@@ -120,7 +120,7 @@ class ComputeModes:
         """
         for change in self._changes(target, gpus):
             yield COMPUTE_MODE, change
-        for change in self.time_slices.drifted(target, slices):
+        for change in self.time_slices.find_corrections(target, slices):
             yield TIME_SLICE, change
 
     def _changes(self, target: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:

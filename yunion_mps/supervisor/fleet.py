@@ -223,7 +223,7 @@ class Fleet:
         return has_other_gpus or has_other_group
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
-        return any(is_in_the_way(domain, plan) for domain in self.domains)
+        return any(blocks(domain, plan) for domain in self.domains)
 
     def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
@@ -232,7 +232,7 @@ class Fleet:
         return domain
 
 
-def is_in_the_way(domain: Domain, plan: DomainPlan) -> bool:
+def blocks(domain: Domain, plan: DomainPlan) -> bool:
     """Whether the domain has to end before another one can start as planned."""
     running = domain.in_effect
     has_its_gpus = not set(running.gpu_uuids).isdisjoint(plan.gpu_uuids)

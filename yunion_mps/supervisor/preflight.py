@@ -260,8 +260,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
 def with_leased_domains(plan: Plan, leased: Mapping[str, str], store: Store, paths: Paths) -> Plan:
     """Return the plan with the running control daemons of `leased` GPUs that it does not share through MPS.
 
-    `leased` says how each GPU (UUID) is shared. A job may have no process at the moment: without the control
-    daemon, its next one would fail.
+    `leased` says how each GPU (UUID) is shared. Without its control daemon, the next process of a job that
+    has none at the moment would fail.
     """
     ways = ways_of_sharing(plan)
     missing = {uuid for uuid, way in leased.items() if way == MPS != ways.get(uuid)}

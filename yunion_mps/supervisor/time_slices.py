@@ -73,7 +73,7 @@ class TimeSlices:
         self._requested = desired
         return SliceWork(desired, restore) if desired or restore else ()
 
-    def drifted(self, target: Plan, found: Mapping[str, str]) -> Iterator[ModeChange]:
+    def find_corrections(self, target: Plan, found: Mapping[str, str]) -> Iterator[ModeChange]:
         """Yield the corrections of time slices `found` (by GPU UUID) that are not as planned."""
         for uuid, desired in self._usable(self.in_effect(target)).items():
             if found.get(uuid, desired) != desired:

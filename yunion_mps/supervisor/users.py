@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.domain import Domain
-from yunion_mps.supervisor.fleet import is_in_the_way
+from yunion_mps.supervisor.fleet import blocks
 from yunion_mps.users import NO_USERS, Servers, Users, all_of
 
 
@@ -33,7 +33,7 @@ class GpuUsers:
         return all_of(
             self._with_gpus(domain, uuid)
             for domain in self._domains
-            if uuid in domain.in_effect.gpu_uuids or any(is_in_the_way(domain, plan) for plan in plans)
+            if uuid in domain.in_effect.gpu_uuids or any(blocks(domain, plan) for plan in plans)
         )
 
     def of(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
