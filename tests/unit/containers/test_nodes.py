@@ -46,7 +46,7 @@ def test_an_instance_has_its_gpus_node_and_its_own_capabilities(host: SimHost) -
     assert nodes(host, gone) == ["/dev/nvidia1"]
 
 
-def test_a_file_that_is_no_device_is_no_node(host: SimHost) -> None:
+def test_a_file_that_is_not_a_device_is_left_out(host: SimHost) -> None:
     """An engine would refuse to start a container with it."""
     gpu = Gpu("0000:00:06.0", host.gpus[0].uuid, minor=0)
     node, paths = host.root / "dev/nvidia0", Paths(str(host.root))

@@ -141,7 +141,7 @@ def test_a_task_has_its_devices_if_slurm_reads_the_type_as_their_number(
 @pytest.mark.parametrize(
     ("number", "hint"), [(1, "--gpu-bind=single:1"), (2, "srun --exact -n1 --gres=gpu:mps:2")]
 )
-def test_a_task_whose_devices_slurm_does_not_tell_is_refused(number: int, hint: str) -> None:
+def test_a_task_whose_devices_slurm_does_not_name_is_refused(number: int, hint: str) -> None:
     content: JobFile = {"environment": {}, "devices": {index: {} for index in "0123"}, "error": []}
     environment = {
         "SLURM_JOB_ID": "17",

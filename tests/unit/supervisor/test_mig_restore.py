@@ -121,7 +121,7 @@ def test_nothing_is_recorded_of_a_mode_that_is_off_again_already(mig_host: MakeM
     assert host.store.recorded_mig(str(host.gpu.uuid)) is None
 
 
-def test_a_lost_gpu_is_asked_to_cancel_nothing(mig_host: MakeMigHost) -> None:
+def test_no_mode_change_of_a_lost_gpu_is_cancelled(mig_host: MakeMigHost) -> None:
     host = mig_host([{"kind": "a100"}])
     host.apply("all-1g.5gb")
     (task,) = withdrawn([], [host.gpu], lambda: host.store)
