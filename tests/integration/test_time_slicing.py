@@ -92,21 +92,22 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
 ) -> None:
     daemon.host.divide(4, before)
     daemon.start().wait_ready()
-    words = "&".join(f"devices={address}" for address in leased)
-    take(daemon, f"holder.name=job&holder.ttl_s=600&allow_unlimited=true&{words}")
+    for address in leased:  # each in a lease, because MPS does not combine devices of a GPU
+        take(daemon, f"holder.name={address}&holder.ttl_s=600&allow_unlimited=true&devices={address}")
     daemon.host.divide(4, after)
     for options in (["--drain"], ["--now", "--yes"]):
         done = daemon.host.run(["yunion-mps", "reload", *options, "--timeout", "1"])
         assert done.returncode == 1
         pending = done.stderr.partition("still pending after 1s: ")[2]
         assert re.search(
-            "GPU 00:07.0: .*waits for lease job of root.* to end.*; everything else is in", pending
+            "GPU 00:07.0: .*waits for lease 00:07.0-0 of root.* to end.*; everything else is in", pending
         )
         assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         assert process.stderr is not None
-        assert "lease job of root" in process.stderr.readline()
-        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert f"lease {leased[-1]} of root" in process.stderr.readline()
+        for address in leased:
+            daemon.host.run(["yunion-mps", "lease", "release", address], check=True)
         assert process.wait() == 0
     eventually(lambda: set(states(daemon).values()) == {"free"}, "the new way of sharing")
     assert (modes(daemon)[1] == "default") == (after != 2)
