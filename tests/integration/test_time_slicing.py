@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from yunion_mps import reasons
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
@@ -83,6 +84,25 @@ def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed
     assert mixed.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     eventually(lambda: states(mixed) == {ADDRESS: "free", "00:07.0-1": "free"}, "the new division")
     assert modes(mixed)[1] == "exclusive_process"
+
+
+@pytest.mark.parametrize("entry", [f"{SHARED[:-1]}3", None], ids=["time-sliced", "removed"])
+def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(daemon: Daemon, entry: str | None) -> None:
+    daemon.host.divide(4, 2)
+    daemon.start().wait_ready()
+    request = f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}"
+    lease = take(daemon, request)
+    assert daemon.stop() == 0
+    daemon.host.divide(4, *([entry] if entry else []))
+    daemon.start().wait_ready()
+    assert take(daemon, request)["environment"] == lease["environment"]
+    assert (modes(daemon)[1], states(daemon)[ADDRESS]) == ("exclusive_process", "leased")
+    codes = [one["code"] for one in daemon.status()["problems"]]
+    assert codes == [reasons.LEASES_PENDING], "the change waits, and the lease is not outdated"
+    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    after = {f"00:07.0-{slot}": "free" for slot in range(3)} if entry else {}
+    eventually(lambda: states(daemon) == after, "the division of the configuration")
+    eventually(lambda: modes(daemon)[1] == "default", "its compute mode")
 
 
 @pytest.mark.parametrize("leased", [["00:07.0-0"], ["00:07.0-0", "00:07.0-1"]])
