@@ -22,6 +22,7 @@ def posted(words: str) -> tuple[bytes, dict[str, str]]:
         *holders, last = name.split(".")
         for one in holders:
             place = place.setdefault(one, {})
+        assert last not in place, f"{name} is given twice, but JSON has each member once"
         place[last] = text.split(",") if last in _LISTS else _value(text)
     return json.dumps(body).encode(), headers
 

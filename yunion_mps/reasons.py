@@ -44,11 +44,17 @@ def _code(name: str, meaning: str, hint: str) -> str:
     return name
 
 
-def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "LEASE") -> str:
-    """What the operator should do; a general hint for an unknown code, such as one from a newer daemon."""
+def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "") -> str:
+    """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
+
+    Without a `lease`, advice to release it is left out if there is other advice.
+    """
     if code not in CODES:
         return _DOCTOR
-    hint = CODES[code].hint.replace("{gpu}", gpu).replace("{lease}", lease)
+    hint = CODES[code].hint
+    if not lease:
+        hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
+    hint = hint.replace("{gpu}", gpu).replace("{lease}", lease or "LEASE")
     return hint.replace("{pid}", str(pid or "PID"))
 
 

@@ -135,3 +135,37 @@ def test_a_destroyed_instance_that_cannot_be_created_again_is_refused(daemon: Da
     assert leases_of(daemon) == []
     other = run(daemon.host, "printenv", "CUDA_VISIBLE_DEVICES", check=True).stdout.strip()
     assert other in {one.uuid for one in instances(daemon)}
+
+
+def test_a_repeated_request_gets_the_instance_that_is_created_again(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    _, address = big(daemon)
+    request = f"devices={address}&holder.name=job&holder.ttl_s=600"
+    lease = take(daemon, request)
+    before, _ = destroy(daemon)
+    again = take(daemon, request)
+    assert again["id"] == lease["id"]
+    assert again["environment"]["CUDA_VISIBLE_DEVICES"] in {one.uuid for one in instances(daemon)} - {before}
+
+
+@pytest.mark.parametrize("asks", ["take", "bind"])
+def test_a_lease_whose_instance_was_just_destroyed_is_refused(daemon: Daemon, asks: str) -> None:
+    daemon.start().wait_ready()
+    _, address = big(daemon)
+    request = f"devices={address}&holder.name=job&holder.ttl_s=600"
+    lease = take(daemon, request)
+    daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
+    destroy(daemon)
+    path = {"take": ("/v1/leases", request), "bind": (f"/v1/leases/{lease['id']}/bind", f"pid={os.getpid()}")}
+    status, answer = daemon.ask("POST", *path[asks])
+    assert (status >= 400, answer["code"]) == (True, reasons.MIG_INSTANCE_GONE)
+    assert answer["hint"].endswith(f"yunion-mps lease release {lease['id']}")
+    assert [one["id"] for one in leases_of(daemon)] == [lease["id"]], "it is kept"
+
+
+def test_a_repeated_request_ignores_the_jobs_of_its_own_lease(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    request = f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600"
+    lease = take(daemon, request)
+    use(daemon)
+    assert take(daemon, request)["id"] == lease["id"]

@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from yunion_mps import reasons
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
@@ -85,6 +86,25 @@ def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed
     assert modes(mixed)[1] == "exclusive_process"
 
 
+@pytest.mark.parametrize("entry", [f"{SHARED[:-1]}3", None], ids=["time-sliced", "removed"])
+def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(daemon: Daemon, entry: str | None) -> None:
+    daemon.host.divide(4, 2)
+    daemon.start().wait_ready()
+    request = f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}"
+    lease = take(daemon, request)
+    assert daemon.stop() == 0
+    daemon.host.divide(4, *([entry] if entry else []))
+    daemon.start().wait_ready()
+    assert take(daemon, request)["environment"] == lease["environment"]
+    assert (modes(daemon)[1], states(daemon)[ADDRESS]) == ("exclusive_process", "leased")
+    codes = [one["code"] for one in daemon.status()["problems"]]
+    assert codes == [reasons.LEASES_PENDING], "the change waits, and the lease is not outdated"
+    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    after = {f"00:07.0-{slot}": "free" for slot in range(3)} if entry else {}
+    eventually(lambda: states(daemon) == after, "the division of the configuration")
+    eventually(lambda: modes(daemon)[1] == "default", "its compute mode")
+
+
 @pytest.mark.parametrize("leased", [["00:07.0-0"], ["00:07.0-0", "00:07.0-1"]])
 @pytest.mark.parametrize(("before", "after"), [(f"{SHARED[:-1]}2", 2), (2, f"{SHARED[:-1]}2")])
 def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
@@ -92,21 +112,22 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
 ) -> None:
     daemon.host.divide(4, before)
     daemon.start().wait_ready()
-    words = "&".join(f"devices={address}" for address in leased)
-    take(daemon, f"holder.name=job&holder.ttl_s=600&allow_unlimited=true&{words}")
+    for address in leased:  # each in a lease, because MPS does not combine devices of a GPU
+        take(daemon, f"holder.name={address}&holder.ttl_s=600&allow_unlimited=true&devices={address}")
     daemon.host.divide(4, after)
     for options in (["--drain"], ["--now", "--yes"]):
         done = daemon.host.run(["yunion-mps", "reload", *options, "--timeout", "1"])
         assert done.returncode == 1
         pending = done.stderr.partition("still pending after 1s: ")[2]
         assert re.search(
-            "GPU 00:07.0: .*waits for lease job of root.* to end.*; everything else is in", pending
+            "GPU 00:07.0: .*waits for lease 00:07.0-0 of root.* to end.*; everything else is in", pending
         )
         assert ("GPU 00:06.0: 4 devices pending: its control daemon is drained" in pending) == (before == 2)
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         assert process.stderr is not None
-        assert "lease job of root" in process.stderr.readline()
-        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert f"lease {leased[-1]} of root" in process.stderr.readline()
+        for address in leased:
+            daemon.host.run(["yunion-mps", "lease", "release", address], check=True)
         assert process.wait() == 0
     eventually(lambda: set(states(daemon).values()) == {"free"}, "the new way of sharing")
     assert (modes(daemon)[1] == "default") == (after != 2)

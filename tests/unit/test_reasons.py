@@ -44,6 +44,10 @@ def test_a_hint_names_its_object_or_is_general() -> None:
     assert hint_of(reasons.OVER_BUDGET, pid=4711).endswith("yunion-mps terminate 4711")
     assert hint_of(reasons.OVER_BUDGET).endswith("yunion-mps terminate PID")
     assert hint_of(reasons.LEASE_OUTDATED, lease="7c1f0e7a").endswith("lease release 7c1f0e7a")
+    created_again = "wait until it is created again: yunion-mps gpus"
+    assert hint_of(reasons.MIG_INSTANCE_GONE) == created_again, "there is no lease to release"
+    released = f"{created_again}; or release its lease: yunion-mps lease release 7c1f0e7a"
+    assert hint_of(reasons.MIG_INSTANCE_GONE, lease="7c1f0e7a") == released
     assert hint_of("from_a_newer_daemon") == "run the diagnostics: yunion-mps doctor"
 
 
@@ -102,4 +106,4 @@ def test_the_page_has_each_code_with_its_meaning_and_hint() -> None:
     page = (CHECKOUT / "docs/reason-codes.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     shown = {code: (meaning, hint.replace("\\|", "|")) for code, meaning, hint in rows}
-    assert shown == {code: (one.meaning, hint_of(code)) for code, one in CODES.items()}
+    assert shown == {code: (one.meaning, hint_of(code, lease="LEASE")) for code, one in CODES.items()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from yunion_mps.cli.calls import call
-from yunion_mps.enums import RESERVATIONS
+from yunion_mps.enums import NOT_USED, RESERVATIONS
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -121,7 +121,9 @@ def _devices() -> Iterator[str]:
 
 
 def _gpus() -> Iterator[str]:
-    return (gpu["addr"] for gpu in call(GET_GPUS, _COMPLETION_S)["gpus"])
+    """Yield the GPUs and MIG instances that can have devices."""
+    gpus = call(GET_GPUS, _COMPLETION_S)["gpus"]
+    return (gpu["addr"] for gpu in gpus if gpu["state"] != NOT_USED)
 
 
 def _pids() -> Iterator[str]:

@@ -210,7 +210,7 @@ class Handlers:
     async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
         caller = _caller(request)
         holder = process_holder(caller, "container", request.pid if pid is None else pid)
-        return self._services.leases.bind(lease, caller.owner, holder)
+        return await self._services.leases.bind(lease, caller.owner, holder)
 
 
 def _list(terminations: list[answers.Termination]) -> answers.TerminationList:

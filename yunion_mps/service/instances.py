@@ -19,7 +19,7 @@ from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
 from yunion_mps.tasks import within
 
-#: How long a new lease waits for the driver; if that is slow, the monitor reports it.
+#: How long a lease waits for the driver; if that is slow, the monitor reports it.
 _DRIVER_TIMEOUT_S = 2.0
 
 
@@ -28,7 +28,7 @@ async def _no_poll() -> None:
 
 
 class InstanceCheck:
-    """Checks the MIG instances of new leases, and tells `Queries` which ones others use."""
+    """Checks the MIG instances of leases, and tells `Queries` which ones others use."""
 
     def __init__(self, supervisor: Supervisor, queries: Queries) -> None:
         self._supervisor = supervisor
@@ -44,10 +44,11 @@ class InstanceCheck:
         used = ((uuid, _describe_use(processes.get(uuid, {}))) for uuid in whole if uuid not in leased)
         self._queries.set_used({uuid: reason for uuid, reason in used if reason})
 
-    async def why_unusable(self, lease: Lease) -> Reason:
-        """Why a new lease cannot have its devices, empty if it can; the GPUs are polled if one is missing.
+    async def why_unusable(self, lease: Lease, *, is_new: bool) -> Reason:
+        """Why a lease cannot have its devices, empty if it can; the GPUs are polled if one is missing.
 
-        If the driver does not answer, that is empty, too.
+        Use by other processes matters only if the lease is new. If the driver does not answer, the reason is
+        empty, too.
         """
         nvml = self._supervisor.nvml if any(device.is_on_instance for device in lease.devices) else None
         if nvml is None:
@@ -57,7 +58,7 @@ class InstanceCheck:
             processes = await within(_DRIVER_TIMEOUT_S, on_thread(nvml.processes), slow)
         except YunionError:
             return NO_REASON
-        self.note(processes, lease)
+        self.note(processes, lease if is_new else None)
         if any(device.gpu_uuid not in processes for device in lease.devices):
             await self.poll()
             return INSTANCE_GONE

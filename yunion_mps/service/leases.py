@@ -38,6 +38,7 @@ from yunion_mps.leases.request import (
 from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
 from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease
@@ -169,14 +170,13 @@ class LeaseService:
         """
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
+        await self._follow_destroyed(self.ledger.find_repeated(queued))
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
-        elif lease.holder.binding == "name":
-            lease = self._renew(lease)
-            refuse_unserved(lease, self._supervisor.snapshot())
-        elif lease.holder.is_awaited:
+        elif lease.holder.binding == "name" or lease.holder.is_awaited:
+            lease = lease if lease.holder.is_awaited else self._renew(lease)
             refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
@@ -211,13 +211,15 @@ class LeaseService:
             raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
         return self._json(self._renew(lease))
 
-    def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
+    async def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
         Its owner does not change; one taken by name stays one, because containers may share it. Raises what
         `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
-        lease = find_own_lease(name, self.ledger.leases, caller, of_any_unit=not caller.unit)
+        find_own = partial(find_own_lease, name, self.ledger.leases, caller, of_any_unit=not caller.unit)
+        await self._follow_destroyed(find_own())
+        lease = find_own()
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
@@ -259,13 +261,12 @@ class LeaseService:
                 return grant._replace(lease=lease)
         raise self.queue.why_not(queued, self._queries.candidates())
 
-    async def _revoke_unusable(self, lease: Lease) -> None:
-        why = await self.instances.why_unusable(lease)
-        if not why:
-            return
-        self.follow_instances()  # the poll may have created the instance again
-        if self.ledger.leases.get(lease.id) == lease:
-            self.end(lease.id, why)
+    async def _follow_destroyed(self, lease: Lease | None, *, is_new: bool = False) -> Reason:
+        """Ask the driver why the lease cannot have its devices; its MIG instances may be created again."""
+        why = await self.instances.why_unusable(lease, is_new=is_new) if lease else NO_REASON
+        if why:
+            self.follow_instances()
+        return why
 
     async def _next_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
@@ -279,7 +280,10 @@ class LeaseService:
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
                 raise self.queue.why_not(queued, self._queries.candidates())
-            await self._revoke_unusable(grant.result().lease)
+            lease = grant.result().lease
+            why = await self._follow_destroyed(lease, is_new=True)
+            if why and self.ledger.leases.get(lease.id) == lease:
+                self.end(lease.id, why)
             return grant.result()
         except asyncio.CancelledError:
             is_granted = grant.done() and not grant.cancelled() and not grant.exception()
@@ -296,10 +300,7 @@ class LeaseService:
                 self.serve()  # its reservation is available to later requests
 
     def _refuse_infeasible(self) -> None:
-        """Refuse the queued requests that have become infeasible, for example by a reload.
-
-        Otherwise they would wait forever and keep free devices reserved.
-        """
+        """Refuse queued requests that have become infeasible, as by a reload: they keep devices reserved."""
         snapshot = self._supervisor.snapshot()
         divided = (snapshot.plan, tuple(status.plan for status in snapshot.domains))
         if divided == self._divided:

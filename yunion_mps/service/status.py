@@ -199,7 +199,7 @@ def _whole_gpu_problems(
     reported = {gpu_of(device["addr"]) for device in devices if device["state"] == PENDING}
     reported |= {gpu["addr"] for gpu in gpus if gpu["state"] == PENDING}
     for gpu in gpus:
-        if gpu["addr"] in waits and reported.isdisjoint((gpu["addr"], gpu["parent"])):
+        if gpu["addr"] in waits and reported.isdisjoint((gpu["addr"], physical_gpu(gpu["addr"]))):
             text = f"GPU {gpu['addr']}: {waits[gpu['addr']]}"
             yield _problem(PENDING, reasons.LEASES_PENDING, text, gpu=gpu["addr"])
 

@@ -46,7 +46,6 @@ from yunion_mps.supervisor.preflight import (
     leased_gpus,
     leased_without_mps,
     left_running,
-    with_leased_domains,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
 from yunion_mps.supervisor.time_slices import TIME_SLICE
@@ -362,10 +361,7 @@ class Supervisor:
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            ways = leased_gpus(self.store())
-            self.desired.ways_leased = lambda: ways
-            self.desired.plan = with_leased_domains(self.desired.plan, ways, self.store(), self._paths)
-            self.desired.replan()
+            self.desired.keep_leased(leased_gpus(self.store()), self.store())
 
     def _create_instances(self) -> None:
         """Bring MIG layouts into effect; if there may be leases, without taking anything away."""

@@ -13,6 +13,7 @@ from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.errors import ConfigError
+from yunion_mps.host.store import Store
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -25,7 +26,7 @@ from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.fleet import Fleet, blocks
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.preflight import Preflight
+from yunion_mps.supervisor.preflight import Preflight, with_leased_domains
 from yunion_mps.supervisor.users import GpuUsers, servers_of
 from yunion_mps.text import count
 from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, waits
@@ -93,6 +94,13 @@ class DesiredState:
         self.forced: Callable[[], Collection[str]] = tuple
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
+
+    def keep_leased(self, ways: Mapping[str, str], store: Store) -> None:
+        """Keep GPUs that are leased in these `ways` (by UUID) as they are, until the leases are restored."""
+        gpus = self._gpus.inventory.gpus
+        self.ways_leased = lambda: ways
+        self.plan = with_leased_domains(self.plan, ways, gpus, self.config, store, self._paths)
+        self.replan()
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
         """Return the plan's domains, with their directories below our root directory."""

@@ -110,9 +110,7 @@ class MigLayouts:
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
-            if settled == state:
-                self._forced.discard(layout)  # later leases count
-            else:
+            if settled != state:
                 self._note_external_change(settled, state, gpu)
                 tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last, users))
         return tuple(tasks)

@@ -21,7 +21,7 @@ from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
-from yunion_mps.models import DomainPlan, Driver, Inventory, Plan
+from yunion_mps.models import DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import LimitsInEffect
@@ -235,6 +235,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
     leftovers = Leftovers(left_running(store), [], "")
+    if store:  # what the plan needs of the records of ended control daemons, it has
+        _forget_records(store, {process.pipe_directory for process in leftovers.running})
     for process in leftovers.running:
         directory = process.pipe_directory
         if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
@@ -257,23 +259,31 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     return leftovers
 
 
-def with_leased_domains(plan: Plan, leased: Mapping[str, str], store: Store, paths: Paths) -> Plan:
-    """Return the plan with the running control daemons of `leased` GPUs that it does not share through MPS.
+def with_leased_domains(
+    plan: Plan, leased: Mapping[str, str], gpus: Sequence[Gpu], config: Config, store: Store, paths: Paths
+) -> Plan:
+    """Return the plan with the recorded control daemons of `leased` GPUs that it does not share through MPS.
 
     `leased` says how each GPU (UUID) is shared. Without its control daemon, the next process of a job that
-    has none at the moment would fail.
+    has none at the moment would fail. One that has ended, as at a stop or a reboot, is started again.
     """
     ways = ways_of_sharing(plan)
     missing = {uuid for uuid, way in leased.items() if way == MPS != ways.get(uuid)}
     if not missing:
         return plan
-    domains = []
-    for process in left_running(store):
-        recorded = LimitsInEffect.from_json(store.recorded_limits(process.pipe_directory))
-        if recorded and not process.is_server and not missing.isdisjoint(process.gpu_uuids):
-            uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in missing]
+    can_start = {str(gpu.uuid) for gpu in gpus if not (gpu.reason or gpu.mig_enabled)}
+    running = {process.pipe_directory for process in left_running(store)}
+    domains: list[DomainPlan] = []
+    for directory in sorted(store.recorded_domains(), key=lambda one: one not in running):
+        recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
+        needed = missing if directory in running else missing & can_start
+        uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in needed] if recorded else []
+        if recorded and uuids:
             domains.append(above_root(recorded.plan.for_gpus(uuids), paths))
-    modes = dict.fromkeys(missing & store.former(COMPUTE_MODE).keys(), MODES[MPS])
+            missing.difference_update(uuids)
+    kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
+    changed = {str(gpu.uuid) for gpu in gpus if not gpu.parent and config.cuda_mps_compute_mode != "keep"}
+    modes = dict.fromkeys(kept & (changed | store.former(COMPUTE_MODE).keys()), MODES[MPS])
     return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 
 
@@ -300,17 +310,25 @@ def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
     """Return our MPS processes that run in pipe directories which are not `watched`.
 
-    Deletes records of directories without processes. Raises ShortageError if processes cannot be listed.
+    Deletes records of directories without processes and leases. Raises ShortageError if processes cannot be
+    listed.
     """
     running = our_processes()
     used = {*watched, *(process.pipe_directory for process in running)}
+    if store:
+        _forget_records(store, used, leased_gpus(store).keys())
+    return [process for process in running if process.pipe_directory not in watched]
+
+
+def _forget_records(store: Store, used: Collection[str], leased: Collection[str] = ()) -> None:
+    """Delete the records of directories that are not `used` and have none of the `leased` GPUs (UUIDs)."""
     try:
-        for directory in store.recorded_domains() if store else ():
-            if store and directory not in used:
+        for directory in set(store.recorded_domains()).difference(used):
+            recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
+            if recorded is None or set(recorded.plan.gpu_uuids).isdisjoint(leased):
                 store.forget_limits(directory)
     except HostError as error:
         log.warning("records of ended control daemons cannot be deleted: %s; %s", error.message, error.hint)
-    return [process for process in running if process.pipe_directory not in watched]
 
 
 def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:

@@ -23,7 +23,7 @@ metrics. A code is never renamed or reused. `GPU` stands for the GPU's UUID.
 
 def reason_page() -> str:
     """The table of all codes."""
-    rows = ((code, one.meaning, hint_of(code)) for code, one in CODES.items())
+    rows = ((code, one.meaning, hint_of(code, lease="LEASE")) for code, one in CODES.items())
     return _HEAD + "".join(f"| `{code}` | {meaning} | {_cell(hint)} |\n" for code, meaning, hint in rows)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from yunion_mps.cli.root import SECTIONS
 
-from unit.cli.conftest import PROGRAM, Cli
+from unit.cli.conftest import PROGRAM, Cli, Serve
+from unit.http import snapshots
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +69,12 @@ def test_bash_completes_commands_options_and_devices(
 
 def test_without_the_daemon_bash_completes_no_device_and_stays_silent(alone: Cli, script: Path) -> None:
     assert complete_in_bash(alone, "yunion-mps show ", script) == []
+
+
+def test_an_instance_of_another_program_is_not_completed(serve: Serve, script: Path) -> None:
+    host = snapshots.mig()
+    gpus = host.inventory.gpus
+    foreign = gpus[-1]._replace(pci_address=f"{gpus[1].pci_address}-g9", uuid=None, identity="")
+    cli = serve(host._replace(inventory=host.inventory._replace(gpus=(*gpus, foreign))))
+    listed = complete_in_bash(cli, "yunion-mps run --gpu 81", script)
+    assert listed == ["81:00.0", "81:00.0-g1", "81:00.0-g2"]

@@ -49,7 +49,7 @@ def test_a_domain_shows_the_range_of_the_default_limits_of_its_gpus(
 
 def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
     found = snapshots.reference()
-    later = "waiting for the control daemon that currently serves its GPUs to end"
+    later = "its control daemon waits for the one that now serves its GPUs to end"
     domains = (
         found.domains[0]._replace(pending="the change of limits waits for its MPS server to end"),
         found.domains[0]._replace(

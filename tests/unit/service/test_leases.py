@@ -322,7 +322,7 @@ def test_a_connections_lease_that_a_container_got_outlives_it(host: LeaseHost) -
         closed: list[Callable[[], None]] = []
         queued = QueuedRequest(LeaseRequest(), ONESELF._replace(binding="connection"))
         lease, _ = await host.leases.take(queued, closed.append, 0.0)
-        host.leases.bind(lease["id"], Owner(ROOT), ONESELF)
+        await host.leases.bind(lease["id"], Owner(ROOT), ONESELF)
         for close in closed:
             close()
         assert [one["id"] for one in host.leases.leases()] == [lease["id"]]

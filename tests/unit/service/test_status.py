@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 from yunion_mps.enums import BACKOFF, FAILED, STARTING
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, LIMITS_PENDING, PROGRAM_MISSING, SHORTAGE, hint_of
+from yunion_mps.reasons import (
+    CONTROL_DAEMON_BUSY,
+    LEASES_PENDING,
+    LIMITS_PENDING,
+    MIG_IN_USE,
+    PROGRAM_MISSING,
+    SHORTAGE,
+    Reason,
+    hint_of,
+)
 from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITING, clients, status_of
-from unit.http.snapshots import H100, snapshot
+from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, in_instances, snapshot
 
 
 def queries(**domain: Any) -> Queries:
@@ -85,3 +94,19 @@ def test_a_change_that_waits_for_an_idle_server_says_what_ends_it(found: Any, is
     }
     idle = "wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)"
     assert hints == {idle if is_idle else hint_of(LIMITS_PENDING)}
+
+
+def test_an_instance_that_waits_with_its_gpus_layout_is_one_problem() -> None:
+    host = snapshot(P40, *in_instances(IN_MIG_MODE, "3g.40gb", "3g.40gb"), entries=MIG_ENTRIES)
+    instance = next(gpu for gpu in host.inventory.gpus if gpu.is_instance)
+    waits = {instance.uuid: Reason("its MIG layout waits for lease job of root to end", LEASES_PENDING)}
+    layout = {IN_MIG_MODE.pci_address: Reason("removing it waits for lease job of root to end", MIG_IN_USE)}
+
+    def reported(unavailable: dict[str, Reason]) -> list[tuple[str, str | None]]:
+        others = tuple(one for one in host.plan.devices if one.gpu_uuid != instance.uuid)
+        plan = host.plan._replace(pending=waits, unavailable=unavailable, devices=others)
+        problems = status_of(Queries(lambda: host._replace(plan=plan), 0.0, 1))["problems"]
+        return [(one["code"], one["gpu"]) for one in problems if one["level"] == "pending"]
+
+    assert reported({}) == [(LEASES_PENDING, instance.address)]
+    assert reported(layout) == [(MIG_IN_USE, IN_MIG_MODE.address)]

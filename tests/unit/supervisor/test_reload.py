@@ -289,7 +289,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
         first.pending
         == f"the configuration has changed: the control daemon waits for the MPS server (PID {server}) to end"
     )
-    why = "waiting for the control daemon that currently serves its GPUs to end"
+    why = "its control daemon waits for the one that now serves its GPUs to end"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
     uuids = [gpu.uuid for gpu in host.gpus]
