@@ -12,6 +12,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
+from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import ConfigError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
@@ -125,6 +126,8 @@ class DesiredState:
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
         kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        whole = {uuid for uuid, way in self.ways_leased().items() if way == NOT_SHARED}
+        kept |= whole - plan.offered  # which the plan removes, but which stay leased
         leases, waiting = self.leases(), find_lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
