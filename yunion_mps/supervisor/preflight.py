@@ -299,13 +299,12 @@ def leased_without_mps(store: Store) -> dict[str, str]:
 
 def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
     """Return how the GPUs (UUIDs) with recorded leases are shared."""
-    rows = store.read(f"SELECT value FROM lease {where}")
-    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
-        leases = [json.loads(row[0]) for row in rows]
-        return {
-            device["gpu_uuid"]: device.get("sharing", MPS) for lease in leases for device in lease["devices"]
-        }
-    return {}
+    ways: dict[str, str] = {}
+    for (text,) in store.read(f"SELECT value FROM lease {where}"):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
+            devices = json.loads(text)["devices"]
+            ways |= {device["gpu_uuid"]: device.get("sharing", MPS) for device in devices}
+    return ways
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
