@@ -87,12 +87,21 @@ def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed
 
 
 @pytest.mark.parametrize("entry", [f"{SHARED[:-1]}3", None], ids=["time-sliced", "removed"])
-def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(daemon: Daemon, entry: str | None) -> None:
+@pytest.mark.parametrize("ends", ["stop", "reboot"])
+def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(
+    daemon: Daemon, entry: str | None, ends: str
+) -> None:
     daemon.host.divide(4, 2)
     daemon.start().wait_ready()
     request = f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}"
     lease = take(daemon, request)
-    assert daemon.stop() == 0
+    if ends == "reboot":
+        control = daemon.control_pid() or 0
+        daemon.kill()
+        os.kill(control, signal.SIGKILL)
+        daemon.host.reboot()
+    else:
+        assert daemon.stop() == 0
     daemon.host.divide(4, *([entry] if entry else []))
     daemon.start().wait_ready()
     assert take(daemon, request)["environment"] == lease["environment"]
