@@ -76,7 +76,10 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     refused = podman.run(*mps(lease["id"]), IMAGE, *inside)
     assert refused.returncode != 0
     why = f"the control daemon of {ADDRESSES[2]} was replaced after the lease was granted"
-    assert f"yunion-mps: {why} (release it, and take a new one: yunion-mps lease release " in refused.stderr
+    assert (
+        f"yunion-mps: {why} (release it and run the job with a new lease: yunion-mps lease release "
+        in refused.stderr
+    )
     assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside).startswith("25.0")
     assert set(given(ready_daemon)) == {ADDRESSES[0], ADDRESSES[2]}, "who has a device keeps it"
     podman.good("restart", "--time", "0", "trainer")

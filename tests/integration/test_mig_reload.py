@@ -70,6 +70,18 @@ def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> N
     eventually(lambda: {f"{leased}-0", f"{leased}-1"} <= devices(daemon).keys(), "the new division")
 
 
+def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    leased = lease(daemon, "3g.40gb")
+    daemon.host.divide(2)
+    for method, path in (("GET", "/v1/plan"), ("POST", "/v1/reload")):
+        changes = daemon.ask(method, path)[1]["changes"]
+        effects = {one["subject"]: one["effect"] for one in changes if one["kind"] == "budget"}
+        assert (effects.pop(leased), {*effects.values()}) == ("once lease job of root has ended", {"at once"})
+    assert devices(daemon)[leased]["state"] == "leased"
+
+
 def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     number = lease(daemon, "3g.40gb").partition("-")[2]

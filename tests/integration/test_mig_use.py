@@ -169,3 +169,22 @@ def test_a_repeated_request_ignores_the_jobs_of_its_own_lease(daemon: Daemon) ->
     lease = take(daemon, request)
     use(daemon)
     assert take(daemon, request)["id"] == lease["id"]
+
+
+def test_a_leased_gpu_put_in_mig_mode_while_stopped_outdates_its_lease(daemon: Daemon) -> None:
+    daemon.host.divide(2)
+    daemon.start().wait_ready()
+    request = "devices=00:06.0-0&holder.name=job&holder.ttl_s=600"
+    lease = take(daemon, request)
+    assert daemon.stop() == 0
+    daemon.host.run(["nvidia-smi", "-i", 0, "-mig", 1], check=True)
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    (problem,) = daemon.status()["problems"]
+    assert (problem["code"], problem["devices"]) == (reasons.LEASE_OUTDATED, ["00:06.0-0"])
+    for path, words in (("/v1/leases", request), (f"/v1/leases/{lease['id']}/bind", f"pid={os.getpid()}")):
+        answer = daemon.ask("POST", path, words)[1]
+        assert answer["code"] == reasons.LEASE_OUTDATED
+        assert answer["detail"] == "device 00:06.0-0 is unavailable: the control daemon of its lease is gone"
+        assert answer["hint"].endswith(f"yunion-mps lease release {lease['id']}")
+    assert set(devices(daemon)) > {address for _, address in [big(daemon)]}, "the layout is in effect"

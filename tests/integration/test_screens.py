@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -209,19 +210,24 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(screen: Tmux, number: si
     left(screen)
 
 
-def stands_still(screen: Tmux, period_s: float) -> bool:
-    before, end_s = screen.lines(), time.monotonic() + period_s
-    while time.monotonic() < end_s:
-        if screen.lines() != before:
-            return False
-    return True
+def is_stopped(terminal: str) -> bool:
+    """Whether the terminal takes no output, because of Ctrl-S."""
+    opened = os.open(terminal, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        poll = select.poll()
+        poll.register(opened, select.POLLOUT)
+        return not poll.poll(0)
+    finally:
+        os.close(opened)
 
 
 def test_a_signal_ends_it_even_if_ctrl_s_has_stopped_the_terminal(screen: Tmux) -> None:
     start(screen)
     pid = pid_of_top(screen)
+    terminal = screen.tell("pane_tty")
+    assert not is_stopped(terminal)
     screen.type("C-s")
-    eventually(lambda: stands_still(screen, 2.5), "that the screen stands still")
+    eventually(lambda: is_stopped(terminal), "the terminal's halt")
     os.kill(pid, signal.SIGTERM)
     screen.wait("^left with 143$")
     left(screen)

@@ -40,9 +40,10 @@ from yunion_mps.reasons import (
 )
 from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.units import duration_text
+from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ChangeList, ClientList, MpsClient, Status, StatusProblem
+    from yunion_mps.answers import Change, ChangeList, ClientList, MpsClient, Status, StatusProblem
 
 
 #: What MIG layouts would remove.
@@ -135,7 +136,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
     the new limits are pending. With --drain, that server accepts no new clients, and reload waits for its
     jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
-    also waits for the leases that delay a change; jobs without MPS are not ended.
+    also waits for the leases that delay a change; jobs without MPS are not ended. The changes are printed
+    at the end.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
     that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs.
@@ -163,16 +165,34 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     # The reload must be accepted before any job is ended.
     answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
     status, waits = call(GET_STATUS), drain or now
-    show(answer, output, _FIELDS, answer["changes"], lambda: _describe_reload(answer, status, waits=waits))
-    sys.stdout.flush()
-    if jobs:
-        _end(jobs)
-        call(RELOAD, mode="now")
-    if waits:
-        status = _wait(timeout or (None if drain else _NOW_S))
+    try:
+        if jobs:
+            _end(jobs)
+            answer = _with(answer, call(RELOAD, mode="now"))
+        if waits:
+            status = _wait(timeout or (None if drain else _NOW_S))
+            answer = _in_effect(answer)
+    finally:
+        show(
+            answer, output, _FIELDS, answer["changes"], lambda: _describe_reload(answer, status, waits=waits)
+        )
+        sys.stdout.flush()
     if version_mismatch(status):
         print_notice(f"{version_mismatch(status)}: {REEXEC_HINT}")
     _refuse_if_not_serving(status)
+
+
+def _with(answer: ChangeList, later: ChangeList) -> ChangeList:
+    """Return the answer of a reload with what a later one also changed, and with what is pending since."""
+    listed = {(change["kind"], change["subject"]) for change in answer["changes"]}
+    others = [one for one in later["changes"] if (one["kind"], one["subject"]) not in listed]
+    return {**later, "changes": [*answer["changes"], *others]}
+
+
+def _in_effect(answer: ChangeList) -> ChangeList:
+    """Return the answer of a reload after all of its changes have taken effect."""
+    changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
+    return {**answer, "changes": changes, "pending": []}
 
 
 def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:

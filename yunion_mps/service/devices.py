@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
+_OUTDATED = Reason("the control daemon of its lease is gone", codes.LEASE_OUTDATED)
 _NEXT_ONE = "the running control daemon does not serve its GPU; the next one"
 _NOT_SERVED = waits(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
 
@@ -96,10 +97,10 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
     """
     reasons = unusable_reasons(snapshot)
     for device in lease.devices:
-        why = _why_device(device, reasons, snapshot, _GONE)
+        why = _why_device(device, reasons, snapshot, _OUTDATED)
         if why:
             what = f"device {device.addr} is unavailable: {why}"
-            if why.code == codes.MIG_INSTANCE_GONE:
+            if why.code in (codes.MIG_INSTANCE_GONE, codes.LEASE_OUTDATED):
                 raise HostError(what, codes.hint_of(why.code, lease=lease.id), why.code)
             raise HostError(what, "see: yunion-mps status")
     name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid, "")
@@ -108,7 +109,8 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
     served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
     if lease.environment.get("CUDA_MPS_PIPE_DIRECTORY") not in served:
         what = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
-        raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
+        hint = codes.hint_of(codes.LEASE_OUTDATED, lease=lease.id)
+        raise HostError(what, hint, codes.LEASE_OUTDATED)
 
 
 def _why_device(
@@ -122,10 +124,10 @@ def _why_device(
     if device.gpu_uuid in reasons:
         return reasons[device.gpu_uuid]
     gpu = next((gpu for gpu in snapshot.inventory.gpus if gpu.uuid == device.gpu_uuid), None)
-    if gpu is None and device.is_on_instance:
-        return INSTANCE_GONE
+    if gpu is None:
+        return INSTANCE_GONE if device.is_on_instance else _GONE
     if device.domain:
-        return (gpu.reason if gpu else NO_REASON) or not_served
+        return gpu.reason or not_served
     return why_unusable(gpu, "", None, snapshot.plan)
 
 

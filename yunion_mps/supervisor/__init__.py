@@ -334,7 +334,7 @@ class Supervisor:
         self._replan()
         domains = self.desired.domains()
         program = find_control_program() if domains else ""
-        timeout_s, waiting = self.config.cuda_mps_stop_timeout_s, self.desired.plan.pending
+        timeout_s, waiting = self.config.cuda_mps_stop_timeout_s, self.desired.waiting()
         self.fleet.apply(domains, program, timeout_s, now_s, waiting)
         self._changed()
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
+from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import ConfigError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
@@ -111,7 +112,13 @@ class DesiredState:
         return GpuUsers(self.leases(), self._fleet.domains, self._gpus.inventory.gpus)
 
     def in_effect(self) -> Plan:
-        return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
+        return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus, self.waiting())
+
+    def waiting(self) -> dict[str, str]:
+        """Return the GPUs (UUIDs) whose control daemon will change after leases, and the GPU of those."""
+        domains = [*self.plan.domains, *self._target.domains]
+        awaited = [(domain, self.plan.pending.keys() & domain.gpu_uuids) for domain in domains]
+        return {uuid: min(leased) for domain, leased in awaited if leased for uuid in domain.gpu_uuids}
 
     def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes to domains and leases.
@@ -125,6 +132,8 @@ class DesiredState:
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
         kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        whole = {uuid for uuid, way in self.ways_leased().items() if way == NOT_SHARED}
+        kept |= whole - plan.offered  # which the plan removes, but which stay leased
         leases, waiting = self.leases(), find_lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
@@ -310,8 +319,13 @@ def _after_leases(effect: str, wait: LeaseWait | None) -> str:
     return f"{AT_ONCE} for {wait.total - waiting} of {wait.total} devices; for the others {end}"
 
 
-def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
-    """Return the plan with the devices and pools that clients get now, perhaps of an earlier plan."""
+def in_effect(
+    desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu], waiting: Mapping[str, str] = {}
+) -> Plan:
+    """Return the plan with the devices and pools that clients get now, perhaps of an earlier plan.
+
+    `waiting` has the GPUs whose control daemon will change after leases, and the GPU of those.
+    """
     served = {uuid for domain in domains for uuid in domain.in_effect.gpu_uuids}
     rest = [gpu for gpu in gpus if gpu.uuid not in served]
     shown = [(domain.in_effect, gpus) for domain in domains]
@@ -319,7 +333,7 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
     devices += direct_devices(desired.host_id, desired.direct, rest)
     pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
-    pending = dict(_leaving(desired, domains, gpus))
+    pending = dict(_leaving(desired, domains, gpus, waiting))
     order = order_of(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     pools.sort(key=lambda pool: order[pool.gpu_uuid])
@@ -327,7 +341,9 @@ def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> 
     return desired._replace(devices=tuple(devices), pools=tuple(pools), pending=pending)
 
 
-def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> Iterator[tuple[str, Reason]]:
+def _leaving(
+    desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu], waiting: Mapping[str, str]
+) -> Iterator[tuple[str, Reason]]:
     """Yield the GPUs (UUIDs) that a control daemon serves until its servers have ended, and what follows.
 
     They get no new leases, which would delay that forever.
@@ -342,8 +358,7 @@ def _leaving(desired: Plan, domains: Iterable[Domain], gpus: Iterable[Gpu]) -> I
             if uuid not in stay:
                 change = what.get(uuid, "the removal of its devices")
                 yield uuid, waits(change, users, reasons.LIMITS_PENDING)
-            elif domain.is_draining and (waiting := desired.pending.keys() & domain.in_effect.gpu_uuids):
-                other = min(waiting)
+            elif domain.is_draining and (other := waiting.get(uuid)):
                 why = f"GPU {addresses.get(other, other)} is pending: {desired.pending[other]}"
                 yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:

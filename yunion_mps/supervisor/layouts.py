@@ -102,11 +102,11 @@ class MigLayouts:
             last = self._reasons.get(layout.gpu_uuid, NO_REASON)
             if gpu is None or gpu.reason:
                 continue
-            if layout.gpu_uuid in restoring and layout.enabled and not gpu.mig_enabled:
-                awaited = users.get(layout.gpu_uuid) or ITS_USERS
-                self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
-                self._report(gpu, why)
             if layout.gpu_uuid in restoring:
+                if layout.enabled and not gpu.mig_enabled:
+                    awaited = users.get(layout.gpu_uuid) or ITS_USERS
+                    self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
+                    self._report(gpu, why)
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)

@@ -122,11 +122,10 @@ def carry_out(
         try:
             why[uuid] = work.apply()
             settled[uuid] = work.settled
-        except DriverError as error:
-            code = error.code if error.code in _CODES else reasons.MIG_REFUSED
-            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
         except YunionError as error:
-            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", error.code)
+            is_other = isinstance(error, DriverError) and error.code not in _CODES
+            code = reasons.MIG_REFUSED if is_other else error.code
+            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
         if work.done:
             changes[uuid] = ", ".join(work.done)
             log.info("%s: MIG: %s", name, changes[uuid])

@@ -236,7 +236,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
     leftovers = Leftovers(left_running(store), [], "")
     if store:  # what the plan needs of the records of ended control daemons, it has
-        _forget_records(store, {process.pipe_directory for process in leftovers.running})
+        running = {process.pipe_directory for process in leftovers.running}
+        _forget_records(store, running, spares_leased=False)
     for process in leftovers.running:
         directory = process.pipe_directory
         if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
@@ -298,13 +299,12 @@ def leased_without_mps(store: Store) -> dict[str, str]:
 
 def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
     """Return how the GPUs (UUIDs) with recorded leases are shared."""
-    rows = store.read(f"SELECT value FROM lease {where}")
-    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
-        leases = [json.loads(row[0]) for row in rows]
-        return {
-            device["gpu_uuid"]: device.get("sharing", MPS) for lease in leases for device in lease["devices"]
-        }
-    return {}
+    ways: dict[str, str] = {}
+    for (text,) in store.read(f"SELECT value FROM lease {where}"):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
+            devices = json.loads(text)["devices"]
+            ways |= {device["gpu_uuid"]: device.get("sharing", MPS) for device in devices}
+    return ways
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
@@ -314,18 +314,19 @@ def left_running(store: Store | None, watched: Collection[str] = ()) -> list[Mps
     listed.
     """
     running = our_processes()
-    used = {*watched, *(process.pipe_directory for process in running)}
     if store:
-        _forget_records(store, used, leased_gpus(store).keys())
+        _forget_records(store, {*watched, *(one.pipe_directory for one in running)}, spares_leased=True)
     return [process for process in running if process.pipe_directory not in watched]
 
 
-def _forget_records(store: Store, used: Collection[str], leased: Collection[str] = ()) -> None:
-    """Delete the records of directories that are not `used` and have none of the `leased` GPUs (UUIDs)."""
+def _forget_records(store: Store, used: Collection[str], *, spares_leased: bool) -> None:
+    """Delete the records of directories that are not `used`; may spare those with leased GPUs."""
     try:
-        for directory in set(store.recorded_domains()).difference(used):
+        unused = [one for one in store.recorded_domains() if one not in used]
+        leased = leased_gpus(store).keys() if unused and spares_leased else set()
+        for directory in unused:
             recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
-            if recorded is None or set(recorded.plan.gpu_uuids).isdisjoint(leased):
+            if recorded is None or leased.isdisjoint(recorded.plan.gpu_uuids):
                 store.forget_limits(directory)
     except HostError as error:
         log.warning("records of ended control daemons cannot be deleted: %s; %s", error.message, error.hint)

@@ -10,7 +10,6 @@ from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import DesiredState, order_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
@@ -63,20 +62,39 @@ class Snapshots:
             self._snapshot = Snapshot(
                 self._version,
                 desired.config.enable_cuda_mps,
-                _notice(
-                    desired.config,
-                    plan,
-                    self._host_conf,
-                    self.leftovers,
-                    waiting,
-                    serves=bool(self._fleet.domains),
-                ),
+                self._notice(plan, waiting),
                 plan,
                 gpus,
                 _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
                 (*desired.warnings, *noted, *self._others()),
             )
         return self._snapshot
+
+    def _notice(self, plan: Plan, layouts: Sequence[tuple[Gpu, Reason]]) -> Reason:
+        """Return why the host offers no devices, if so, and the notice about `leftovers`.
+
+        `layouts` has the GPUs whose MIG layouts are not in effect, and why. A control daemon may serve GPUs
+        that have to go.
+        """
+        why, code = "", reasons.CONTROL_DAEMON_LEFT
+        if not self._desired.config.enable_cuda_mps:
+            why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}"
+            code = reasons.DISABLED
+        elif not (plan.domains or plan.direct or self._fleet.domains):
+            pending = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
+            named = {gpu.pci_address for gpu, _ in layouts}
+            others = [
+                f"{address.removeprefix('0000:')}: {reason}"
+                for address, reason in plan.unavailable.items()
+                if address not in named
+            ]
+            if pending:
+                why, code = "; ".join([*pending, *others]), layouts[0][1].code
+            else:
+                each = "; ".join(others) or "no GPU was found"
+                why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
+        text = "; ".join(part for part in (why, self.leftovers) if part)
+        return Reason(text, code if text else "")
 
     def set_warning(self, about: str, reason: Reason) -> None:
         """Add a warning to the status; an empty reason removes it."""
@@ -95,41 +113,6 @@ def _statuses(
     active += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
     order = order_of(gpus)
     return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
-
-
-def _notice(
-    config: Config,
-    desired: Plan,
-    host_conf: str,
-    leftovers: str,
-    layouts: Sequence[tuple[Gpu, Reason]],
-    *,
-    serves: bool,
-) -> Reason:
-    """Return why the host offers no devices, if so, and the notice about `leftovers`.
-
-    `layouts` has the GPUs whose MIG layouts are not in effect, and why; `serves` is whether there is a
-    control daemon, which may serve GPUs that have to go.
-    """
-    why, code = "", reasons.CONTROL_DAEMON_LEFT
-    if not config.enable_cuda_mps:
-        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
-        code = reasons.DISABLED
-    elif not desired.domains and not desired.direct and not serves:
-        waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
-        named = {gpu.pci_address for gpu, _ in layouts}
-        others = [
-            f"{address.removeprefix('0000:')}: {reason}"
-            for address, reason in desired.unavailable.items()
-            if address not in named
-        ]
-        if waits:
-            why, code = "; ".join([*waits, *others]), layouts[0][1].code
-        else:
-            each = "; ".join(others) or "no GPU was found"
-            why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
-    text = "; ".join(part for part in (why, leftovers) if part)
-    return Reason(text, code if text else "")
 
 
 def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:

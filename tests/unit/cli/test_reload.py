@@ -35,6 +35,7 @@ setting  cuda_mps_stop_timeout_s  10                  20                   at on
 budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
 budget 00:06.0: takes effect once the MPS server (PID 4250) has ended
 """
+IN_EFFECT = f"Reloaded with these changes:\n{TABLE.partition('later')[0]}at once\n"
 PENDING = f"Pending:  host: {WAITS}\n"
 HINT = (
     "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
@@ -149,9 +150,8 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
         assert process.stderr.readline() == "yunion-mps: waiting: host: and then for this\n"
         assert process.poll() is None
         own.host.snapshot = pending("")
-        out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
-    assert out == "Reloaded with these changes:\n" + TABLE + PENDING
+        told = (IN_EFFECT, "yunion-mps: all changes are in effect\n")
+        assert (process.communicate(timeout=PATIENCE_S), process.returncode) == (told, 0)
     assert own.host.reloader.done == ["reload drain"]
 
 
@@ -191,6 +191,11 @@ def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
     assert f"terminate 4260 for {os.geteuid()}" in own.host.clients.done
 
 
+def test_now_shows_what_is_in_effect_when_it_ends(own: Cli) -> None:
+    own.host.reloader.reloaded, own.host.clients.found = RELOADED, by_hand.clients()
+    assert own.good("reload", "--now", "--yes") == IN_EFFECT
+
+
 def test_now_says_which_job_it_could_not_end(own: Cli) -> None:
     own.host.reloader.planned, own.host.clients.ended = PLANNED, False
     done = own("reload", "--now", "--yes")
@@ -204,9 +209,10 @@ def test_now_leaves_processes_outside_mps_alone(own: Cli) -> None:
 
 
 def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
-    own.host.snapshot = pending()
+    own.host.reloader.reloaded, own.host.snapshot = RELOADED, pending()
     own.host.clients.found = by_hand.clients()
     done = own("reload", "--now", "--yes", "--timeout", "1")
+    assert done.out == "Reloaded with these changes:\n" + TABLE + PENDING
     assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
     assert f"still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n" in done.err
 

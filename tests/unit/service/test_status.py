@@ -99,7 +99,7 @@ def test_a_change_that_waits_for_an_idle_server_says_what_ends_it(found: Any, is
 def test_an_instance_that_waits_with_its_gpus_layout_is_one_problem() -> None:
     host = snapshot(P40, *in_instances(IN_MIG_MODE, "3g.40gb", "3g.40gb"), entries=MIG_ENTRIES)
     instance = next(gpu for gpu in host.inventory.gpus if gpu.is_instance)
-    waits = {instance.uuid: Reason("its MIG layout waits for lease job of root to end", LEASES_PENDING)}
+    waits = {str(instance.uuid): Reason("its MIG layout waits for lease job of root to end", LEASES_PENDING)}
     layout = {IN_MIG_MODE.pci_address: Reason("removing it waits for lease job of root to end", MIG_IN_USE)}
 
     def reported(unavailable: dict[str, Reason]) -> list[tuple[str, str | None]]:

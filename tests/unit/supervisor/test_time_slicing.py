@@ -169,6 +169,20 @@ def test_a_change_to_mps_names_the_server_of_the_other_gpu(put_to_work: PutToWor
     made.until(lambda: made.available == 8)
 
 
+def test_a_drain_for_a_change_to_mps_lasts_until_it_is_in_effect(put_to_work: PutToWork) -> None:
+    host, jobs, made, job = put_to_work(TWO, 4, SHARED)
+    ledger = lease(made)
+    host.divide(4, 4)
+    made.accept()
+    made.supervisor.fleet.drain(time.monotonic(), force=False)
+    assert made.available == 0, "also those of the GPU with the server"
+    ledger.remove("0" * 36)
+    made.rescan()
+    assert made.snapshot.domains[0].waits_for == tuple(jobs.servers())
+    job.end()  # that no poll sees, so only the drain ends the server
+    made.until(lambda: made.available == 8)
+
+
 def test_a_pending_change_names_a_server_that_started_later(
     make_host: MakeHost, stand_ins: MakeStandIns, supervise: Supervise
 ) -> None:
