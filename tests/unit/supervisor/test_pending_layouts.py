@@ -49,7 +49,9 @@ class Work:
     def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
         self.made.accept()
-        self.made.supervisor.layouts.force(now=now)
+        self.made.supervisor.layouts.confirm(
+            self.made.losses({*self.ledger.ways_of_sharing()}) if now else {}
+        )
         self.made.supervisor.apply(time.monotonic())
         self.made.until(lambda: self.made.supervisor.fleet.settled)
         self.made.set_modes()
