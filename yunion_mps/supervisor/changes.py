@@ -154,7 +154,9 @@ class DesiredState:
         return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
-        plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
+        known = self._gpus.for_planning(inventory, self.plan)
+        used = self.ways_leased().keys() | self.users().by_gpu().keys()
+        plan, problems = make_plan(config, known, self._machine_id, used)
         if problems:
             raise ConfigError(problems)
         return plan

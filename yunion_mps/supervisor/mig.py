@@ -219,10 +219,11 @@ class _LayoutWork:
             left = self._left(done, existing)
             return LayoutChange(in_the_way=left) if left and not done.in_the_way else done
         desired, empty = self._layout.profiles, self._empty(existing)
-        done = change(desired, existing, fixed, empty)
+        used = {one.id for one in existing if self._is_used(one)}
+        done = change(desired, existing, fixed, empty, used)
         if done.in_the_way:
             unused = {one.id for one in done.in_the_way if self._can_be_lost(one)}
-            done = change(desired, existing, fixed - unused, empty) if unused else done
+            done = change(desired, existing, fixed - unused, empty, used) if unused else done
         leased = tuple(one for one in self._left(done, existing) if self._can_be_lost(one))
         return done._replace(destroy=(*done.destroy, *leased))
 
@@ -250,6 +251,9 @@ class _LayoutWork:
     def _is_busy(self, instance: MigInstance) -> bool:
         busy = self._task.busy
         return busy is None or instance.uuid in busy
+
+    def _is_used(self, instance: MigInstance) -> bool:
+        return self._is_busy(instance) or bool(self._mig.processes(self._uuid, instance.id))
 
     def _can_be_lost(self, instance: MigInstance) -> bool:
         return self._is_confirmed(instance) and not self._pids(instance)

@@ -110,6 +110,17 @@ def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: st
     assert waits(work.made) == ""
 
 
+def test_a_layout_keeps_the_leased_instance_if_it_can(begin: Begun) -> None:
+    work = begin("type: NVIDIA_MPS; mig: all-1g.10gb")
+    gpu = work.made.snapshot.inventory.gpus[0]
+    (leased,) = [f"{gpu.address}-g{one.id}" for one in gpu.mig_instances if one.start == 2]
+    work.lease([one.addr for one in work.made.snapshot.plan.devices].index(leased))
+    work.reload("type: NVIDIA_MPS; mig: all-balanced")
+    assert waits(work.made) == ""
+    assert work.states()[leased] == LEASED
+    assert len(work.states()) == 4
+
+
 @pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
 def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
     begin: Begun, before: str, after: str
