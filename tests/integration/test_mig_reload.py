@@ -56,6 +56,23 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
     assert losses(daemon) == {}
 
 
+def test_reload_now_destroys_later_only_what_it_has_named(daemon: Daemon) -> None:
+    daemon.host.divide("mig: 3g.40gb")
+    daemon.start().wait_ready()
+    (ours,) = instances(daemon)
+    daemon.host.gpus[0].add_process(4321, 100, on=(ours.gpu_instance, 0))
+    daemon.host.divide("mig: 7g.80gb")
+    assert daemon.host.run(["yunion-mps", "reload", "--now", "--yes", "--timeout", "1"]).returncode == 1
+    late = create(daemon, "1g.10gb")
+    daemon.host.gpus[0].remove_process(4321)
+    in_the_way = reasons.MIG_FOREIGN_INSTANCE
+    eventually(lambda: gpu(daemon)["reason_code"] == in_the_way or profiles(daemon) == ["7g.80gb"], "a poll")
+    assert profiles(daemon) == ["1g.10gb", "3g.40gb"]
+    assert late in losses(daemon)
+    daemon.host.run(["yunion-mps", "reload", "--now", "--yes"], check=True)
+    assert profiles(daemon) == ["7g.80gb"]
+
+
 def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()

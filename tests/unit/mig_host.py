@@ -16,7 +16,15 @@ from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, resolve
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out
+from yunion_mps.supervisor.mig import (
+    NO_LOSSES,
+    LayoutResult,
+    LayoutTask,
+    Losses,
+    carry_out,
+    find_losses,
+)
+from yunion_mps.supervisor.mig_record import MigRecord
 
 from simhost import Description, SimHost
 
@@ -49,7 +57,13 @@ class MigHost(NamedTuple):
         return MigLayout(str(gpu.uuid), names[0] != DISABLED, resolve(names, gpu), **given)
 
     def apply(self, *names: str, busy: frozenset[str] | None = NOTHING_BUSY, force: bool = False) -> Reason:
-        return self.result(LayoutTask(self.layout(*names), self.gpu, busy, force)).reasons[str(self.gpu.uuid)]
+        task = LayoutTask(self.layout(*names), self.gpu, busy)
+        confirmed = self.losses(task) if force else NO_LOSSES
+        return self.result(task._replace(confirmed=confirmed)).reasons[str(self.gpu.uuid)]
+
+    def losses(self, task: LayoutTask) -> Losses:
+        """What `reload --now` would name."""
+        return find_losses([task], self.mig, self.store)[task.layout.gpu_uuid]
 
     def result(self, task: LayoutTask) -> LayoutResult:
         return carry_out([task], self.mig, self.store)

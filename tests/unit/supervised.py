@@ -20,6 +20,7 @@ from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import FindLeaseWaits
+from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
@@ -81,6 +82,13 @@ class Supervised:
         self.set_modes()
         self.supervisor.apply(time.monotonic())
         return changes
+
+    def losses(self, leased: Collection[str]) -> dict[str, Losses]:
+        """What `reload --now` would name."""
+        of, nvml = self.supervisor, self.preflight.nvml
+        assert isinstance(nvml, Nvml)
+        inventory = of.snapshot().inventory
+        return of.layouts.losses(of.desired.plan, inventory, leased, nvml, of.store())
 
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""

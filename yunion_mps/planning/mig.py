@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -117,16 +117,18 @@ def change(
     existing: Sequence[MigInstance],
     fixed: Collection[int],
     useless: Collection[int] = (),
+    used: Collection[int] = (),
 ) -> LayoutChange:
     """Return how to get from the instances that exist to those desired, with as few changes as possible.
 
     Instances with an id in `fixed` are never destroyed. They are kept if the layout has them and they are not
-    `useless` (ids); otherwise, the layout avoids them. If it cannot, they are `in_the_way`.
+    `useless` (ids); otherwise, the layout avoids them. If it cannot, they are `in_the_way`. Above all, those
+    that are `used` (ids), by leases or processes, are kept.
     """
     desired = _in_order(desired)
     stay = [one for one in existing if one.id in fixed]
     useful = [one for one in existing if one.id not in useless]
-    for keep in _kept(desired, useful):
+    for keep in _kept(desired, useful, used):
         occupied = {*keep, *stay}
         rest = _without(desired, keep)
         places = _place(rest, tuple(occupied))
@@ -134,7 +136,7 @@ def change(
             destroy = tuple(one for one in existing if one not in occupied)
             complete = tuple(one for one in keep if not one.compute_instances)
             return LayoutChange(keep, complete, destroy, places)
-    free = change(desired, existing, (), useless)
+    free = change(desired, existing, (), useless, used)
     blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
     return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
 
@@ -170,10 +172,11 @@ class Instances(NamedTuple):
     waiting: Mapping[str, Reason] = {}
 
 
-def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances:
+def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collection[str] = ()) -> Instances:
     """Return how a MIG entry divides its GPU, as far as its layout is in effect.
 
-    `gpus` has the instances of the GPU, lost ones included. Nothing if the layout is impossible.
+    `gpus` has the instances of the GPU, lost ones included, and `used` the UUIDs of those that are leased or
+    have processes. Nothing if the layout is impossible.
     """
     children = [one for one in gpus if one.parent and one.physical_address == gpu.pci_address]
     each = entry._replace(mig=(), virtual_number=entry.virtual_number or 1)
@@ -188,7 +191,8 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu]) -> Instances
     if not layout.enabled:
         waiting = {gpu.pci_address: _waiting("MIG mode is still on", layout)} if gpu.mig_enabled else {}
         return Instances({} if waiting else {gpu.pci_address: entry._replace(mig=())}, (layout,), waiting)
-    done = change(layout.profiles, gpu.mig_instances, ())
+    in_use = [one.id for one in gpu.mig_instances if one.uuid in used]
+    done = change(layout.profiles, gpu.mig_instances, (), (), in_use)
     kept = {one.uuid for one in done.keep}
     missing = Counter(place.profile.name for place in done.create)
     used = {one.pci_address for one in children if one.uuid in kept}
@@ -250,15 +254,21 @@ def _waiting(what: str, layout: MigLayout) -> Reason:
 
 
 def _kept(
-    desired: Sequence[MigProfile], existing: Sequence[MigInstance]
-) -> Iterator[tuple[MigInstance, ...]]:
-    """Yield the sets of existing instances that the layout could keep, the largest first."""
+    desired: Sequence[MigProfile], existing: Sequence[MigInstance], used: Collection[int]
+) -> list[tuple[MigInstance, ...]]:
+    """Return the sets of existing instances that the layout could keep.
+
+    Those with most `used` ones (ids) come first, and of these the largest.
+    """
     useful = sorted((one for one in existing if one.is_whole), key=lambda one: (one.start, one.id))
     names = Counter(profile.name for profile in desired)
-    for number in range(min(len(useful), len(desired)), -1, -1):
-        for keep in combinations(useful, number):
-            if not Counter(one.profile for one in keep) - names:
-                yield keep
+    sets = [
+        keep
+        for number in range(min(len(useful), len(desired)), -1, -1)
+        for keep in combinations(useful, number)
+        if not Counter(one.profile for one in keep) - names
+    ]
+    return sorted(sets, key=lambda keep: -sum(one.id in used for one in keep))
 
 
 def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:

@@ -6,7 +6,7 @@ and do not depend on the order of GPUs or entries; once a plan is applied, no co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.enums import MPS, TIME_SLICING
@@ -49,13 +49,18 @@ class ModeChange(NamedTuple):
     after: str
 
 
-def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Plan, list[Problem]]:
-    """Return the plan and the problems that depend on the GPUs; a plan with problems must not be used."""
+def make_plan(
+    config: Config, inventory: Inventory, machine_id: str, used: Collection[str] = ()
+) -> tuple[Plan, list[Problem]]:
+    """Return the plan and the problems that depend on the GPUs; a plan with problems must not be used.
+
+    MIG layouts keep, if possible, the instances (UUIDs) that are `used`.
+    """
     host = uuid5(NAMESPACE, machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
-    entries, layouts, waiting = _with_instances(entries, inventory.gpus)
+    entries, layouts, waiting = _with_instances(entries, inventory.gpus, used)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
     unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
@@ -231,7 +236,7 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
 
 
 def _with_instances(
-    entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]
+    entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu], used: Collection[str]
 ) -> tuple[dict[str, DeviceEntry], tuple[MigLayout, ...], dict[str, Reason]]:
     """Return the entries with those of MIG instances instead of their GPUs', the layouts, and what waits."""
     by_address = {gpu.pci_address: gpu for gpu in gpus}
@@ -243,7 +248,7 @@ def _with_instances(
             divided[address] = entry
             continue
         gpu = by_address[address]
-        instances = instances_of(entry, gpu, gpus)
+        instances = instances_of(entry, gpu, gpus, used)
         divided |= instances.entries
         layouts += instances.layouts
         waiting |= {address: gpu.reason} if gpu.reason else instances.waiting

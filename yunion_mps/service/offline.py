@@ -37,7 +37,8 @@ from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
-from yunion_mps.supervisor.mig import MigRecord, carry_out
+from yunion_mps.supervisor.mig import carry_out
+from yunion_mps.supervisor.mig_record import MigRecord
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight

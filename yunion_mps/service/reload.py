@@ -24,6 +24,7 @@ from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.layouts import layout_pending
+from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
@@ -79,7 +80,7 @@ class Reloader:
             try:
                 plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
                 changes = _with(changes, await self._corrections(preflight))
-                losses = await self._losses(plan, preflight)
+                losses = self._rows_of(await self._losses(plan, preflight), preflight)
             finally:
                 self._close(preflight)
         return self._answer(changes, losses)
@@ -94,11 +95,13 @@ class Reloader:
         async with self.lock:
             try:
                 self._supervisor.refuse_if_unsafe()
-                changes = self._accept(await self._run_preflight())
+                preflight = await self._run_preflight()
+                confirmed = await self._confirmed(preflight) if now else {}
+                changes = self._accept(preflight)
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise
-            self._supervisor.layouts.force(now=now)
+            self._supervisor.layouts.confirm(confirmed)
             done = await self.set_modes()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
@@ -223,14 +226,25 @@ class Reloader:
             for setting, (uuid, before, after) in supervisor.modes.find_corrections(target, gpus, slices)
         ]
 
-    async def _losses(self, plan: Plan, preflight: Preflight) -> list[answers.Loss]:
+    async def _confirmed(self, preflight: Preflight) -> Mapping[str, Losses]:
+        """What a reload may remove now, and later only this: the operator has confirmed nothing else."""
+        try:
+            plan, _ = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
+            return await self._losses(plan, preflight)
+        except YunionError:
+            self._close(preflight)
+            raise
+
+    async def _losses(self, plan: Plan, preflight: Preflight) -> Mapping[str, Losses]:
         """What MIG layouts remove if they wait neither for leases nor for other programs' instances."""
         supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
         if nvml is None or not plan.layouts:
-            return []
-        found = await on_thread(
+            return {}
+        return await on_thread(
             lambda: supervisor.layouts.losses(plan, preflight.inventory, leased, nvml, supervisor.store())
         )
+
+    def _rows_of(self, found: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:
         lost = {uuid for losses in found.values() for uuid in losses.uuids}
         rows: list[answers.Loss] = [
             {

@@ -70,7 +70,7 @@ class Supervisor:
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
-        self.desired.forced = lambda: self.layouts.forced
+        self.desired.confirmed = lambda: self.layouts.confirmed
         self._snapshots = Snapshots(
             paths.host_conf,
             self.desired,
@@ -316,7 +316,7 @@ class Supervisor:
         """
         plan, changes = self.desired.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
-        self.layouts.force(now=False)  # before leases are considered
+        self.layouts.confirm({})  # before leases are considered
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()

@@ -91,8 +91,8 @@ class DesiredState:
         self.ways_leased: Callable[[], Mapping[str, str]] = dict
         #: Returns the leases of GPUs (UUIDs).
         self.leases: Callable[[], Mapping[str, Users]] = dict
-        #: Returns the GPUs (UUIDs) whose MIG layouts do not wait for leases.
-        self.forced: Callable[[], Collection[str]] = tuple
+        #: Returns the GPUs and MIG devices (UUIDs) whose leases MIG layouts do not wait for.
+        self.confirmed: Callable[[], Collection[str]] = tuple
         #: Settings that are configured but ignored.
         self.warnings = preflight.warnings
 
@@ -157,14 +157,15 @@ class DesiredState:
         self._target, self.plan = target, self._keep_leased(target)
 
     def _keep_leased(self, target: Plan) -> Plan:
-        gpus, forced = self._gpus.inventory.gpus, self.forced()
-        ignored = {gpu.uuid for gpu in gpus if (gpu.parent or gpu.uuid) in forced}
+        gpus, ignored = self._gpus.inventory.gpus, self.confirmed()
         leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
         users, domains = self.users(), self.domains(target)
         return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
-        plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
+        known = self._gpus.for_planning(inventory, self.plan)
+        used = self.ways_leased().keys() | self.users().by_gpu().keys()
+        plan, problems = make_plan(config, known, self._machine_id, used)
         if problems:
             raise ConfigError(problems)
         return plan

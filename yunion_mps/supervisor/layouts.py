@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -20,6 +20,7 @@ from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.mig import (
     ITS_USERS,
     MODE_ON,
+    NO_LOSSES,
     LayoutResult,
     LayoutTask,
     Losses,
@@ -41,8 +42,8 @@ class MigLayouts:
         self._emit = emit
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        #: Those that do not wait, because of `reload --now`, until they are in effect.
-        self._forced: set[MigLayout] = set()
+        #: What the operator confirmed with `reload --now`, until the layouts are in effect.
+        self._confirmed: dict[MigLayout, Losses] = {}
         self._lock = threading.Lock()
         self._ended = False
         #: Why layouts are not in effect, by GPU UUID, and what of that was reported.
@@ -55,15 +56,18 @@ class MigLayouts:
         working = self._gpus.healthy & {layout.gpu_uuid for layout in self._desired.plan.layouts}
         return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
 
-    def force(self, *, now: bool) -> None:
-        """With `now`, the layouts wait neither for leases nor for unused instances of other programs.
+    def confirm(self, losses: Mapping[str, Losses]) -> None:
+        """Do not wait for what the operator has confirmed to lose, by GPU UUID; forget what was before.
 
-        Layouts that are already in effect are not forced: later changes of their GPUs, such as another
+        Layouts that are already in effect lose nothing: later changes of their GPUs, such as another
         program's, do not belong to this reload.
         """
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        layouts = self._desired.plan.layouts if now else ()
-        self._forced = {one for one in layouts if not self._is_in_effect(one, gpus.get(one.gpu_uuid))}
+        self._confirmed = {
+            one: losses[one.gpu_uuid]
+            for one in self._desired.plan.layouts
+            if one.gpu_uuid in losses and not self._is_in_effect(one, gpus.get(one.gpu_uuid))
+        }
 
     def _is_in_effect(self, layout: MigLayout, gpu: Gpu | None) -> bool:
         settled = self._settled.get(layout.gpu_uuid)
@@ -72,8 +76,9 @@ class MigLayouts:
         return settled == _State.of(layout._replace(restore=settled.layout.restore), gpu)
 
     @property
-    def forced(self) -> set[str]:
-        return {layout.gpu_uuid for layout in self._forced}
+    def confirmed(self) -> set[str]:
+        """The GPUs and MIG devices (UUIDs) whose leases no layout waits for."""
+        return {uuid for losses in self._confirmed.values() for uuid in losses.uuids}
 
     def withdraw(self) -> None:
         """Forget, and report, the pending layouts that an accepted configuration no longer requires."""
@@ -112,7 +117,8 @@ class MigLayouts:
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
-                tasks.append(LayoutTask(layout, gpu, known, layout in self._forced, last, users))
+                confirmed = self._confirmed.get(layout, NO_LOSSES)
+                tasks.append(LayoutTask(layout, gpu, known, confirmed, last, users))
         return tuple(tasks)
 
     def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
@@ -168,7 +174,8 @@ class MigLayouts:
             if is_final or why.code not in LAYOUT_WAITS:
                 self._report(gpus[layout.gpu_uuid], why)
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
-        self._forced = {one for one in self._forced if one.gpu_uuid in self._reasons}
+        waiting = self._confirmed.items()
+        self._confirmed = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
 
     def _report(self, gpu: Gpu, why: Reason) -> None:
         """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""

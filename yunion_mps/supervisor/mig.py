@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, YunionError
@@ -20,6 +20,7 @@ from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.supervisor.mig_record import MigRecord
 from yunion_mps.users import NO_USERS, Users, waits
 
 log = logging.getLogger(__name__)
@@ -30,46 +31,22 @@ MODE_ON = "switching MIG mode on"
 ITS_USERS = "its leases and its control daemon"
 
 
-class MigRecord(NamedTuple):
-    """What the state file says of a GPU: its mode and layout before our first change, and what we created.
+class Losses(NamedTuple):
+    """What `reload --now` removes: GPUs and MIG devices (UUIDs), and instances of other programs."""
 
-    `before` is None while nothing was changed.
-    """
-
-    enabled_before: bool = False
-    before: tuple[MigInstance, ...] | None = None
-    created: tuple[MigInstance, ...] = ()
-
-    @classmethod
-    def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
-        """Return the record; an empty one, which owns no instance, if there is none."""
-        value = store.recorded_mig(gpu_uuid)
-        try:
-            before, created = value["before"], _instances_in(value["created"])
-            return cls(
-                bool(value["enabled_before"]), None if before is None else _instances_in(before), created
-            )
-        except (TypeError, KeyError, ValueError):
-            return cls()
-
-    def write(self, store: Store, gpu_uuid: str) -> None:
-        store.record_mig(gpu_uuid, self._asdict())
-
-    def owns(self, instance: MigInstance) -> bool:
-        """Whether we created it."""
-        return any(one.is_same(instance) for one in self.created)
+    uuids: frozenset[str] = frozenset()
+    others: tuple[MigInstance, ...] = ()
 
 
-def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:
-    return tuple(MigInstance(*row) for row in rows)
+NO_LOSSES = Losses()
 
 
 class LayoutTask(NamedTuple):
     """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
-    leases are not known yet, nothing is taken away. With `force`, instances of other programs are destroyed
-    too, and leases do not count. `last` is why it was not in effect before, and `users` has the leases and
+    leases are not known yet, nothing is taken away. What the operator `confirmed` to lose waits neither for
+    leases nor for other programs. `last` is why it was not in effect before, and `users` has the leases and
     MPS servers of GPUs and MIG devices (UUIDs).
 
     With `places`, its instances are restored there, and our others have to go. If the layout was
@@ -79,18 +56,11 @@ class LayoutTask(NamedTuple):
     layout: MigLayout
     gpu: Gpu
     busy: frozenset[str] | None
-    force: bool = False
+    confirmed: Losses = NO_LOSSES
     last: Reason = NO_REASON
     users: Mapping[str, Users] = {}
     places: tuple[Placement, ...] | None = None
     withdrawn: bool = False
-
-
-class Losses(NamedTuple):
-    """What a forced layout removes: GPUs and MIG devices (UUIDs), and instances of other programs."""
-
-    uuids: frozenset[str]
-    others: tuple[MigInstance, ...]
 
 
 class LayoutResult(NamedTuple):
@@ -133,11 +103,11 @@ def carry_out(
 
 
 def find_losses(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> dict[str, Losses]:
-    """Return by GPU UUID what would be lost if the layouts were forced; changes nothing.
+    """Return by GPU UUID what the layouts remove if they do not wait for leases; changes nothing.
 
     Raises DriverError.
     """
-    return {task.layout.gpu_uuid: _Forecast(task._replace(force=True), mig, store).losses() for task in tasks}
+    return {task.layout.gpu_uuid: _Forecast(task, mig, store).losses() for task in tasks}
 
 
 _CODES = (
@@ -186,8 +156,7 @@ class _LayoutWork:
     def _switch(self, mode: MigMode, existing: Sequence[MigInstance]) -> Reason:
         to = self._layout.enabled
         stay = [one for one in existing if one.id in self._fixed(existing)]
-        if self._task.force:
-            stay = [one for one in stay if self._pids(one)]
+        stay = [one for one in stay if self._pids(one) or not self._is_confirmed(one)]
         why = self._why_gpu_is_busy() if to else (self._why_in_the_way(stay) if stay else NO_REASON)
         if why:
             return why
@@ -213,7 +182,7 @@ class _LayoutWork:
         if task.busy is None:
             return Reason(f"{MODE_ON} waits until the leases are known", reasons.MIG_PENDING)
         pids = self._mig.processes(self._uuid)
-        if not pids and (task.force or self._uuid not in task.busy):
+        if not pids and self._uuid not in task.busy - task.confirmed.uuids:
             return NO_REASON
         return self._in_use(MODE_ON, self._users(self._uuid, pids) or ITS_USERS)
 
@@ -249,13 +218,12 @@ class _LayoutWork:
             left = self._left(done, existing)
             return LayoutChange(in_the_way=left) if left and not done.in_the_way else done
         desired, empty = self._layout.profiles, self._empty(existing)
-        done = change(desired, existing, fixed, empty)
-        if not self._task.force:
-            return done
+        used = {one.id for one in existing if self._is_used(one)}
+        done = change(desired, existing, fixed, empty, used)
         if done.in_the_way:
-            unused = {one.id for one in done.in_the_way if not self._pids(one)}
-            done = change(desired, existing, fixed - unused, empty)
-        leased = tuple(one for one in self._left(done, existing) if not self._pids(one))
+            unused = {one.id for one in done.in_the_way if self._can_be_lost(one)}
+            done = change(desired, existing, fixed - unused, empty, used) if unused else done
+        leased = tuple(one for one in self._left(done, existing) if self._can_be_lost(one))
         return done._replace(destroy=(*done.destroy, *leased))
 
     def _left(self, done: LayoutChange, existing: Iterable[MigInstance]) -> tuple[MigInstance, ...]:
@@ -283,18 +251,28 @@ class _LayoutWork:
         busy = self._task.busy
         return busy is None or instance.uuid in busy
 
+    def _is_used(self, instance: MigInstance) -> bool:
+        return self._is_busy(instance) or bool(self._mig.processes(self._uuid, instance.id))
+
+    def _can_be_lost(self, instance: MigInstance) -> bool:
+        return self._is_confirmed(instance) and not self._pids(instance)
+
+    def _is_confirmed(self, instance: MigInstance) -> bool:
+        return instance.uuid in self._task.confirmed.uuids or instance in self._task.confirmed.others
+
     def _pids(self, instance: MigInstance) -> set[int]:
         return self._mig.processes(self._uuid, instance.id)
 
     def _users(self, uuid: str, pids: Collection[int]) -> Users:
         """Return the leases and MPS servers of the GPU or instance, or its processes if that has none."""
-        known = NO_USERS if self._task.force else self._task.users.get(uuid, NO_USERS)
+        is_lost = uuid in self._task.confirmed.uuids
+        known = NO_USERS if is_lost else self._task.users.get(uuid, NO_USERS)
         return known or Users(processes=tuple(sorted(pids)))
 
     def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
         users = {one: self._users(one.uuid, self._pids(one)) for one in instances}
         for one, its_users in users.items():
-            if not (self._is_ours(one) or self._task.force or its_users.processes):
+            if not (self._is_ours(one) or self._is_confirmed(one) or its_users.processes):
                 what = f"{_name(one)}, which another program {_what_was_done(one)}, is in the way"
                 return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
         if self._task.busy is None and not any(users.values()):
@@ -383,6 +361,10 @@ class _Forecast(_LayoutWork):
         goes = self._change(existing).destroy if self._layout.enabled else existing
         others = tuple(one for one in goes if not self._is_ours(one))
         return Losses(frozenset(one.uuid for one in goes if one.uuid), others)
+
+    def _is_confirmed(self, instance: MigInstance) -> bool:
+        del instance
+        return True
 
     def _pids(self, instance: MigInstance) -> set[int]:
         del instance

@@ -17,7 +17,8 @@ from yunion_mps.mig import MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, MigRecord, carry_out
+from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
+from yunion_mps.supervisor.mig_record import MigRecord
 from yunion_mps.users import NO_USERS, Users
 
 log = logging.getLogger(__name__)

@@ -257,6 +257,17 @@ def test_a_change_to_places_leads_there_or_names_what_prevents_it(
     assert {(instance.profile, instance.start) for instance in after(done)} == expected
 
 
+@pytest.mark.parametrize("start", range(4))
+def test_a_change_keeps_the_instance_that_is_used(start: int) -> None:
+    """Of seven small ones, two can stay beside the larger ones: not only the first two."""
+    existing = tuple(instance(7 + at, "1g.10gb", at, 1) for at in range(7))
+    desired = resolve(["all-balanced"], with_mig("h100"))
+    done = change(desired, existing, (), (), {7 + start})
+    assert existing[start] in done.keep
+    assert len(done.keep) == 2
+    assert done == change(desired, existing, {7 + start}, (), {7 + start})
+
+
 @given(possible(), st.data())
 def test_a_change_never_destroys_what_is_fixed(
     case: tuple[Gpu, tuple[MigProfile, ...]], data: st.DataObject

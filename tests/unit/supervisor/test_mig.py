@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED
-from yunion_mps.supervisor.mig import LayoutTask, find_losses
+from yunion_mps.supervisor.mig import LayoutTask, Losses
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost
 
@@ -195,7 +195,7 @@ def test_what_now_would_take_away_is_what_it_takes(
     task = LayoutTask(host.layout(*names), host.gpu, busy)
     if has_process:
         host.process(before[1].id)
-    losses = find_losses([task], host.mig, host.store)[str(host.gpu.uuid)]
+    losses = host.losses(task)
     assert host.gpu.mig_instances == before
     if has_process:  # what is listed is what goes once it has ended
         host.sim.gpus[0].remove_process(4321)
@@ -203,6 +203,21 @@ def test_what_now_would_take_away_is_what_it_takes(
     gone = {one.uuid for one in before} - {one.uuid for one in host.gpu.mig_instances}
     assert losses.uuids == gone
     assert {one.uuid for one in losses.others} == gone - ours
+
+
+def test_what_was_not_confirmed_waits_although_something_else_was(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("3g.40gb", "1g.10gb")
+    first, second = host.gpu.mig_instances
+    task = LayoutTask(host.layout("all-7g.80gb"), host.gpu, frozenset({first.uuid}))
+    losses = host.losses(task)
+    assert losses.uuids == {first.uuid, second.uuid}
+    late = task._replace(busy=frozenset({second.uuid}), confirmed=Losses(frozenset({first.uuid})))
+    assert host.result(late).reasons[str(host.gpu.uuid)].code == reasons.MIG_IN_USE
+    host.sim.create_mig_devices(0, "1g.10gb")
+    late = task._replace(confirmed=losses)
+    assert host.result(late).reasons[str(host.gpu.uuid)].code == reasons.MIG_FOREIGN_INSTANCE
+    assert {first.uuid, second.uuid} < {one.uuid for one in host.gpu.mig_instances}
 
 
 #: What each refusal that NVML documents means, its reason code, and a command that its hint names.
@@ -298,8 +313,8 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     assert host.gpu.mig_instances == (other,)
     assert host.apply("3g.40gb") == "", "beside it"
     assert other in host.gpu.mig_instances
-    losses = find_losses([LayoutTask(host.layout("4g.40gb"), host.gpu, NOTHING_BUSY)], host.mig, host.store)
-    assert losses[str(host.gpu.uuid)].others == (other,)
+    losses = host.losses(LayoutTask(host.layout("4g.40gb"), host.gpu, NOTHING_BUSY))
+    assert losses.others == (other,)
     assert host.apply("4g.40gb", force=True) == ""
     assert host.has == "1 x 4g.40gb"
     assert all(one.uuid for one in host.gpu.mig_instances)

@@ -32,7 +32,7 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
     """As the monitor does in each poll, or with `now` a reload, after it has been accepted."""
     made.rescan()
     if now is not None:
-        made.supervisor.layouts.force(now=now)
+        made.supervisor.layouts.confirm(made.losses(leased or set()) if now else {})
     made.set_modes()
     tasks = made.supervisor.layout_tasks(leased or set())
     if tasks:

@@ -49,7 +49,9 @@ class Work:
     def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
         self.made.accept()
-        self.made.supervisor.layouts.force(now=now)
+        self.made.supervisor.layouts.confirm(
+            self.made.losses({*self.ledger.ways_of_sharing()}) if now else {}
+        )
         self.made.supervisor.apply(time.monotonic())
         self.made.until(lambda: self.made.supervisor.fleet.settled)
         self.made.set_modes()
@@ -106,6 +108,17 @@ def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: st
     work.apply()
     assert set(work.states().values()) == {FREE}
     assert waits(work.made) == ""
+
+
+def test_a_layout_keeps_the_leased_instance_if_it_can(begin: Begun) -> None:
+    work = begin("type: NVIDIA_MPS; mig: all-1g.10gb")
+    gpu = work.made.snapshot.inventory.gpus[0]
+    (leased,) = [f"{gpu.address}-g{one.id}" for one in gpu.mig_instances if one.start == 2]
+    work.lease([one.addr for one in work.made.snapshot.plan.devices].index(leased))
+    work.reload("type: NVIDIA_MPS; mig: all-balanced")
+    assert waits(work.made) == ""
+    assert work.states()[leased] == LEASED
+    assert len(work.states()) == 4
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
