@@ -91,7 +91,7 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     pipe_directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY")
     words = ["--ipc=host", *mount_words(pipe_directory)] if pipe_directory else []
     shares = [(share["gpu"], share["memory_mib"], share["thread_percentage"]) for share in lease["budgets"]]
-    is_shared = lease["sharing"] != NOT_SHARED or not lease["budget_enforced"]
+    is_shared = lease["sharing"] != NOT_SHARED
     environment = lease_variables(lease["environment"], shares, is_shared=is_shared)
     words += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]

@@ -26,7 +26,7 @@ from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.text import printable
+from yunion_mps.text import gpus_that_are, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -70,9 +70,8 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
                 f"device {name} changed while the container was starting", "start the container again"
             )
         if lease["unenforced_gpus"]:
-            of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
-            why = WHY_UNENFORCED[lease["sharing"]]
-            _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is {why}")
+            which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
+            _log(paths, container, f"{name}: budgets are not enforced on {which}")
     except YunionError as error:
         line = _one_line(error.message_with_hint)
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print

@@ -20,7 +20,7 @@ from yunion_mps.enums import NOT_SHARED
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning.environment import client_environment, whole_environment
+from yunion_mps.planning.environment import client_environment, sharing_of, whole_environment
 
 #: A mount, a hook or a device node, as the format has it.
 Entry = Mapping[str, object]
@@ -148,7 +148,7 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
     shares = [
         (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
     ]
-    is_shared = any(device.sharing != NOT_SHARED for device in lease.devices)
+    is_shared = sharing_of(lease.devices) != NOT_SHARED
     environment = lease_variables(lease.environment, shares, is_shared=is_shared)
     edits = _device_edits(environment, lease.id, host)
     names = [lease.cdi_name]
