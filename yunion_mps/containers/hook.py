@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from yunion_mps.containers import UNSERVED_ARGUMENT
+from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import DaemonClient
@@ -54,9 +54,12 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
     paths = Paths.from_environment()
     container: Mapping[str, Any] = {}
     try:
-        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT]:
+        missing = arguments[2:] if arguments[1:2] == [MISSING_NODES_ARGUMENT] else []
+        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT] and len(missing) != 2:
             raise HostError("cdi-hook can only be called by a container engine", "see: yunion-mps run --help")
         container, name = _read_state(state), arguments[0]
+        if missing:  # before the device is taken
+            raise HostError(*missing)
         environment = _read_environment(container)
         _refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
