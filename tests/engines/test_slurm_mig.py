@@ -239,6 +239,31 @@ def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
     slurm.wait(lambda: slurm.state() == "mixed", "the end of the drain")
 
 
+def test_a_layout_that_waits_for_a_job_is_why_until_the_job_ends(slurm: Slurm, daemon: Daemon) -> None:
+    """The unleased instance has no device any more, but gres.conf cannot be written until the end."""
+    running = slurm.submit(slurm.until_told, "--gres=gpu:1g.10gb:1")
+    slurm.wait(lambda: given(daemon) == INSTANCES[:1], "its lease")
+    daemon.host.divide(*DIVISIONS[:2], "mig: 2g.20gb", DIVISIONS[3])
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
+    why = "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "
+    waiting = slurm.submit("true", "--gres=gpu:1g.10gb:1")
+    slurm.wait(lambda: slurm.reason().startswith(f"yunion-mps: {why}"), "the drain by its Prolog")
+    slurm.wait_job(waiting, "PENDING")
+    slurm.check_health()
+    assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
+    written = daemon.host.run(("yunion-mps", "slurm", "gres-conf"))
+    assert (written.returncode, written.stdout) == (1, "")
+    assert "the MIG layout of GPU 00:08.0 is pending: " in written.stderr
+    slurm.tell_jobs()
+    slurm.wait_job(running, "COMPLETED")
+    wait_unused(slurm, daemon)
+    slurm.wait(lambda: not daemon.get("/v1/status")[1]["problems"], "the layout")
+    slurm.check_health()
+    assert slurm.reason().startswith("yunion-mps: slurm_devices_changed: "), "it has to be written now"
+    daemon.host.run(("yunion-mps", "slurm", "gres-conf"), check=True)
+
+
 def test_types_in_another_order_drain_the_node(slurm: Slurm, daemon: Daemon) -> None:
     """Slurm would count the devices in the order of slurm.conf."""
     place = slurm.folder / "slurm.conf"

@@ -45,7 +45,7 @@ def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(podman:
         inside = "echo $YUNION_MPS_DEVICE"
         assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, "sh", "-c", inside) == ADDRESSES[1]
         told = log.recv(4096).decode()
-    why = f"the budget of {ADDRESSES[1]} is not enforced: GPU 00:06.0 is older than Volta"
+    why = f"{ADDRESSES[1]}: budgets are not enforced on GPU 00:06.0, which is older than Volta"
     assert re.fullmatch(rf"<12>yunion-mps\[\d+\]: container [0-9a-f]{{12}}: {why}", told)
     command = ["yunion-mps", "run", "--podman", "--", "--rm", IMAGE, "id"]
     refused = host.run(command)

@@ -5,15 +5,17 @@ The engine is the real podman, which also stands in for docker.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from yunion_mps.containers import MISSING_NODES_ARGUMENT
 
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
 from integration.image import IMAGE
 from integration.lease_host import given
-from integration.podman_host import Podman
+from integration.podman_host import Podman, spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
@@ -104,3 +106,26 @@ def test_a_container_with_two_instances_has_the_nodes_of_both(
     environment = environment_of(pid)
     assert environment["CUDA_VISIBLE_DEVICES"] == f"{first.uuid},{second.uuid}"
     assert environment["YUNION_MPS_DEVICE"] == f"{one},{other}"
+
+
+def test_a_container_whose_instance_lacks_a_node_is_refused(
+    ready_daemon: Daemon, podman: Podman, engine: str
+) -> None:
+    """As after the instance was created again: CUDA would find no GPU in the container."""
+    host = ready_daemon.host
+    _, address, nodes = instance_of(ready_daemon, 2, "1g.10gb")
+    node = next(node for node in nodes if node.startswith("nvidia-caps/"))
+    (host.root / "dev" / node).unlink()
+    eventually(
+        lambda: ready_daemon.polls() and MISSING_NODES_ARGUMENT in json.dumps(spec_of(host)), "the file"
+    )
+    words = ("--device", address, "--", "--rm", IMAGE, "id")
+    refused = host.run(("yunion-mps", "run", engine, *words))
+    assert f"MIG instance {address}: no such device node: /dev/{node}" in refused.stderr
+    assert "create it: nvidia-modprobe -f " in refused.stderr
+    assert refused.returncode != 0
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    (host.root / "dev" / node).touch()
+    publish_nodes(ready_daemon)
+    eventually(lambda: MISSING_NODES_ARGUMENT not in json.dumps(spec_of(host)), "the file")
+    assert host.run(("yunion-mps", "run", engine, *words)).returncode == 0

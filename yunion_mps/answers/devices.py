@@ -345,7 +345,10 @@ class LeaseRecord(HolderFields):
         Field("Whether their budgets are enforced: through MPS from Volta on, and never by time-slicing."),
     ]
     unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that enforce no budgets.")]
-    sharing: Annotated[str, Field("How its GPUs are shared.", enum=enums.SHARING)]
+    sharing: Annotated[
+        str,
+        Field("How its GPUs are shared; `none` if each device is a whole instance.", enum=enums.SHARING),
+    ]
     binding: Annotated[str, Field("What the lease is bound to, and ends with.", enum=enums.BINDINGS)]
     expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]

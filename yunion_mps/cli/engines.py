@@ -17,7 +17,7 @@ import click
 from yunion_mps.cli.calls import call, print_warnings, take
 from yunion_mps.containers import lease_variables
 from yunion_mps.containers.command import mount_words, set_variables
-from yunion_mps.containers.nodes import driver_nodes, gpu_nodes
+from yunion_mps.containers.nodes import driver_nodes, gpu_nodes, missing_nodes
 from yunion_mps.enums import DEVICE_VARIABLES, NOT_SHARED
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
@@ -91,11 +91,13 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     pipe_directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY")
     words = ["--ipc=host", *mount_words(pipe_directory)] if pipe_directory else []
     shares = [(share["gpu"], share["memory_mib"], share["thread_percentage"]) for share in lease["budgets"]]
-    is_shared = lease["sharing"] != NOT_SHARED or not lease["budget_enforced"]
+    is_shared = lease["sharing"] != NOT_SHARED
     environment = lease_variables(lease["environment"], shares, is_shared=is_shared)
     words += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
     gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in leased]
+    for missing in missing_nodes(paths, gpus).values():
+        raise HostError(*missing)
     nodes = [*driver_nodes(paths), *(node for of_gpu in gpu_nodes(paths, gpus).values() for node in of_gpu)]
     for node in nodes:
         words += ["--device", f"{node.host_path}:{node.path}"]

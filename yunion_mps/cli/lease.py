@@ -57,7 +57,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.transport import RequestMembers
 from yunion_mps.identity import gpu_of
 from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
-from yunion_mps.text import printable
+from yunion_mps.text import gpus_that_are, printable
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -238,8 +238,10 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
 
 
 def _lease_text(lease: LeaseRecord, state: str = "") -> str:
-    why = WHY_UNENFORCED.get(lease["sharing"])
-    enforced = "" if lease["budget_enforced"] else f" (not enforced: a GPU is {why})"
+    unenforced = ""
+    if lease["unenforced_gpus"]:
+        which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
+        unenforced = f" (not enforced on {which})"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",
@@ -257,7 +259,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
         "Budget": f"{_memory_mib(lease)} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
-        + enforced,
+        + unenforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
         "Ends": expires or ends.get(lease["binding"]),

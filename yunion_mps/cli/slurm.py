@@ -6,12 +6,20 @@ import os
 
 import click
 
-from yunion_mps.cli.calls import listed_devices
+from yunion_mps.cli.calls import call, listed_devices
 from yunion_mps.cli.output import print_notice
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import HostError
+from yunion_mps.http.operations import GET_STATUS
 from yunion_mps.paths import Paths
-from yunion_mps.slurm.devices import devices_for_slurm, gres_lines, install, node_lines, record_of
+from yunion_mps.slurm.devices import (
+    devices_for_slurm,
+    gres_lines,
+    install,
+    node_lines,
+    pending_change,
+    record_of,
+)
 from yunion_mps.slurm.hooks import Hooks
 from yunion_mps.slurm.node import node_name
 
@@ -61,6 +69,9 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
         raise HostError(
             what, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
         )
+    if change := pending_change((device["addr"] for device in devices), call(GET_STATUS)["problems"]):
+        what = f"gres.conf cannot be written yet: {change}"
+        raise HostError(what, "repeat this once the change is in effect: yunion-mps status", change.code)
     record = record_of(devices, shards=shards)
     if installs:
         install(record, paths)

@@ -18,6 +18,8 @@ _SM_VARIABLE = "YUNION_MPS_SM_PERCENT"
 
 #: Tells the hook that the CDI device has only the environment and the hook, because its GPU is lost.
 UNSERVED_ARGUMENT = "--unserved"
+#: Tells the hook that the CDI device lacks nodes: a message and a hint follow.
+MISSING_NODES_ARGUMENT = "--missing-nodes"
 
 
 def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]:

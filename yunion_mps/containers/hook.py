@@ -19,14 +19,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from yunion_mps.containers import UNSERVED_ARGUMENT
+from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.text import printable
+from yunion_mps.text import gpus_that_are, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -54,9 +54,12 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
     paths = Paths.from_environment()
     container: Mapping[str, Any] = {}
     try:
-        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT]:
+        missing = arguments[2:] if arguments[1:2] == [MISSING_NODES_ARGUMENT] else []
+        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT] and len(missing) != 2:
             raise HostError("cdi-hook can only be called by a container engine", "see: yunion-mps run --help")
         container, name = _read_state(state), arguments[0]
+        if missing:  # before the device is taken
+            raise HostError(*missing)
         environment = _read_environment(container)
         _refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
@@ -70,9 +73,8 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
                 f"device {name} changed while the container was starting", "start the container again"
             )
         if lease["unenforced_gpus"]:
-            of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
-            why = WHY_UNENFORCED[lease["sharing"]]
-            _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is {why}")
+            which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
+            _log(paths, container, f"{name}: budgets are not enforced on {which}")
     except YunionError as error:
         line = _one_line(error.message_with_hint)
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print

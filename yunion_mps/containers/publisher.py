@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.containers.nodes import DeviceNode, driver_nodes, gpu_nodes
+from yunion_mps.containers.nodes import DeviceNode, MissingNodes, driver_nodes, gpu_nodes, missing_nodes
 from yunion_mps.containers.spec import (
     HostFiles,
     Nvidia,
@@ -90,6 +90,7 @@ class _Inputs(NamedTuple):
     gpus: tuple[Gpu, ...]
     nodes: tuple[DeviceNode, ...]
     gpu_nodes: dict[str, tuple[DeviceNode, ...]]
+    missing: dict[str, MissingNodes]
     nvidia: tuple[str, FileVersion] | None
 
 
@@ -178,6 +179,7 @@ class CdiPublisher:
             tuple(Gpu(gpu.pci_address, gpu.uuid, minor=gpu.minor) for gpu in gpus),
             driver_nodes(self._paths),
             gpu_nodes(self._paths, gpus),
+            missing_nodes(self._paths, gpus),
             find_nvidia_spec(self._paths),
         )
 
@@ -235,7 +237,8 @@ class CdiPublisher:
                 failure = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
-        return HostFiles(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), failure
+        nodes = (inputs.nodes, inputs.gpu_nodes, inputs.missing)
+        return HostFiles(*nodes, self._hook, environment, theirs), failure
 
     def _report(self, failure: Reason) -> None:
         """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import UNSERVED_ARGUMENT, lease_variables
-from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT, lease_variables
+from yunion_mps.containers.nodes import DeviceNode, MissingNodes
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning.environment import client_environment, whole_environment
+from yunion_mps.planning.environment import client_environment, sharing_of, whole_environment
 
 #: A mount, a hook or a device node, as the format has it.
 Entry = Mapping[str, object]
@@ -97,12 +97,14 @@ class Nvidia(NamedTuple):
 class HostFiles(NamedTuple):
     """The files and programs of the host that a container needs.
 
-    `nodes` are the driver's nodes, `gpu_nodes` each GPU's nodes by its UUID; `hook` is the program to call
-    with `hook_environment`. `nvidia` is None if NVIDIA's toolkit has made no specification.
+    `nodes` are the driver's nodes, `gpu_nodes` each GPU's nodes by its UUID, and `missing` has the MIG
+    instances without theirs. `hook` is the program to call with `hook_environment`. `nvidia` is None if
+    NVIDIA's toolkit has made no specification.
     """
 
     nodes: Sequence[DeviceNode] = ()
     gpu_nodes: Mapping[str, Sequence[DeviceNode]] = {}
+    missing: Mapping[str, MissingNodes] = {}
     hook: str = "/usr/bin/yunion-mps"
     hook_environment: Mapping[str, str] = {}
     nvidia: Nvidia | None = None
@@ -148,7 +150,7 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
     shares = [
         (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
     ]
-    is_shared = any(device.sharing != NOT_SHARED for device in lease.devices)
+    is_shared = sharing_of(lease.devices) != NOT_SHARED
     environment = lease_variables(lease.environment, shares, is_shared=is_shared)
     edits = _device_edits(environment, lease.id, host)
     names = [lease.cdi_name]
@@ -165,9 +167,11 @@ def _device_edits(environment: Mapping[str, str], hook_argument: str, host: Host
     """The edits of one device; `hook_argument` is the argument of the hook."""
     pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if its GPU is shared without MPS
     mounts = (_mount(pipe_directory), _mount(SHARED_MEMORY)) if pipe_directory else ()
-    edits = _base_edits(environment, host, hook_argument)._replace(mounts=mounts)
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     by_gpu = host.nvidia.by_gpu if host.nvidia else {}
+    missing = next((host.missing[gpu] for gpu in gpus if gpu in host.missing and gpu not in by_gpu), None)
+    refusal = (MISSING_NODES_ARGUMENT, *missing) if missing else ()
+    edits = _base_edits(environment, host, hook_argument, *refusal)._replace(mounts=mounts)
     for theirs in [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]:
         edits = theirs.followed_by(edits)
     return edits.with_nodes(node for gpu in gpus for node in host.gpu_nodes.get(gpu, ()))

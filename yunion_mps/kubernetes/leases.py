@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from yunion_mps.containers.nodes import capability_nodes
+from yunion_mps.containers.nodes import INSTANCE_CAPABILITIES, capability_nodes
 from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
@@ -37,8 +37,6 @@ _KUBELET_S = 10.0
 _MISSING_S = 120.0
 #: The driver's device nodes that CUDA needs in addition to the GPUs'.
 _DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-#: How many capabilities a MIG instance has: those of the GPU instance and of its compute instance.
-_INSTANCE_CAPABILITIES = 2
 
 
 class ContainerLeases:
@@ -81,7 +79,7 @@ class ContainerLeases:
         for gpu in (listed[uuid] for uuid in gpus if uuid in listed):
             minor, address = gpu["device_minor"], gpu["pci_address"]
             capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
-            if gpu["parent"] and len(capabilities) < _INSTANCE_CAPABILITIES:
+            if gpu["parent"] and len(capabilities) < INSTANCE_CAPABILITIES:
                 what = f"the capabilities of MIG instance {address} are not below {self._paths.capabilities}"
                 raise HostError(
                     what, "wait until the instance is there again, or use deviceListStrategy: cdi"

@@ -18,6 +18,7 @@ from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
+from yunion_mps.planning.environment import sharing_of
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def lease_json(
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
-        "sharing": lease.devices[0].sharing,
+        "sharing": sharing_of(lease.devices),
         "binding": lease.holder.binding,
         **_holder_json(lease.holder, lease.since_s, containers),
         "expires": None if expires_s is None else rfc3339(expires_s),

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, PRIORITIES
+from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, NOT_SHARED, PRIORITIES
 from yunion_mps.errors import InfeasibleError
 from yunion_mps.models import Device, DomainPlan
 from yunion_mps.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
+
+
+def sharing_of(devices: Sequence[Device]) -> str:
+    """Return how the devices of one process are shared; not at all only if each is a whole MIG instance.
+
+    A process can use whole instances together with time-sliced devices, but neither together with MPS.
+    """
+    ways = (device.sharing for device in devices)
+    return next((way for way in ways if way != NOT_SHARED), NOT_SHARED)
 
 
 def client_environment(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:

@@ -11,19 +11,19 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.enums import MPS, SLURM, TIME_SLICING
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
-from yunion_mps.identity import gpu_of
+from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import SLURM_DEVICES_CHANGED, hint_of
+from yunion_mps.reasons import LEASES_PENDING, MIG_IN_USE, MIG_PENDING, SLURM_DEVICES_CHANGED, Reason, hint_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device
+    from yunion_mps.answers import Device, StatusProblem
 
 #: A major number for local use (Documentation/admin-guide/devices.txt of the kernel): no driver has it, and
 #: Slurm only looks at the type of the nodes.
@@ -31,6 +31,8 @@ _MAJOR = 60
 _DIRECTORY = "/dev/yunion-mps"
 #: The types of shares in gres.conf, by the way of sharing.
 _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
+#: Codes of GPUs that will be divided otherwise, or have other MIG instances, once their jobs have ended.
+_CHANGES = (LEASES_PENDING, MIG_IN_USE, MIG_PENDING)
 
 
 class RecordedDevice(NamedTuple):
@@ -111,6 +113,15 @@ def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
     """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
     reserved = [device for device in devices if device["reserved_for"] == SLURM]
     return reserved or [device for device in devices if device["reserved_for"] is None]
+
+
+def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
+    """Why a GPU of these devices will have others; None if that is not to be expected."""
+    gpus = {gpu for addr in addresses for gpu in (gpu_of(addr), physical_gpu(addr))}
+    for problem in problems:
+        if problem["gpu"] in gpus and problem["code"] in _CHANGES:
+            return Reason(problem["text"], problem["code"])
+    return None
 
 
 def record_of(devices: Sequence[Device], *, shards: bool) -> Record:

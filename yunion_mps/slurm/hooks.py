@@ -20,11 +20,10 @@ from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MP
 from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
-from yunion_mps.identity import physical_gpu
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, LEASES_PENDING, MIG_IN_USE, Reason
-from yunion_mps.slurm.devices import Record, read_record
+from yunion_mps.reasons import INFEASIBLE, Reason, hint_of
+from yunion_mps.slurm.devices import Record, pending_change, read_record
 from yunion_mps.slurm.instances import present_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
@@ -32,12 +31,10 @@ from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails, StatusProblem
+    from yunion_mps.answers import Device, LeaseDetails
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
-#: Codes of GPUs that will be shared in another way, or have other MIG instances, once their jobs have ended.
-_CHANGES = (LEASES_PENDING, MIG_IN_USE)
 
 
 class JobFile(TypedDict):
@@ -126,7 +123,7 @@ class Hooks:
     def _prepare(self, job: Job, record: Record) -> JobFile:
         leases, node = self._leases(), SlurmNode()
         _require_numbers(record, node)
-        addresses = record.addresses(job.indices, leases.devices())
+        addresses = _addresses(record, job.indices, leases.devices(), leases)
         everything = [addr for some in addresses.values() for addr in some]
         try:
             asks = record.is_mixed or record.shards
@@ -159,7 +156,9 @@ class Hooks:
             self._disconnect(ending, leases, node)
             _require_numbers(record, node)
             devices = leases.devices()
-            addresses = [device.current_address(devices) for device in record.devices]
+            indices = range(len(record.entries))
+            by_index = _addresses(record, indices, devices, leases)
+            addresses = [addr for some in by_index.values() for addr in some]
             _remove([path for job, path in files if job not in jobs()])  # their Epilogs did not finish
             held = held_outside(leases.all(), addresses) or still_used(found.used)
             problems = leases.problems()
@@ -170,7 +169,8 @@ class Hooks:
         for device in devices:
             if device["addr"] in addresses and _is_refused(device):
                 return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
-        return pending_change(record, problems) or held
+        # Devices that a problem names, and that no job can have, have been found above.
+        return pending_change(addresses, [one for one in problems if not one["devices"]]) or held
 
     def _disconnect(
         self, ending: Sequence[tuple[LeaseDetails, float]], leases: JobLeases, node: SlurmNode
@@ -262,21 +262,25 @@ def _remove(files: Iterable[str]) -> None:
             os.unlink(path)
 
 
+def _addresses(
+    record: Record, indices: Sequence[int], devices: Sequence[Device], leases: JobLeases
+) -> dict[int, list[str]]:
+    """The addresses of the devices of each index; raises NotFoundError unless they are as recorded.
+
+    If a change is pending, that is the reason: gres.conf cannot be written before it is in effect.
+    """
+    try:
+        return record.addresses(indices, devices)
+    except NotFoundError:
+        change = pending_change([device.addr for device in record.devices], leases.problems())
+        if not change:
+            raise
+        raise NotFoundError(change, hint_of(change.code), change.code) from None
+
+
 def _is_refused(device: Device) -> bool:
     """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
     return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
-
-
-def pending_change(record: Record, problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why a GPU of the record will have devices of another type, even if all of its own are leased now.
-
-    A problem that names devices is left out: `_is_refused` finds the devices that no job can have.
-    """
-    gpus = {gpu for device in record.devices for gpu in (device.gpu, physical_gpu(device.addr))}
-    for problem in problems:
-        if problem["gpu"] in gpus and problem["code"] in _CHANGES and not problem["devices"]:
-            return Reason(problem["text"], problem["code"])
-    return None
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:

@@ -123,6 +123,13 @@ def test_a_device_not_served_when_its_file_was_read_is_refused(host: ServerHost,
     assert said == "device 00:06.0-3 cannot be allocated now: it is lost (reboot)"
 
 
+def test_a_container_without_the_nodes_of_its_instance_takes_no_device(host: ServerHost) -> None:
+    what = ("MIG instance 00:06.0-g1: no such device node", "create it")
+    assert refused("00:06.0-g1", "--missing-nodes", *what) == f"{what[0]} ({what[1]})"
+    assert devices(host) == []
+    assert "only be called by a container engine" in refused("00:06.0-g1", "--missing-nodes", what[0])
+
+
 @pytest.fixture
 def system_log(host: ServerHost) -> Iterator[socket.socket]:
     place = Path(host.paths.under("/dev/log"))

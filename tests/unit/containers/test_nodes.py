@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.containers.nodes import gpu_nodes
+from yunion_mps.containers.nodes import gpu_nodes, missing_nodes
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
 
@@ -58,3 +58,21 @@ def test_a_file_that_is_not_a_device_is_left_out(host: SimHost) -> None:
 
 def test_a_whole_gpu_has_its_own_node_only(host: SimHost) -> None:
     assert nodes(host, Gpu("0000:00:06.0", host.gpus[0].uuid, minor=0)) == ["/dev/nvidia0"]
+
+
+def test_an_instance_without_the_nodes_of_its_capabilities_is_found(host: SimHost) -> None:
+    (made,) = host.create_mig_devices(1, "3g.40gb")
+    whole = Gpu("0000:00:06.0", host.gpus[0].uuid, minor=0)
+    gpu = Gpu(f"0000:00:07.0-g{made.gpu_instance}", made.uuid, minor=1)
+    paths = Paths(str(host.root))
+    *_, node = nodes(host, gpu)
+    assert missing_nodes(paths, [whole, gpu]) == {}
+    (host.root / node[1:]).unlink()
+    access = f"{paths.capabilities}/gpu1/mig/gi{made.gpu_instance}/ci0/access"
+    (missing,) = missing_nodes(paths, [whole, gpu]).values()
+    assert missing.message == f"MIG instance {gpu.address}: no such device node: {node}"
+    assert missing.hint == f"create it: nvidia-modprobe -f {access}; containers have it 10 seconds later"
+    host.gpus[1].end_instances(made.gpu_instance)
+    (missing,) = missing_nodes(paths, [gpu]).values()
+    what = f"MIG instance {gpu.address}: its capabilities are not below {paths.capabilities}"
+    assert missing.message == what

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.nodes import DeviceNode
+from yunion_mps.containers.nodes import DeviceNode, MissingNodes
 from yunion_mps.containers.spec import Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
@@ -126,6 +126,16 @@ def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
     host = HostFiles(gpu_nodes={str(P40.uuid): (DeviceNode("/dev/nvidia0", "/root/dev/nvidia0"),)})
     edits = edits_of(spec_of(reference(), host), "00:06.0-0")
     assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/root/dev/nvidia0"}]
+
+
+def test_the_hook_is_told_which_nodes_are_missing_unless_nvidia_has_them() -> None:
+    missing = MissingNodes("MIG instance 00:06.0-g1: no such device node", "create it")
+    host = HOST._replace(missing={str(P40.uuid): missing})
+    (hook,) = edits_of(spec_of(reference(), host), "00:06.0-1")["hooks"]
+    assert hook["args"] == ["yunion-mps", "cdi-hook", "00:06.0-1", "--missing-nodes", *missing]
+    host = host._replace(nvidia=Nvidia(by_gpu={str(P40.uuid): Edits()}))
+    (hook,) = edits_of(spec_of(reference(), host), "00:06.0-1")["hooks"]
+    assert hook["args"] == ["yunion-mps", "cdi-hook", "00:06.0-1"]
 
 
 def test_nvidias_cdi_edits_are_included() -> None:

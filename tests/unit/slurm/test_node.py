@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.slurm.devices import record_of
-from yunion_mps.slurm.hooks import pending_change
+from yunion_mps.slurm.devices import pending_change
 from yunion_mps.slurm.job import is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
 from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state
@@ -46,15 +45,15 @@ def test_a_device_leased_outside_slurm_is_named_with_its_holder() -> None:
         ({"code": "leases_pending", "gpu": "00:07.0"}, True),
         ({"code": "leases_pending", "gpu": "00:09.0-g1"}, True),
         ({"code": "mig_in_use", "gpu": "00:09.0"}, True),
+        ({"code": "mig_pending", "gpu": "00:09.0"}, True),
         ({"code": "mig_in_use", "gpu": "00:05.0"}, False),
-        ({"code": "leases_pending", "gpu": "00:07.0", "devices": ["00:07.0-0"]}, False),
         ({"code": "limits_pending", "gpu": "00:07.0"}, False),
         ({"code": "client_waiting", "gpu": None}, False),
     ],
 )
 def test_a_change_is_pending_if_a_gpu_of_slurm_changes_its_type(problem: Any, is_change: bool) -> None:
-    row: Any = {"devices": [], "text": "why", **problem}
-    found = pending_change(record_of(MIXED, shards=False), [row])
+    row: Any = {"text": "why", **problem}
+    found = pending_change([device["addr"] for device in MIXED], [row])
     assert found == ("why" if is_change else None)
     assert not found or found.code == problem["code"]
 

@@ -1,0 +1,63 @@
+"""Leases of several devices, also of such that are not shared in the same way."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from integration.conftest import MakeDivided, MakePodman
+from integration.daemon_host import Daemon, eventually
+from integration.device_nodes import publish_nodes
+from integration.image import IMAGE
+from integration.lease_host import take
+from integration.podman_host import mps, spec_of
+from simhost.host import SHARED
+
+pytestmark = pytest.mark.processes
+
+WHOLE, SHARE = "00:06.0-g1", "00:07.0-g1-0"
+UNENFORCED = "GPU 00:07.0-g1, which is time-sliced"
+NOTICE = f"yunion-mps: budgets are not enforced on {UNENFORCED}: a job can use all of its memory"
+
+
+@pytest.fixture
+def instances(make_divided: MakeDivided) -> Daemon:
+    """A daemon with a whole MIG instance, and with an instance that is time-sliced."""
+    made = make_divided([{"kind": "h100", "count": 2}], "mig: 3g.40gb", f"mig: 3g.40gb; {SHARED}")
+    return made.start().wait_ready()
+
+
+def test_a_lease_with_a_time_sliced_share_names_what_is_unenforced(instances: Daemon) -> None:
+    both = ("--allow-unlimited", "--device", WHOLE, "--device", SHARE)
+    taken = instances.host.run(("yunion-mps", "lease", "take", "job", "--ttl", "1h", *both), check=True)
+    assert NOTICE in taken.stderr.splitlines()
+    shown = instances.host.run(("yunion-mps", "lease", "show", "job"), check=True).stdout
+    assert f"% of the SM threads (not enforced on {UNENFORCED})\n" in shown
+    (lease,) = instances.get("/v1/leases")[1]["leases"]
+    assert (lease["sharing"], lease["unenforced_gpus"]) == ("time-slicing", [SHARE.rpartition("-")[0]])
+
+
+def test_run_across_an_instance_and_a_share_names_what_is_unenforced(instances: Daemon) -> None:
+    words = ("yunion-mps", "run", "--count", "2", "--across", "--allow-unlimited")
+    shown = instances.host.run((*words, "--dry-run"), check=True)
+    assert NOTICE in shown.stderr.splitlines()
+    started = instances.host.run((*words, "printenv", "YUNION_MPS_DEVICE"), check=True)
+    assert (started.stdout, NOTICE in started.stderr) == (f"{WHOLE},{SHARE}\n", True)
+
+
+def test_a_container_with_an_instance_and_a_share_starts_with_a_log_line(
+    instances: Daemon, make_podman: MakePodman
+) -> None:
+    publish_nodes(instances)
+    eventually(lambda: spec_of(instances.host), "the file of the devices")
+    podman = make_podman(instances.host)
+    both = f"devices={WHOLE},{SHARE}&allow_unlimited=true"
+    lease = take(instances, f"{both}&holder.name=job&holder.ttl_s=600&cdi=true")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.settimeout(60)
+        log.bind(str(instances.host.root / "dev/log"))
+        started = podman.good("run", "--rm", *mps(lease["id"]), IMAGE, "sh", "-c", "echo $YUNION_MPS_DEVICE")
+        told = log.recv(4096).decode()
+    assert started == f"{WHOLE},{SHARE}"
+    assert told.endswith(f": {lease['id']}: budgets are not enforced on {UNENFORCED}")
